@@ -1,0 +1,125 @@
+/*
+ * What the parts of the library know of each other: context, plan, backend, kernel row, errors, allocation.
+ *
+ *   attn_run (api.c) -> attn__buffers_check (problem.c) -> plan->backend->run -> kernel
+ */
+#ifndef ATTN_INTERNAL_H
+#define ATTN_INTERNAL_H
+
+#include <stdarg.h>
+#include <stdatomic.h>
+#include <stdbool.h>
+
+#include "attn.h"
+#include "fault.h"
+
+/* ---- errors (status.c) ---- */
+
+/* Sets the thread's detail text and returns status. */
+attn_status attn__fail(attn_status status, const char *format, ...) __attribute__((format(printf, 2, 3)));
+
+#define RETURN_IF(condition, status, ...)                                                                                  \
+    do {                                                                                                                   \
+        if (condition) return attn__fail((status), __VA_ARGS__);                                                           \
+    } while (0)
+#define RETURN_IF_ERROR(expression)                                                                                        \
+    do {                                                                                                                   \
+        attn_status status_ = (expression);                                                                                \
+        if (status_ != ATTN_OK) return status_;                                                                            \
+    } while (0)
+
+/* ---- kernel rows ---- */
+
+/* One row of the table of kernels. A backend's rows are sorted worst first: the last available one that fits is chosen. */
+typedef struct attn_kernel {
+    const char *name;  /* op_arch_dtype */
+    const char *needs; /* for people: "AVX2, FMA" */
+    attn_op op;
+    bool wide;          /* computes in double: for F64 problems; ref computes everything so */
+    uint32_t cpu;       /* CPU feature bits that it needs (cpu/features.h) */
+    const void *impl;   /* the backend's own description; cpu: struct attn_isa */
+    int32_t rows, cols; /* tile of the score matrix */
+} attn_kernel;
+
+/* ---- backends ---- */
+
+typedef struct attn_backend {
+    const char *name;
+    attn_backend_id id;
+    bool host; /* buffers are host memory, so their values can be checked before the run */
+    const attn_kernel *(*kernel)(int32_t index, bool *available); /* NULL past the end */
+    attn_status (*plan)(attn_plan *plan); /* problem is resolved; sets kernel, workspace and splits, appends to the text */
+    attn_status (*run)(const attn_plan *plan, const attn_buffers *buffers, void *stream);
+    attn_status (*tiles)(const attn_plan *plan, const attn_buffers *buffers, int32_t batch, int32_t head,
+                         int (*visit)(void *user, const attn_tile *tile), void *user); /* or NULL */
+    attn_status (*merge)(attn_context *context, const attn_merge_args *args, void *stream);
+    attn_status (*rotary)(attn_context *context, const attn_rotary_args *args, void *stream);
+} attn_backend;
+
+extern const attn_backend attn__backend_ref;
+extern const attn_backend attn__backend_cpu;
+
+/* ---- plan (plan.c) ---- */
+
+enum { ATTN_PLAN_TEXT = 1024 };
+
+struct attn_plan {
+    attn_context *context;
+    attn_problem problem; /* resolved: every default filled in */
+    const attn_backend *backend;
+    const attn_kernel *kernel;
+    size_t workspace;           /* bytes */
+    int32_t slots;              /* how many threads work at once at the most */
+    size_t part[8];             /* offsets into the workspace; the backend says what is where */
+    int64_t count[4];           /* the backend's own: capacities of its lists */
+    _Atomic int32_t references; /* the cache's and its users' */
+    char text[ATTN_PLAN_TEXT];
+};
+
+void attn__plan_say(attn_plan *plan, const char *format, ...) __attribute__((format(printf, 2, 3)));
+
+/* Reserves bytes in the workspace, 64-byte aligned; part `index` is its offset. False when the sum overflows. */
+bool attn__plan_reserve(attn_plan *plan, int index, int64_t count, int64_t bytes_each);
+
+/* ---- context (context.c) ---- */
+
+typedef struct attn_pool attn_pool;
+typedef struct attn_cache attn_cache;
+
+struct attn_context {
+    attn_config config; /* resolved: allocator, threads, parallel_for */
+    const attn_backend *backend;
+    attn_pool *pool;   /* NULL with one thread or the caller's own parallel_for */
+    attn_cache *cache; /* plans and workspaces of the one-shot calls */
+};
+
+void *attn__alloc(const attn_context *context, size_t bytes); /* sets the detail text on failure */
+void attn__free(const attn_context *context, void *memory);   /* NULL is ignored */
+
+/*
+ * Calls task(arg, index, slot) for each index in [0, count), claimed in ascending order by up to `slots` threads. slot < slots
+ * names the thread: no two running calls share one.
+ */
+attn_status attn__parallel(const attn_context *context, int32_t slots, int64_t count,
+                           void (*task)(void *arg, int64_t index, int32_t slot), void *arg);
+
+/* ---- thread pool (pool.c) ---- */
+
+attn_status attn__pool_create(attn_pool **pool, attn_context *context, int32_t threads);
+void attn__pool_destroy(attn_pool *pool);
+int attn__pool_for(void *pool, void (*body)(void *body_arg, int32_t index), void *body_arg, int32_t count);
+int32_t attn__cpu_count(void);
+
+/* ---- validation (problem.c, buffers.c) ---- */
+
+/* Copies *problem into *resolved with every default filled in, or says what is wrong with it. */
+attn_status attn__problem_resolve(attn_problem *resolved, const attn_problem *problem);
+
+/* Copies *buffers into *loaded (structs of older headers are shorter) and checks everything that can be checked. */
+attn_status attn__buffers_check(attn_buffers *loaded, const attn_plan *plan, const attn_buffers *buffers);
+
+/* Checks and copies. */
+attn_status attn__merge_check(attn_merge_args *loaded, const attn_merge_args *args);
+attn_status attn__rotary_check(attn_rotary_args *loaded, const attn_rotary_args *args, bool host);
+
+#endif
