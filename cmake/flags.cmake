@@ -1,0 +1,26 @@
+# How everything is compiled: language level, warnings, sanitizers. The target attn_flags carries it; nothing leaks to
+# consumers.
+set(THREADS_PREFER_PTHREAD_FLAG OFF)
+find_package(Threads REQUIRED)
+
+add_library(attn_flags INTERFACE)
+target_compile_features(attn_flags INTERFACE c_std_11)
+target_compile_definitions(attn_flags INTERFACE _GNU_SOURCE)
+target_compile_options(attn_flags INTERFACE
+    -Wall -Wextra -Wpedantic -Wshadow -Wstrict-prototypes -Wmissing-prototypes
+    $<$<BOOL:${ATTN_WERROR}>:-Werror>)
+set(CMAKE_C_EXTENSIONS OFF)
+set(CMAKE_C_VISIBILITY_PRESET hidden)
+set(CMAKE_POSITION_INDEPENDENT_CODE ON)
+
+if(ATTN_FUZZ)
+    if(NOT CMAKE_C_COMPILER_ID MATCHES "Clang")
+        message(FATAL_ERROR "ATTN_FUZZ wants clang (-DCMAKE_C_COMPILER=clang), not ${CMAKE_C_COMPILER_ID}")
+    endif()
+    target_compile_options(attn_flags INTERFACE -fsanitize=fuzzer-no-link)
+endif()
+if(ATTN_SANITIZE)
+    target_compile_options(attn_flags INTERFACE
+        -fsanitize=${ATTN_SANITIZE} -fno-sanitize-recover=all -fno-omit-frame-pointer)
+    target_link_options(attn_flags INTERFACE -fsanitize=${ATTN_SANITIZE})
+endif()
