@@ -1,0 +1,63 @@
+/*
+ * The forward pass of `ref`: for each query row the textbook softmax in two passes over its allowed keys.
+ */
+#include "ref.h"
+
+/*
+ * Turns r->score into probabilities and returns lse. Scores of -inf (a bias may hold them) have probability zero even when
+ * there are no others.
+ */
+static double softmax(attn_ref *r, int32_t h) {
+    if (r->count == 0) return -INFINITY;
+    bool has_sink = (r->p->flags & ATTN_SINK) != 0;
+    double max = has_sink ? r->f->sink[h] : -INFINITY, sum = 0;
+    for (int32_t n = 0; n < r->count; n++)
+        if (r->score[n] > max) max = r->score[n];
+    if (max == -INFINITY) max = 0;
+    for (int32_t n = 0; n < r->count; n++) sum += r->score[n] = exp(r->score[n] - max);
+    if (has_sink) sum += exp(r->f->sink[h] - max);
+    if (sum == 0) return -INFINITY;
+    for (int32_t n = 0; n < r->count; n++) r->score[n] /= sum;
+    return max + log(sum);
+}
+
+static void write_o(attn_ref *r, int32_t h, int32_t i) {
+    const attn_problem *p = r->p;
+    double o[ATTN_MAX_DIM] = {0};
+    for (int32_t n = 0; n < r->count; n++)
+        if (!attn__ref_dropped(r, h, i, r->key[n]))
+            attn__ref_add(o, r->score[n] * r->keep, r->v + (int64_t)r->key[n] * r->pad_v, r->pad_v);
+    int64_t at = attn__q_offset(p, &r->f->o, &r->s, i, h);
+    for (int32_t x = 0; x < p->dim_v; x++) attn__store(p->out_dtype, r->f->o.data, at + x, o[x]);
+}
+
+/* One row of probs, past the end of the sequence too. */
+static void write_probs(const attn_ref *r, int32_t b, int32_t h, int32_t i, int32_t count) {
+    const attn_matrix *m = &r->f->probs;
+    for (int32_t j = 0; j < r->p->max_kv; j++) attn__store(r->lse_dtype, m->data, attn__ref_matrix_at(m, b, h, i, j), 0);
+    for (int32_t n = 0; n < count; n++) {
+        double sign = attn__ref_dropped(r, h, i, r->key[n]) ? -1 : 1;
+        attn__store(r->lse_dtype, m->data, attn__ref_matrix_at(m, b, h, i, r->key[n]), sign * r->score[n]);
+    }
+}
+
+static void forward_head(attn_ref *r, int32_t h) {
+    for (int32_t i = 0; i < r->s.sq; i++) {
+        attn__ref_scores(r, h, i);
+        double lse = softmax(r, h);
+        write_o(r, h, i);
+        if (r->f->lse) attn__store(r->lse_dtype, r->f->lse, attn__lse_index(r->p, &r->s, i, h), lse);
+        if (r->f->probs.data) write_probs(r, r->s.b, h, i, r->count);
+    }
+    for (int32_t i = r->s.sq; r->f->probs.data && i < r->p->max_q; i++) write_probs(r, r->s.b, h, i, 0);
+}
+
+attn_status attn__ref_forward(attn_ref *r) {
+    for (int32_t b = 0; b < r->p->batch; b++) {
+        for (int32_t h = 0; h < r->p->heads_q; h++) {
+            attn__ref_load(r, b, h / (r->p->heads_q / r->p->heads_kv));
+            forward_head(r, h);
+        }
+    }
+    return ATTN_OK;
+}
