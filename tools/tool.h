@@ -1,0 +1,104 @@
+/*
+ * What the commands of `attn` share: exit codes, messages, the option parser, the progress bar.
+ *
+ * A command is one row of the table in attn.c. It declares its options as tables of rows, one line each; parsing and the
+ * text of --help both come from these rows, so that they cannot disagree.
+ */
+#ifndef ATTN_TOOL_H
+#define ATTN_TOOL_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "attn.h"
+
+/* Exit codes, as the manual page documents them. */
+enum {
+    TOOL_OK = 0,
+    TOOL_FAILED = 1, /* a check or a comparison failed */
+    TOOL_USAGE = 2,  /* bad option, bad input file, a problem that the library refuses */
+    TOOL_RUNTIME = 3 /* no memory, no thread, a file that cannot be read or written */
+};
+
+int cmd_info(int argc, char **argv);
+int cmd_run(int argc, char **argv);
+int cmd_check(int argc, char **argv);
+int cmd_bench(int argc, char **argv);
+int cmd_plan(int argc, char **argv);
+
+/* ---- messages (args.c) ---- */
+
+/* Prints "attn: ..." to stderr and returns code. */
+int tool_error(int code, const char *format, ...) __attribute__((format(printf, 2, 3)));
+
+/* Prints the library's detail text and returns the exit code that goes with the status. */
+int tool_status(const char *what, attn_status status);
+
+/* malloc of count * bytes_each that reports its failure; the sizes may come from a file. Freed by free. */
+void *tool_alloc(int64_t count, size_t bytes_each);
+
+/* Standard output has been written for good: TOOL_OK, or a message and TOOL_RUNTIME (a full disk, a closed pipe). */
+int tool_flush(void);
+
+/* ---- options (args.c) ---- */
+
+/* What the options that several commands share fill in. A command's own settings begin with it. */
+typedef struct settings {
+    attn_problem problem; /* flags and options; sizes come from --heads and its like, or from the files */
+    attn_config config;   /* backend, threads */
+    uint64_t seed, offset;
+} settings;
+
+/* Turns text into *target; on failure returns what was wanted, "a whole number" for instance, and NULL on success. */
+typedef const char *(*option_parse)(const char *text, void *target);
+
+typedef struct option {
+    const char *name;    /* without the dashes; NULL ends a table */
+    const char *metavar; /* NULL: takes no value */
+    const char *help;    /* one line */
+    option_parse parse;  /* NULL: only sets the flag */
+    size_t at;           /* offset of the target in the command's settings */
+    uint32_t flag;       /* bits for settings.problem.flags */
+} option;
+
+typedef struct option_group {
+    const char *title;
+    const option *options;
+} option_group;
+
+typedef struct command {
+    const char *name;
+    const char *usage;      /* after "attn NAME" */
+    const char *summary;    /* what it does: a few lines, each ends with a newline */
+    const char *examples;   /* each line ends with a newline */
+    option_group groups[6]; /* the last one has options NULL */
+} command;
+
+enum { OPTIONS_GO = -1 }; /* the parser is content: go on */
+
+/* Fills settings, whose size the command knows and zeroed. OPTIONS_GO, or the code to exit with (0 after --help). */
+int options_parse(const command *command, void *settings, int argc, char **argv);
+
+const char *parse_switch(const char *text, void *target); /* bool; for options without a value */
+const char *parse_int(const char *text, void *target);    /* int32_t */
+const char *parse_u64(const char *text, void *target);    /* uint64_t, 0x... allowed */
+const char *parse_real(const char *text, void *target);   /* double */
+const char *parse_text(const char *text, void *target);   /* const char * */
+const char *parse_dtype(const char *text, void *target);  /* attn_dtype */
+const char *parse_op(const char *text, void *target);     /* attn_op */
+
+/* "forward", "backward", "append". */
+const char *op_name(attn_op op);
+
+/* Groups of rows for settings: --backend and --threads; --causal, --window, --scale ... */
+extern const option options_machine[];
+extern const option options_problem[];
+
+/* ---- progress (progress.c) ---- */
+
+/* Draws a bar on stderr, if that is a terminal, at most ten times a second. progress_end wipes it. */
+void progress(const char *what, long done, long total);
+void progress_end(void);
+
+#endif
