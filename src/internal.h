@@ -112,13 +112,37 @@ int32_t attn__cpu_count(void);
 
 /* ---- validation (problem.c, buffers.c) ---- */
 
+/*
+ * Sizes of the structs in their first version: what a caller built against the oldest header passes. When a struct grows,
+ * its line here becomes the offset of the first new field.
+ */
+enum {
+    ATTN_CONFIG_FIRST_SIZE = sizeof(attn_config),
+    ATTN_PROBLEM_FIRST_SIZE = sizeof(attn_problem),
+    ATTN_BUFFERS_FIRST_SIZE = sizeof(attn_buffers),
+    ATTN_MERGE_FIRST_SIZE = sizeof(attn_merge_args),
+    ATTN_ROTARY_FIRST_SIZE = sizeof(attn_rotary_args)
+};
+
+/* Copies a struct that begins with its size into one of `known` bytes: a shorter one is completed with zeros, a longer one
+   (from a newer header) is taken if what we do not know of is zero. */
+attn_status attn__struct_load(void *to, const void *from, size_t known, size_t first, const char *name);
+
 /* Copies *problem into *resolved with every default filled in, or says what is wrong with it. */
 attn_status attn__problem_resolve(attn_problem *resolved, const attn_problem *problem);
 
-/* Copies *buffers into *loaded (structs of older headers are shorter) and checks everything that can be checked. */
-attn_status attn__buffers_check(attn_buffers *loaded, const attn_plan *plan, const attn_buffers *buffers);
+/* Copies *buffers into *loaded, no more. */
+attn_status attn__buffers_load(attn_buffers *loaded, const attn_buffers *buffers);
 
-/* Checks and copies. */
+/* Copies *buffers into *loaded and checks everything that can be checked; the second checks lengths and FlashMask only. */
+attn_status attn__buffers_check(attn_buffers *loaded, const attn_plan *plan, const attn_buffers *buffers);
+attn_status attn__lengths_check(attn_buffers *loaded, const attn_plan *plan, const attn_buffers *buffers);
+
+/* One tensor: there, aligned, within the address space, and, if it is written, not overlapping itself. */
+attn_status attn__tensor_check(const char *name, const attn_tensor *t, int64_t batch, int64_t rows, int64_t heads,
+                               int64_t dim, attn_dtype dtype, bool is_output);
+
+/* Arguments of the pieces (pieces.c): copy and check. */
 attn_status attn__merge_check(attn_merge_args *loaded, const attn_merge_args *args);
 attn_status attn__rotary_check(attn_rotary_args *loaded, const attn_rotary_args *args, bool host);
 

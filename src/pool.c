@@ -1,0 +1,166 @@
+/*
+ * The library's own thread pool, for contexts whose host has no parallel_for.
+ *
+ * A call publishes a job (a body and a number of indices) in the pool's list and works on it itself; idle workers help with
+ * whatever job is in the list. So several callers share the workers, a call never waits for another call's work to
+ * begin, and a body may itself call into the pool: at worst it does its own job alone. Workers sleep on one condition.
+ *
+ * fork: the child has the pool's memory but none of its threads, and perhaps a locked mutex. The first call in the child sees
+ * that the process id has changed, makes the primitives anew and starts threads of its own.
+ */
+#define _GNU_SOURCE
+#include "internal.h"
+
+#include <errno.h>
+#include <pthread.h>
+#include <sched.h>
+#include <string.h>
+#include <unistd.h>
+
+typedef struct job {
+    void (*body)(void *arg, int32_t index);
+    void *arg;
+    int32_t count;   /* indices in all */
+    int32_t next;    /* first index that nobody has claimed */
+    int32_t running; /* indices claimed and not yet done */
+    struct job *link;
+} job;
+
+struct attn_pool {
+    const attn_context *context;
+    pthread_mutex_t mutex; /* guards everything below */
+    pthread_cond_t work;   /* a job has unclaimed indices, or the pool is to stop */
+    pthread_cond_t done;   /* some job has lost its last running index */
+    job *jobs;             /* those with unclaimed indices, oldest first */
+    bool stop;
+    int32_t threads;     /* workers wanted: callers' threads excluded */
+    int32_t started;     /* workers running */
+    _Atomic pid_t owner; /* the process that the workers live in */
+    pthread_t workers[];
+};
+
+int32_t attn__cpu_count(void) {
+    cpu_set_t set;
+    int count = sched_getaffinity(0, sizeof set, &set) == 0 ? CPU_COUNT(&set) : (int)sysconf(_SC_NPROCESSORS_ONLN);
+    return count < 1 ? 1 : count;
+}
+
+/* Runs indices of j until none is unclaimed. Called and returns with the mutex held. */
+static void work_on(attn_pool *pool, job *j) {
+    while (j->next < j->count) {
+        int32_t index = j->next++;
+        j->running++;
+        if (j->next == j->count) { /* nothing left to claim: out of the list */
+            job **at = &pool->jobs;
+            while (*at != j) at = &(*at)->link;
+            *at = j->link;
+        }
+        pthread_mutex_unlock(&pool->mutex);
+        j->body(j->arg, index);
+        pthread_mutex_lock(&pool->mutex);
+        if (--j->running == 0 && j->next == j->count) pthread_cond_broadcast(&pool->done);
+    }
+}
+
+static void *worker(void *arg) {
+    attn_pool *pool = arg;
+    pthread_mutex_lock(&pool->mutex);
+    while (!pool->stop) {
+        if (pool->jobs)
+            work_on(pool, pool->jobs);
+        else
+            pthread_cond_wait(&pool->work, &pool->mutex);
+    }
+    pthread_mutex_unlock(&pool->mutex);
+    return NULL;
+}
+
+/* Ends the workers that run. */
+static void stop_workers(attn_pool *pool) {
+    pthread_mutex_lock(&pool->mutex);
+    pool->stop = true;
+    pthread_cond_broadcast(&pool->work);
+    pthread_mutex_unlock(&pool->mutex);
+    for (int32_t n = 0; n < pool->started; n++) pthread_join(pool->workers[n], NULL);
+    pool->started = 0;
+    pool->stop = false;
+}
+
+/* Makes the primitives and starts the workers in this process. */
+static attn_status start_workers(attn_pool *pool) {
+    pthread_mutex_init(&pool->mutex, NULL);
+    pthread_cond_init(&pool->work, NULL);
+    pthread_cond_init(&pool->done, NULL);
+    pool->jobs = NULL;
+    pool->stop = false;
+    for (pool->started = 0; pool->started < pool->threads; pool->started++) {
+        int error =
+            attn__fault(ATTN_FAULT_THREAD) ? EAGAIN : pthread_create(&pool->workers[pool->started], NULL, worker, pool);
+        if (error) {
+            int32_t got = pool->started;
+            stop_workers(pool);
+            return attn__fail(ATTN_SYSTEM, "threads=%d: thread %d could not be started: %s; use fewer", pool->threads + 1,
+                              got + 2, strerror(error));
+        }
+    }
+    atomic_store(&pool->owner, getpid());
+    return ATTN_OK;
+}
+
+attn_status attn__pool_create(attn_pool **out, attn_context *context, int32_t threads) {
+    int32_t workers = threads - 1; /* the caller is one */
+    attn_pool *pool = attn__alloc(context, sizeof *pool + (size_t)workers * sizeof pool->workers[0]);
+    if (!pool) return ATTN_NO_MEMORY;
+    memset(pool, 0, sizeof *pool);
+    pool->context = context;
+    pool->threads = workers;
+    attn_status status = start_workers(pool);
+    if (status != ATTN_OK) {
+        attn__free(context, pool);
+        return status;
+    }
+    *out = pool;
+    return ATTN_OK;
+}
+
+void attn__pool_destroy(attn_pool *pool) {
+    if (!pool) return;
+    if (atomic_load(&pool->owner) == getpid()) { /* in a forked child there is nothing to stop */
+        stop_workers(pool);
+        pthread_cond_destroy(&pool->done);
+        pthread_cond_destroy(&pool->work);
+        pthread_mutex_destroy(&pool->mutex);
+    }
+    attn__free(pool->context, pool);
+}
+
+/* After fork, one of the child's threads restarts the pool while others that come at the same moment wait. */
+static attn_status revive(attn_pool *pool) {
+    static _Atomic pid_t reviving;
+    pid_t self = getpid();
+    for (;;) {
+        pid_t other = atomic_load(&reviving);
+        if (atomic_load(&pool->owner) == self) return ATTN_OK;
+        if (other != self && atomic_compare_exchange_strong(&reviving, &other, self)) break;
+        sched_yield();
+    }
+    attn_status status = atomic_load(&pool->owner) == self ? ATTN_OK : start_workers(pool);
+    atomic_store(&reviving, 0);
+    return status;
+}
+
+int attn__pool_for(void *arg, void (*body)(void *body_arg, int32_t index), void *body_arg, int32_t count) {
+    attn_pool *pool = arg;
+    if (atomic_load(&pool->owner) != getpid() && revive(pool) != ATTN_OK) return -1;
+    job j = {.body = body, .arg = body_arg, .count = count};
+    if (count <= 0) return 0;
+    pthread_mutex_lock(&pool->mutex);
+    job **at = &pool->jobs;
+    while (*at) at = &(*at)->link;
+    *at = &j;
+    if (count > 1) pthread_cond_broadcast(&pool->work);
+    work_on(pool, &j);
+    while (j.running > 0) pthread_cond_wait(&pool->done, &pool->mutex);
+    pthread_mutex_unlock(&pool->mutex);
+    return 0;
+}
