@@ -1,0 +1,43 @@
+# The commands of this project; CMake (CMakePresets.json) does the work. Each target does its own set-up.
+PREFIX ?= /usr/local
+FUZZ_SECONDS ?= 600
+JOBS ?= $(shell nproc 2>/dev/null || echo 2)
+
+.PHONY: all demo test install fuzz format check-format clean help
+all:
+	@scripts/setup.sh build
+	@cmake --preset release >/dev/null
+	@cmake --build --preset release -j $(JOBS)
+
+demo: all
+	@scripts/demo.sh
+
+test:
+	@JOBS=$(JOBS) scripts/test.sh
+
+install: all
+	cmake --install build --prefix $(PREFIX)
+
+fuzz:
+	@scripts/setup.sh fuzz
+	@JOBS=$(JOBS) scripts/fuzz.sh $(FUZZ_SECONDS)
+
+format:
+	@scripts/setup.sh format
+	@scripts/format.sh --fix
+
+check-format:
+	@scripts/setup.sh format
+	@scripts/format.sh
+
+clean:
+	rm -rf build build-asan build-clang build-fuzz build-tsan
+
+help:
+	@echo "make               build the library and the command line in build/"
+	@echo "make demo          build, draw the tiles of an attention problem, measure and check a few more"
+	@echo "make test          everything that is tested: with sanitizers, with clang, fuzzed; less than 15 minutes"
+	@echo "make install       install to PREFIX (now $(PREFIX)); DESTDIR is honoured"
+	@echo "make fuzz          each fuzz target for FUZZ_SECONDS (now $(FUZZ_SECONDS))"
+	@echo "make format        format the sources; make check-format only says which ones are not"
+	@echo "make clean         remove the build folders"

@@ -1,0 +1,113 @@
+#!/bin/sh
+# Makes sure that this machine has what a target needs, and installs what is missing where it may.
+#
+#   scripts/setup.sh build     cmake and a C compiler
+#   scripts/setup.sh test      the same, and what the tests need: pkg-config, a C++ compiler, clang, a Python environment
+#   scripts/setup.sh fuzz      build, and clang with libFuzzer
+#   scripts/setup.sh format    clang-format
+#
+# Packages come from apt-get, as root or through a sudo that asks no password; otherwise the command to type is printed.
+# It is quick and silent when everything is there. Exit 1: something necessary is missing. clang is not necessary for the
+# tests: without it their report says what was not run.
+set -eu
+cd "$(dirname "$0")/.."
+
+say() { echo "setup: $*"; }
+
+as_root() {
+    if [ "$(id -u)" = 0 ]; then "$@"; else sudo -n "$@"; fi
+}
+
+may_install() {
+    command -v apt-get >/dev/null && { [ "$(id -u)" = 0 ] || sudo -n true 2>/dev/null; }
+}
+
+updated=
+# install WHY PACKAGE...
+install() {
+    why=$1
+    shift
+    if ! may_install; then
+        say "missing: $* ($why). Please run: sudo apt-get install $*"
+        return 1
+    fi
+    say "installing $* ($why) with apt-get"
+    if [ -z "$updated" ]; then
+        # A broken third-party source makes update fail; what we need may be there all the same.
+        as_root apt-get -qq update || say "apt-get update did not succeed everywhere; going on"
+        updated=1
+    fi
+    as_root env DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends "$@" >/dev/null
+}
+
+# The first that exists of the words given.
+first_of() {
+    for word in "$@"; do
+        if command -v "$word" >/dev/null; then
+            echo "$word"
+            return
+        fi
+    done
+}
+
+has_cmake() {
+    version=$(cmake --version 2>/dev/null | sed -n '1s/[^0-9]*\([0-9]*\)\.\([0-9]*\).*/\1 \2/p')
+    [ -n "$version" ] && set -- $version && [ $(($1 * 100 + $2)) -ge 322 ]
+}
+
+has_libfuzzer() {
+    command -v clang >/dev/null &&
+        echo 'int LLVMFuzzerTestOneInput(const char *d, long n); int LLVMFuzzerTestOneInput(const char *d, long n) { return !d && n; }' |
+        clang -x c -fsanitize=fuzzer,address,undefined -o /dev/null - 2>/dev/null
+}
+
+need_build() {
+    [ -n "$(first_of "${CC:-cc}" cc gcc clang)" ] || install "the C compiler" gcc libc6-dev
+    command -v make >/dev/null || install "cmake builds with it" make
+    has_cmake || install "the build" cmake || return 1
+    has_cmake || {
+        say "cmake 3.22 or newer is needed; this is $(cmake --version | head -n 1)"
+        return 1
+    }
+}
+
+# Fails without a word of its own when clang cannot be had: the caller says what follows from it.
+need_clang() {
+    command -v clang >/dev/null || install "the second compiler, and the fuzz targets" clang || return 1
+    has_libfuzzer && return
+    major=$(clang -dumpversion | cut -d. -f1)
+    install "libFuzzer" "libclang-rt-$major-dev" && has_libfuzzer
+}
+
+need_python() {
+    command -v python3 >/dev/null || install "the Python tests" python3
+    [ .venv/done -nt tests/requirements.txt ] && return
+    python3 -c 'import ensurepip, venv' 2>/dev/null || install "the Python tests" python3-venv
+    say "making the Python environment .venv for the tests: $(sed 's/;.*//' tests/requirements.txt | sort -u | paste -sd ' ')"
+    python3 -m venv .venv
+    .venv/bin/python -m pip install -q --disable-pip-version-check -r tests/requirements.txt
+    touch .venv/done
+}
+
+case ${1:-} in
+build) need_build ;;
+test)
+    need_build
+    command -v pkg-config >/dev/null || install "the test of the installed library" pkg-config
+    [ -n "$(first_of c++ g++ clang++)" ] || install "the test that a C++ program can use the library" g++
+    need_python
+    need_clang || say "no clang with libFuzzer: its build and the fuzz targets will be reported as not run"
+    ;;
+fuzz)
+    need_build
+    need_clang || {
+        say "the fuzz targets need clang with libFuzzer"
+        exit 1
+    }
+    ;;
+format) command -v clang-format >/dev/null || install "the formatting" clang-format ;;
+*)
+    echo "usage: scripts/setup.sh build|test|fuzz|format" >&2
+    exit 2
+    ;;
+esac

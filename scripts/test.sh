@@ -1,0 +1,93 @@
+#!/bin/bash
+# Everything that is tested, in stages, with the time of each; two cores need less than 15 minutes. The first stage that
+# fails ends it: its output is shown, and the last line says "N passed, N failed" in any case.
+#
+#   CHECK_CASES=2000 FUZZ_SECONDS=60 JOBS=2 scripts/test.sh
+#
+# The full output of each stage is in build/test/.
+set -u
+cd "$(dirname "$0")/.."
+jobs=${JOBS:-2}
+check_cases=${CHECK_CASES:-2000}
+fuzz_seconds=${FUZZ_SECONDS:-60}
+
+logs=build/test
+passed=0
+not_run=()
+began=$SECONDS
+
+# stage NAME COMMAND...: a command that says "N passed" counts as so many, any other as one.
+stage() {
+    local name=$1 start=$SECONDS log
+    shift
+    log=$logs/${name//[^a-z0-9]/-}.log
+    printf '%-58s ' "$name ..."
+    if "$@" >"$log" 2>&1; then
+        local count
+        count=$(sed -n 's/.*\b\([0-9]\+\) passed.*/\1/p' "$log" | tail -n 1)
+        passed=$((passed + ${count:-1}))
+        printf '%6s passed %5d s\n' "${count:-1}" $((SECONDS - start))
+        return
+    fi
+    printf 'FAILED %5d s\n\n' $((SECONDS - start))
+    tail -n 60 "$log"
+    local failed
+    failed=$(sed -n 's/.*\b\([0-9]\+\) failed.*/\1/p' "$log" | tail -n 1)
+    [ "${failed:-0}" -gt 0 ] || failed=1
+    printf '\nmake test stopped at the stage "%s"; all of its output is in %s\n' "$name" "$log"
+    printf '%d passed, %d failed\n' "$passed" "$failed"
+    exit 1
+}
+
+# skip NAME WHY
+skip() {
+    printf '%-58s not run: %s\n' "$1 ..." "$2"
+    not_run+=("$1")
+}
+
+# build PRESET TARGET...
+build() {
+    local preset=$1
+    shift
+    cmake --preset "$preset" && cmake --build --preset "$preset" -j "$jobs" ${1:+--target "$@"}
+}
+
+# attn check in halves, one for each core: seeds are fixed so that a failure can be repeated.
+check() { build/attn check --backend cpu --cases "$check_cases" --seed "$1"; }
+
+has_clang() { command -v clang >/dev/null; }
+
+scripts/setup.sh test || {
+    echo "make test could not be set up: see above"
+    echo "0 passed, 1 failed"
+    exit 1
+}
+mkdir -p $logs
+
+stage "build, gcc or the default compiler" build release
+stage "tests" build/attn-tests
+stage "attn check, $check_cases random cases" check 1
+stage "examples" examples/check.sh build
+stage "exported symbols" tests/abi/check.sh build
+stage "installed library, README example" tests/install/check.sh build
+if [ -d tests/python ]; then
+    stage "Python tests" .venv/bin/python -m pytest -q tests/python
+fi
+
+stage "build, Address- and UndefinedBehaviorSanitizer" build asan attn-tests
+stage "tests, Address- and UndefinedBehaviorSanitizer" build-asan/attn-tests
+stage "build, ThreadSanitizer" build tsan attn-tests
+stage "tests of threads, ThreadSanitizer" build-tsan/attn-tests pool thread
+
+if has_clang; then
+    stage "build, clang" build clang
+    stage "tests, clang" build-clang/attn-tests
+    stage "fuzz targets, $fuzz_seconds s each" env JOBS="$jobs" scripts/fuzz.sh "$fuzz_seconds"
+else
+    skip "build, clang" "clang is missing"
+    skip "fuzz targets" "clang is missing"
+fi
+
+printf '\n%d min %d s' $(((SECONDS - began) / 60)) $(((SECONDS - began) % 60))
+[ ${#not_run[@]} = 0 ] || printf '; %d stages NOT RUN, see above' ${#not_run[@]}
+printf '\n%d passed, 0 failed\n' "$passed"
