@@ -5,7 +5,6 @@ find_package(Threads REQUIRED)
 
 add_library(attn_flags INTERFACE)
 target_compile_features(attn_flags INTERFACE c_std_11)
-target_compile_definitions(attn_flags INTERFACE _GNU_SOURCE)
 target_compile_options(attn_flags INTERFACE
     -Wall -Wextra -Wpedantic -Wshadow -Wstrict-prototypes -Wmissing-prototypes
     $<$<BOOL:${ATTN_WERROR}>:-Werror>)
