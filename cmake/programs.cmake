@@ -5,7 +5,7 @@ file(GLOB tool_sources CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/tools/*.c)
 set(tool_parts ${tool_sources})
 list(FILTER tool_parts EXCLUDE REGEX "/attn\\.c$")
 
-if(tool_sources)
+if(EXISTS ${PROJECT_SOURCE_DIR}/tools/attn.c)
     add_executable(attn_tool ${tool_sources})
     set_target_properties(attn_tool PROPERTIES OUTPUT_NAME attn)
     target_include_directories(attn_tool PRIVATE ${PROJECT_SOURCE_DIR}/tools ${PROJECT_SOURCE_DIR}/src)
