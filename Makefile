@@ -3,6 +3,8 @@ PREFIX ?= /usr/local
 FUZZ_SECONDS ?= 600
 JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 
+MAKEFLAGS += --no-print-directory
+
 .PHONY: all demo test install fuzz format check-format clean help
 all:
 	@scripts/setup.sh build

@@ -83,9 +83,12 @@ need_python() {
     command -v python3 >/dev/null || install "the Python tests" python3
     [ .venv/done -nt tests/requirements.txt ] && return
     python3 -c 'import ensurepip, venv' 2>/dev/null || install "the Python tests" python3-venv
-    say "making the Python environment .venv for the tests: $(sed 's/;.*//' tests/requirements.txt | sort -u | paste -sd ' ')"
+    say "making the Python environment .venv with what tests/requirements.txt pins"
     python3 -m venv .venv
-    .venv/bin/python -m pip install -q --disable-pip-version-check -r tests/requirements.txt
+    .venv/bin/python -m pip install -q --disable-pip-version-check -r tests/requirements.txt || {
+        say "pip could not install tests/requirements.txt; the Python tests need it"
+        return 1
+    }
     touch .venv/done
 }
 
