@@ -11,8 +11,8 @@ all:
 	@cmake --preset release >/dev/null
 	@cmake --build --preset release -j $(JOBS)
 
-demo: all
-	@scripts/demo.sh
+demo:
+	@JOBS=$(JOBS) scripts/demo.sh
 
 test:
 	@JOBS=$(JOBS) scripts/test.sh
@@ -41,5 +41,5 @@ help:
 	@echo "make test          everything that is tested: with sanitizers, with clang, fuzzed; less than 15 minutes"
 	@echo "make install       install to PREFIX (now $(PREFIX)); DESTDIR is honoured"
 	@echo "make fuzz          each fuzz target for FUZZ_SECONDS (now $(FUZZ_SECONDS))"
-	@echo "make format        format the sources; make check-format only says which ones are not"
+	@echo "make format        format the sources; make check-format only says what is not as it should be"
 	@echo "make clean         remove the build folders"

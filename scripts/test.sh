@@ -52,9 +52,6 @@ build() {
     cmake --preset "$preset" && cmake --build --preset "$preset" -j "$jobs" ${1:+--target "$@"}
 }
 
-# attn check in halves, one for each core: seeds are fixed so that a failure can be repeated.
-check() { build/attn check --backend cpu --cases "$check_cases" --seed "$1"; }
-
 has_clang() { command -v clang >/dev/null; }
 
 scripts/setup.sh test || {
@@ -66,7 +63,8 @@ mkdir -p $logs
 
 stage "build, gcc or the default compiler" build release
 stage "tests" build/attn-tests
-stage "attn check, $check_cases random cases" check 1
+stage "attn check, $check_cases random cases" \
+    build/attn check --backend cpu --cases "$check_cases" --seed 1 # fixed, so that a failure can be repeated
 stage "examples" examples/check.sh build
 stage "exported symbols" tests/abi/check.sh build
 stage "installed library, README example" tests/install/check.sh build
