@@ -35,8 +35,8 @@ static bool row_gradient(attn_ref *r, int32_t h, int32_t i) {
     return true;
 }
 
-static void store_row(attn_dtype dtype, void *data, int64_t at, int32_t n, double factor, const double *row) {
-    for (int32_t x = 0; x < n; x++) attn__store(dtype, data, at + x, row[x] * factor);
+static void store_row(attn_dtype dtype, void *data, int64_t at, int32_t n, const double *row) {
+    for (int32_t x = 0; x < n; x++) attn__store(dtype, data, at + x, row[x]);
 }
 
 /* Writes d_q of one row and adds to d_k, d_v and d_sink. */
@@ -53,8 +53,7 @@ static void backward_row(attn_ref *r, int32_t h, int32_t i) {
         attn__ref_add(r->d_k + j * r->pad_qk, d_dot, r->q, r->pad_qk);
         attn__ref_add(r->d_v + j * r->pad_v, r->weight[n], r->d_o, r->pad_v);
     }
-    if (f->d_q.data)
-        store_row(p->dtype, f->d_q.data, attn__q_offset(p, &f->d_q, &r->s, i, h), p->dim_qk, r->q_descale, d_q);
+    if (f->d_q.data) store_row(p->dtype, f->d_q.data, attn__q_offset(p, &f->d_q, &r->s, i, h), p->dim_qk, d_q);
 }
 
 /* d_q of the query heads of one KV head, and its d_k and d_v, which are sums over them. */
@@ -70,8 +69,8 @@ static void backward_group(attn_ref *r) {
         int64_t k_at = attn__kv_offset(p, f, &f->d_k, &r->s, r->s.leftpad + j, r->kv_head);
         int64_t v_at = attn__kv_offset(p, f, &f->d_v, &r->s, r->s.leftpad + j, r->kv_head);
         const double *d_k = r->d_k + (int64_t)j * r->pad_qk, *d_v = r->d_v + (int64_t)j * r->pad_v;
-        if (f->d_k.data) store_row(p->kv_dtype, f->d_k.data, k_at, p->dim_qk, r->k_descale, d_k);
-        if (f->d_v.data) store_row(p->kv_dtype, f->d_v.data, v_at, p->dim_v, r->v_descale, d_v);
+        if (f->d_k.data) store_row(p->kv_dtype, f->d_k.data, k_at, p->dim_qk, d_k);
+        if (f->d_v.data) store_row(p->kv_dtype, f->d_v.data, v_at, p->dim_v, d_v);
     }
 }
 

@@ -19,14 +19,13 @@ void attn__ref_load(attn_ref *r, int32_t b, int32_t kv_head) {
     r->kv_head = kv_head;
     r->s = attn__seq(p, f, b);
     r->mask = attn__seq_mask(p, &r->s);
-    r->q_descale = attn__descale(f, f->q_descale, b, kv_head);
-    r->k_descale = attn__descale(f, f->k_descale, b, kv_head);
-    r->v_descale = attn__descale(f, f->v_descale, b, kv_head);
+    double k_descale = attn__descale(f, f->k_descale, b, kv_head);
+    double v_descale = attn__descale(f, f->v_descale, b, kv_head);
     for (int32_t j = 0; j < r->s.sk; j++) {
         int64_t k_at = attn__kv_offset(p, f, &f->k, &r->s, r->s.leftpad + j, kv_head);
         int64_t v_at = attn__kv_offset(p, f, &f->v, &r->s, r->s.leftpad + j, kv_head);
-        attn__ref_row(p->kv_dtype, f->k.data, k_at, p->dim_qk, r->k_descale, r->k + (int64_t)j * r->pad_qk);
-        attn__ref_row(p->kv_dtype, f->v.data, v_at, p->dim_v, r->v_descale, r->v + (int64_t)j * r->pad_v);
+        attn__ref_row(p->kv_dtype, f->k.data, k_at, p->dim_qk, k_descale, r->k + (int64_t)j * r->pad_qk);
+        attn__ref_row(p->kv_dtype, f->v.data, v_at, p->dim_v, v_descale, r->v + (int64_t)j * r->pad_v);
     }
 }
 

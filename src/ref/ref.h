@@ -43,7 +43,6 @@ typedef struct attn_ref {
     attn_seq s;
     attn_mask mask;
     int32_t kv_head; /* -1: nothing is loaded */
-    double q_descale, k_descale, v_descale;
 
     /* Set by attn__ref_scores: the n-th allowed key of the row is key[n], 0 <= n < count. */
     int32_t count;
