@@ -80,14 +80,15 @@ static attn_status make_plan(attn_plan *plan) {
     bool backward = p->op == ATTN_BACKWARD;
     int64_t k_bytes = (int64_t)sizeof(double) * attn__ref_pad(p->dim_qk);
     int64_t v_bytes = (int64_t)sizeof(double) * attn__ref_pad(p->dim_v);
-    bool fits = attn__plan_reserve(plan, REF_K, p->max_kv, k_bytes) &&
-                attn__plan_reserve(plan, REF_V, p->max_kv, v_bytes) &&
-                attn__plan_reserve(plan, REF_D_K, backward ? p->max_kv : 0, k_bytes) &&
-                attn__plan_reserve(plan, REF_D_V, backward ? p->max_kv : 0, v_bytes) &&
-                attn__plan_reserve(plan, REF_KEY, p->max_kv, sizeof(int32_t)) &&
-                attn__plan_reserve(plan, REF_ROW, p->max_kv, 4 * sizeof(double)) &&
-                attn__plan_reserve(plan, REF_BIAS, backward ? p->max_kv + 1 : 0, sizeof(double)) &&
-                attn__plan_reserve(plan, REF_SINK, backward ? p->heads_q : 0, sizeof(double));
+    int64_t keys = attn__max32(p->max_kv, 1); /* one at the least, so that there always is a workspace */
+    bool fits = attn__plan_reserve(plan, REF_K, keys, k_bytes) && attn__plan_reserve(plan, REF_V, keys, v_bytes) &&
+                attn__plan_reserve(plan, REF_KEY, keys, sizeof(int32_t)) &&
+                attn__plan_reserve(plan, REF_ROW, keys, 4 * sizeof(double));
+    if (backward)
+        fits = fits && attn__plan_reserve(plan, REF_D_K, keys, k_bytes) &&
+               attn__plan_reserve(plan, REF_D_V, keys, v_bytes) &&
+               attn__plan_reserve(plan, REF_BIAS, keys, sizeof(double)) &&
+               attn__plan_reserve(plan, REF_SINK, p->heads_q, sizeof(double));
     RETURN_IF(!fits, ATTN_INVALID, "max_kv=%d: the workspace overflows size_t", (int)p->max_kv);
     return ATTN_OK;
 }

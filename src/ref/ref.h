@@ -21,11 +21,11 @@ enum { REF_LANES = 8 };
 enum {
     REF_K,    /* double [max_kv][pad_qk]: keys at hand, descaled */
     REF_V,    /* double [max_kv][pad_v]: values */
-    REF_D_K,  /* backward: gradient of the keys, as REF_K */
-    REF_D_V,  /* backward: of the values, as REF_V */
     REF_KEY,  /* int32_t [max_kv]: the allowed keys of the row at hand */
     REF_ROW,  /* double [4][max_kv]: what is known of each of them */
-    REF_BIAS, /* backward: double [max_kv + 1], a row of d_bias */
+    REF_D_K,  /* backward: gradient of the keys, as REF_K */
+    REF_D_V,  /* backward: of the values, as REF_V */
+    REF_BIAS, /* backward: double [max_kv or 1], a row of d_bias */
     REF_SINK, /* backward: double [heads_q], d_sink */
 };
 
