@@ -108,7 +108,10 @@ fuzz)
         exit 1
     }
     ;;
-format) command -v clang-format >/dev/null || install "the formatting" clang-format ;;
+format)
+    [ -n "$(first_of clang-format-14 clang-format)" ] || install "the formatting" clang-format-14 ||
+        install "the formatting; 14 is not to be had" clang-format
+    ;;
 *)
     echo "usage: scripts/setup.sh build|test|fuzz|format" >&2
     exit 2
