@@ -11,10 +11,11 @@ if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64|amd64)$" AND CMAKE_SIZEOF_VOID
     set(ATTN_ISA_FLAGS_avx512 -mavx512f -mavx512dq -mavx512bw -mavx512vl -mfma -mf16c)
 endif()
 
-# Tile loops and packing are compiled once per real type, micro-kernels also once per ISA; the rest once.
+# Tile loops are compiled once per real type, micro-kernels also once per ISA; the rest once.
 set(src ${PROJECT_SOURCE_DIR}/src)
 file(GLOB attn_core CONFIGURE_DEPENDS ${src}/*.c ${src}/ref/*.c ${src}/cpu/*.c)
-file(GLOB attn_tiles CONFIGURE_DEPENDS ${src}/cpu/fwd.c ${src}/cpu/bwd.c ${src}/cpu/pack.c)
+file(GLOB attn_tiles CONFIGURE_DEPENDS 
+    ${src}/cpu/fwd.c ${src}/cpu/bwd.c ${src}/cpu/tile.c ${src}/cpu/probs.c)
 file(GLOB attn_micro CONFIGURE_DEPENDS ${src}/cpu/micro.c)
 list(REMOVE_ITEM attn_core ${attn_tiles} ${attn_micro})
 
