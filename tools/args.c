@@ -103,6 +103,26 @@ const char *parse_op(const char *text, void *target) {
     return "forward, backward or append";
 }
 
+const char *parse_pairs(const char *text, void *target) {
+    int_pairs *pairs = target;
+    pairs->count = 0;
+    do {
+        if (pairs->count == MAX_PAIRS) return "a shorter list";
+        int32_t *pair = pairs->at[pairs->count++];
+        int used = 0;
+        if (sscanf(text, "%d%n", &pair[0], &used) != 1) return "a number, a pair such as 32/8, or a list of them";
+        text += used;
+        pair[1] = pair[0];
+        if (*text == '/' && sscanf(text, "/%d%n", &pair[1], &used) == 1) text += used;
+    } while (*text++ == ',');
+    return text[-1] ? "a number, a pair such as 32/8, or a list of them" : NULL;
+}
+
+static const char *parse_counts(const char *text, void *target) {
+    const char *wanted = parse_pairs(text, target);
+    return wanted || strchr(text, '/') ? "a number or a list of numbers" : NULL;
+}
+
 static const char *parse_backend(const char *text, void *target) {
     static const char *const names[] = {"auto", "ref", "cpu", "cuda"};
     for (int i = 0; i < 4; i++) {
@@ -139,6 +159,14 @@ const option options_problem[] = {
     {"dropout", "P", "probability of dropping", parse_real, AT(problem.dropout), 0},
     {"seed", "N", "seed of dropout, or of random data", parse_u64, AT(seed), 0},
     {"offset", "N", "offset of the dropout generator", parse_u64, AT(offset), 0},
+    {0},
+};
+
+const option options_sizes[] = {
+    {"batch", "N", "sequences; default 1", parse_counts, AT(batch), 0},
+    {"heads", "Q[/KV]", "query heads and KV heads; default 8", parse_pairs, AT(heads), 0},
+    {"dim", "QK[/V]", "head dims; default 64", parse_pairs, AT(dim), 0},
+    {"seqlen", "Q[/KV]", "query rows and keys; default 1024", parse_pairs, AT(seqlen), 0},
     {0},
 };
 
@@ -189,6 +217,10 @@ int options_parse(const command *c, void *target, int argc, char **argv) {
     settings *s = target;
     s->problem.size = sizeof s->problem;
     s->config.size = sizeof s->config;
+    parse_pairs("1", &s->batch);
+    parse_pairs("8", &s->heads);
+    parse_pairs("64", &s->dim);
+    parse_pairs("1024", &s->seqlen);
     for (int i = 1; i < argc; i++) {
         if (strcmp(argv[i], "--help") == 0 || strcmp(argv[i], "-h") == 0) {
             print_help(c);

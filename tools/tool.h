@@ -43,11 +43,19 @@ int tool_flush(void);
 
 /* ---- options (args.c) ---- */
 
+/* "1/32768,512": pairs a/b; a number alone is the pair of itself. */
+enum { MAX_PAIRS = 32 };
+typedef struct int_pairs {
+    int32_t count;
+    int32_t at[MAX_PAIRS][2];
+} int_pairs;
+
 /* What the options that several commands share fill in. A command's own settings begin with it. */
 typedef struct settings {
     attn_problem problem; /* flags and options; sizes come from --heads and its like, or from the files */
     attn_config config;   /* backend, threads */
     uint64_t seed, offset;
+    int_pairs batch, heads, dim, seqlen; /* plan: one each; bench: every combination */
 } settings;
 
 /* Turns text into *target; on failure returns what was wanted, "a whole number" for instance, and NULL on success. */
@@ -72,7 +80,7 @@ typedef struct command {
     const char *usage;      /* after "attn NAME" */
     const char *summary;    /* what it does: a few lines, each ends with a newline */
     const char *examples;   /* each line ends with a newline */
-    option_group groups[6]; /* the last one has options NULL */
+    option_group groups[8]; /* the last one has options NULL */
 } command;
 
 enum { OPTIONS_GO = -1 }; /* the parser is content: go on */
@@ -87,13 +95,15 @@ const char *parse_real(const char *text, void *target);   /* double */
 const char *parse_text(const char *text, void *target);   /* const char * */
 const char *parse_dtype(const char *text, void *target);  /* attn_dtype */
 const char *parse_op(const char *text, void *target);     /* attn_op */
+const char *parse_pairs(const char *text, void *target);  /* int_pairs */
 
 /* "forward", "backward", "append". */
 const char *op_name(attn_op op);
 
-/* Groups of rows for settings: --backend and --threads; --causal, --window, --scale ... */
+/* Tables for settings: --backend, --threads; --causal, --window, --scale ...; --batch, --heads, --dim, --seqlen. */
 extern const option options_machine[];
 extern const option options_problem[];
+extern const option options_sizes[];
 
 /* ---- progress (progress.c) ---- */
 
