@@ -136,8 +136,8 @@ static const char *parse_backend(const char *text, void *target) {
 static const char *parse_window(const char *text, void *target) {
     attn_problem *p = target;
     int end = 0;
-    if (sscanf(text, "%d,%d%n", &p->window_left, &p->window_right, &end) != 2 || text[end])
-        return "two whole numbers with a comma, such as 255,0 (-1: open)";
+    if (sscanf(text, "%d%*[,/]%d%n", &p->window_left, &p->window_right, &end) != 2 || text[end])
+        return "two whole numbers such as 255,0 (-1: open)";
     return NULL;
 }
 

@@ -15,14 +15,14 @@ enum { WIDTH = 32 };
 static bool drawn;
 static double last_draw;
 
-static double seconds(void) {
+double tool_seconds(void) {
     struct timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
 void progress(const char *what, long done, long total) {
-    double now = seconds();
+    double now = tool_seconds();
     if (total <= 0 || !isatty(STDERR_FILENO) || (drawn && done < total && now - last_draw < 0.1)) return;
     drawn = true;
     last_draw = now;

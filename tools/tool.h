@@ -105,7 +105,14 @@ extern const option options_machine[];
 extern const option options_problem[];
 extern const option options_sizes[];
 
-/* ---- progress (progress.c) ---- */
+/* ---- peak (peak.c) ---- */
+
+/* Measures how many GFLOP/s of fused multiply-adds that many threads reach together; wide: in double. < 0: no threads. */
+double peak_gflops(int threads, bool wide);
+
+/* ---- time and progress (progress.c) ---- */
+
+double tool_seconds(void); /* a clock that only goes forward */
 
 /* Draws a bar on stderr, if that is a terminal, at most ten times a second. progress_end wipes it. */
 void progress(const char *what, long done, long total);

@@ -1,0 +1,460 @@
+/*
+ * `attn bench`: times attention on random numbers, over every combination of the sizes that it is given, and says how far
+ * that is from the arithmetic peak of the machine. With --check it runs the same data through ref, too.
+ *
+ * What is counted: 2 * (dim_qk + dim_v) operations for each allowed pair of a query and a key in the forward pass, 2.5 times
+ * that in the backward pass; bytes are those of every tensor read or written once. The time is the median.
+ */
+#define _POSIX_C_SOURCE 200809L
+
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "mask.h"
+#include "numeric.h"
+#include "tool.h"
+
+enum { MAX_DTYPES = 8, MAX_RUNS = 1000 };
+
+typedef struct dtype_list {
+    int count;
+    attn_dtype at[MAX_DTYPES];
+} dtype_list;
+
+typedef struct bench_settings {
+    settings common;
+    dtype_list dtypes;
+    bool json, check;
+    int32_t repeat;
+    double seconds;
+    const char *suite;
+} bench_settings;
+
+static const char *parse_dtypes(const char *text, void *target) {
+    dtype_list *list = target;
+    char one[16];
+    int used;
+    list->count = 0;
+    do {
+        if (list->count == MAX_DTYPES) return "a shorter list";
+        if (sscanf(text, "%15[^,]%n", one, &used) != 1) return "a dtype or a list of them";
+        const char *wanted = parse_dtype(one, &list->at[list->count++]);
+        if (wanted) return wanted;
+        text += used;
+    } while (*text++ == ',');
+    return text[-1] ? "a dtype or a list of them" : NULL;
+}
+
+#define AT(field) offsetof(bench_settings, field)
+
+static const option options_bench[] = {
+    {"op", "OP", "forward (default) or backward", parse_op, AT(common.problem.op), 0},
+    {"dtype", "TYPE", "f32 (default), f16, bf16, f64, e4m3, e5m2", parse_dtypes, AT(dtypes), 0},
+    {"json", NULL, "one JSON object a line instead of a table", parse_switch, AT(json), 0},
+    {"seconds", "S", "how long to run each shape; default 1", parse_real, AT(seconds), 0},
+    {"repeat", "N", "how many runs of each shape, instead", parse_int, AT(repeat), 0},
+    {"check", NULL, "compare with ref: relative RMS; exit 1 if it is too large", parse_switch, AT(check), 0},
+    {"suite", "NAME", "demo: a few quick shapes on every backend", parse_text, AT(suite), 0},
+    {0},
+};
+
+static const command bench = {
+    "bench",
+    "[OPTION]...",
+    "Times attention on random data. Sizes and dtypes may be lists with commas: every combination is run.\n"
+    "The time is the median of the runs after a first one; peak is the share of the arithmetic peak that a\n"
+    "loop of multiply-adds reaches on this machine with as many threads.\n",
+    "  attn bench --heads 32/8 --dim 128 --seqlen 512,1024,2048 --causal\n"
+    "  attn bench --heads 32/8 --dim 128 --seqlen 1/32768 --dtype bf16 --threads 2 --json\n"
+    "  attn bench --op backward --seqlen 1024 --check\n"
+    "  attn bench --suite demo --check\n",
+    {{"Options", options_bench},
+     {"Sizes", options_sizes},
+     {"Mask and scores", options_problem},
+     {"Machine", options_machine},
+     {0}},
+};
+
+/* One line of the result. */
+typedef struct result {
+    const char *backend, *kernel;
+    int threads;
+    double ms, gflops, gb_per_s, peak_fraction;
+    double error; /* relative RMS against ref; < 0: not asked for */
+} result;
+
+/* ---- data ---- */
+
+enum { T_Q, T_K, T_V, T_O, T_D_O, T_D_Q, T_D_K, T_D_V, T_LSE, TENSORS };
+
+typedef struct data {
+    void *memory[TENSORS];
+    int64_t count[TENSORS];
+    attn_dtype dtype[TENSORS];
+    attn_buffers buffers;
+} data;
+
+static void free_data(data *d) {
+    for (int i = 0; i < TENSORS; i++) free(d->memory[i]);
+}
+
+/* Nearly normal numbers: the sum of four uniform ones, mean 0, variance 1. */
+static void fill_random(attn_dtype dtype, void *memory, int64_t count, uint64_t *state) {
+    for (int64_t i = 0; i < count; i++) {
+        uint64_t x = *state += UINT64_C(0x9E3779B97F4A7C15);
+        x = (x ^ x >> 30) * UINT64_C(0xBF58476D1CE4E5B9);
+        x = (x ^ x >> 27) * UINT64_C(0x94D049BB133111EB);
+        x ^= x >> 31;
+        int32_t sum = (int32_t)((x & 0xffff) + (x >> 16 & 0xffff) + (x >> 32 & 0xffff) + (x >> 48)) - 2 * 0xffff;
+        attn__store(dtype, memory, i, sum * (1.7320508 / 65536));
+    }
+}
+
+/* Tensors of one shape, inputs filled. */
+static bool make_data(data *d, const attn_problem *p, uint64_t seed) {
+    int64_t q = (int64_t)p->max_q * p->heads_q, kv = (int64_t)p->max_kv * p->heads_kv;
+    if (__builtin_mul_overflow(q, p->batch, &q) || __builtin_mul_overflow(kv, p->batch, &kv)) q = kv = -1;
+    bool fp8 = p->dtype == ATTN_E4M3 || p->dtype == ATTN_E5M2;
+    attn_dtype out = fp8 ? ATTN_BF16 : p->dtype, lse = attn__wide(p->dtype) ? ATTN_F64 : ATTN_F32;
+    const struct {
+        int64_t vectors;
+        int32_t dim;
+        attn_dtype dtype;
+    } rows[TENSORS] = {
+        [T_Q] = {q, p->dim_qk, p->dtype},    [T_K] = {kv, p->dim_qk, p->dtype},  [T_V] = {kv, p->dim_v, p->dtype},
+        [T_O] = {q, p->dim_v, out},          [T_D_O] = {q, p->dim_v, out},       [T_D_Q] = {q, p->dim_qk, p->dtype},
+        [T_D_K] = {kv, p->dim_qk, p->dtype}, [T_D_V] = {kv, p->dim_v, p->dtype}, [T_LSE] = {q, 1, lse},
+    };
+    memset(d, 0, sizeof *d);
+    for (int i = 0; i < TENSORS; i++) {
+        if (p->op == ATTN_FORWARD && i >= T_D_O && i <= T_D_V) continue;
+        if (__builtin_mul_overflow(rows[i].vectors, rows[i].dim, &d->count[i])) d->count[i] = -1;
+        d->dtype[i] = rows[i].dtype;
+        d->memory[i] = tool_alloc(d->count[i], attn_dtype_size(rows[i].dtype));
+        if (!d->memory[i]) return false;
+        if (i <= T_V || i == T_D_O) fill_random(d->dtype[i], d->memory[i], d->count[i], &seed);
+    }
+    attn_buffers *f = &d->buffers;
+    f->size = sizeof *f;
+    f->q = attn_dense(d->memory[T_Q], p->max_q, p->heads_q, p->dim_qk);
+    f->k = attn_dense(d->memory[T_K], p->max_kv, p->heads_kv, p->dim_qk);
+    f->v = attn_dense(d->memory[T_V], p->max_kv, p->heads_kv, p->dim_v);
+    f->o = attn_dense(d->memory[T_O], p->max_q, p->heads_q, p->dim_v);
+    f->lse = d->memory[T_LSE];
+    if (p->op == ATTN_FORWARD) return true;
+    f->d_o = attn_dense(d->memory[T_D_O], p->max_q, p->heads_q, p->dim_v);
+    f->d_q = attn_dense(d->memory[T_D_Q], p->max_q, p->heads_q, p->dim_qk);
+    f->d_k = attn_dense(d->memory[T_D_K], p->max_kv, p->heads_kv, p->dim_qk);
+    f->d_v = attn_dense(d->memory[T_D_V], p->max_kv, p->heads_kv, p->dim_v);
+    return true;
+}
+
+/* o and lse for a backward pass. */
+static attn_status run_forward(attn_context *context, const attn_problem *p, const data *d) {
+    attn_problem forward = *p;
+    attn_buffers f = d->buffers;
+    forward.op = ATTN_FORWARD;
+    f.d_o = f.d_q = f.d_k = f.d_v = (attn_tensor){0};
+    return attn_forward(context, &forward, &f, NULL);
+}
+
+/* ---- measuring ---- */
+
+static int compare_doubles(const void *a, const void *b) {
+    double x = *(const double *)a, y = *(const double *)b;
+    return (x > y) - (x < y);
+}
+
+/* Runs the plan again and again; the median in milliseconds. */
+static attn_status time_plan(const attn_plan *plan, const attn_buffers *f, const bench_settings *s, double *ms) {
+    double times[MAX_RUNS], begin = tool_seconds();
+    attn_status status = attn_run(plan, f, NULL); /* touches the memory, wakes the threads */
+    double now = tool_seconds(), end = now + s->seconds;
+    int count = 0, least = s->repeat > 0 ? s->repeat : now - begin > s->seconds ? 1 : 3;
+    while (status == ATTN_OK && count < MAX_RUNS && (count < least || (s->repeat <= 0 && now < end))) {
+        begin = now;
+        status = attn_run(plan, f, NULL);
+        now = tool_seconds();
+        times[count++] = 1e3 * (now - begin);
+    }
+    if (status != ATTN_OK) return status;
+    qsort(times, (size_t)count, sizeof *times, compare_doubles);
+    *ms = 0.5 * (times[count / 2] + times[(count - 1) / 2]);
+    return ATTN_OK;
+}
+
+/* Pairs of a query and a key that the mask allows, in one sequence and head. */
+static double allowed_pairs(const attn_problem *p) {
+    attn_mask m = attn__mask_make(p->max_q, p->max_kv, (p->flags & ATTN_CAUSAL) != 0, (p->flags & ATTN_WINDOW) != 0,
+                                  p->window_left, p->window_right, 0);
+    double pairs = 0;
+    for (int32_t i = 0; i < p->max_q; i++) {
+        int32_t first, end;
+        attn__mask_row(&m, i, &first, &end);
+        if (end > first) pairs += end - first;
+    }
+    return pairs;
+}
+
+/* Measuring the peak takes a moment, and shapes share it. */
+static double cached_peak(int threads, bool wide) {
+    static struct {
+        int threads;
+        double gflops;
+    } known[2];
+    if (known[wide].threads != threads) {
+        known[wide].threads = threads;
+        known[wide].gflops = peak_gflops(threads, wide);
+    }
+    return known[wide].gflops;
+}
+
+static int fill_rates(result *r, const attn_problem *p, const data *d) {
+    double flops = 2.0 * (p->dim_qk + p->dim_v) * p->batch * p->heads_q * allowed_pairs(p), bytes = 0;
+    if (p->op == ATTN_BACKWARD) flops *= 2.5;
+    for (int i = 0; i < TENSORS; i++) bytes += (double)d->count[i] * (double)attn_dtype_size(d->dtype[i]);
+    double peak = cached_peak(r->threads, attn__wide(p->dtype));
+    if (peak <= 0) return tool_error(TOOL_RUNTIME, "bench: the threads for measuring the peak could not be started");
+    r->gflops = 1e-6 * flops / r->ms;
+    r->gb_per_s = 1e-6 * bytes / r->ms;
+    r->peak_fraction = r->gflops / peak;
+    return TOOL_OK;
+}
+
+/* ---- comparing ---- */
+
+static double relative_rms(const data *d, int which, const void *expected) {
+    double error = 0, norm = 0;
+    for (int64_t i = 0; i < d->count[which]; i++) {
+        double want = attn__load(d->dtype[which], expected, i), have = attn__load(d->dtype[which], d->memory[which], i);
+        error += (have - want) * (have - want);
+        norm += want * want;
+    }
+    return error == 0 ? 0 : sqrt(error / norm);
+}
+
+/* The same inputs through ref; the worst relative RMS of the results. */
+static int compare_with_ref(result *r, const attn_problem *p, const data *d) {
+    const int first = p->op == ATTN_FORWARD ? T_O : T_D_Q, last = p->op == ATTN_FORWARD ? T_O : T_D_V;
+    attn_config config = {.size = sizeof config, .backend = ATTN_BACKEND_REF, .threads = 1};
+    attn_buffers f = d->buffers;
+    void *expected[TENSORS] = {0};
+    attn_context *context = NULL;
+    int code = TOOL_OK;
+    for (int i = first; i <= last && code == TOOL_OK; i++) {
+        expected[i] = tool_alloc(d->count[i], attn_dtype_size(d->dtype[i]));
+        if (!expected[i]) code = TOOL_RUNTIME;
+    }
+    if (p->op == ATTN_FORWARD) {
+        f.o.data = expected[T_O];
+        f.lse = NULL;
+    }
+    f.d_q.data = expected[T_D_Q];
+    f.d_k.data = expected[T_D_K];
+    f.d_v.data = expected[T_D_V];
+    if (code == TOOL_OK) {
+        attn_status status = attn_context_create(&context, &config);
+        if (status == ATTN_OK) status = (p->op == ATTN_FORWARD ? attn_forward : attn_backward)(context, p, &f, NULL);
+        if (status != ATTN_OK) code = tool_status("bench", status);
+    }
+    r->error = 0;
+    for (int i = first; i <= last && code == TOOL_OK; i++) {
+        double error = relative_rms(d, i, expected[i]);
+        if (!(error <= r->error)) r->error = error; /* a NaN stays */
+    }
+    for (int i = 0; i < TENSORS; i++) free(expected[i]);
+    attn_context_destroy(context);
+    return code;
+}
+
+/* What --check lets pass: the accuracy that the library promises. */
+static double error_bar(const attn_problem *p) {
+    switch (p->dtype) {
+    case ATTN_F64: return 1e-13;
+    case ATTN_F32: return p->op == ATTN_FORWARD ? 1e-6 : 5e-6;
+    case ATTN_F16: return 2.9e-4;
+    default: return 2.3e-3;
+    }
+}
+
+/* ---- one shape ---- */
+
+/* Fills in everything but the error. */
+static int measure(attn_context *context, const attn_plan *plan, const attn_problem *p, const bench_settings *s, data *d,
+                   result *r) {
+    attn_buffers *f = &d->buffers;
+    f->seed = s->common.seed;
+    f->offset = s->common.offset;
+    f->workspace_size = attn_plan_workspace(plan);
+    char *memory = tool_alloc((int64_t)f->workspace_size + 64, 1);
+    if (!memory) return TOOL_RUNTIME;
+    f->workspace = memory + (64 - (uintptr_t)memory % 64);
+    attn_status status = p->op == ATTN_BACKWARD ? run_forward(context, p, d) : ATTN_OK;
+    if (status == ATTN_OK) status = time_plan(plan, f, s, &r->ms);
+    f->workspace = NULL;
+    f->workspace_size = 0;
+    free(memory);
+    return status == ATTN_OK ? fill_rates(r, p, d) : tool_status("bench", status);
+}
+
+static int bench_one(attn_context *context, const attn_problem *p, const bench_settings *s, result *r) {
+    attn_plan *plan;
+    attn_status status = attn_plan_create(&plan, context, p); /* refuses sizes that make no sense */
+    if (status != ATTN_OK) return tool_status("bench", status);
+    *r = (result){.backend = attn_context_backend(context),
+                  .kernel = attn_plan_kernel(plan),
+                  .threads = attn_context_threads(context),
+                  .error = -1};
+    data d;
+    int code = make_data(&d, p, s->common.seed) ? measure(context, plan, p, s, &d, r) : TOOL_RUNTIME;
+    if (code == TOOL_OK && s->check && strcmp(r->backend, "ref") != 0) code = compare_with_ref(r, p, &d);
+    free_data(&d);
+    attn_plan_destroy(plan);
+    return code;
+}
+
+/* ---- output ---- */
+
+/* "128", or "192/128" when they differ. */
+static const char *pair_text(char text[32], int32_t a, int32_t b) {
+    snprintf(text, 32, a == b ? "%d" : "%d/%d", a, b);
+    return text;
+}
+
+static void print_json(const attn_problem *p, const result *r, const bench_settings *s) {
+    char dim[32];
+    const char *quote = p->dim_qk == p->dim_v ? "" : "\"";
+    printf("{\"op\": \"%s\", \"backend\": \"%s\", \"kernel\": \"%s\", \"dtype\": \"%s\", \"batch\": %d, \"heads_q\": %d, "
+           "\"heads_kv\": %d, \"dim\": %s%s%s, \"seqlen_q\": %d, \"seqlen_kv\": %d, \"causal\": %s, \"threads\": %d, "
+           "\"ms\": %.6g, \"gflops\": %.6g, \"gb_per_s\": %.6g, \"peak_fraction\": %.6g",
+           op_name(p->op), r->backend, r->kernel, attn_dtype_name(p->dtype), p->batch, p->heads_q, p->heads_kv, quote,
+           pair_text(dim, p->dim_qk, p->dim_v), quote, p->max_q, p->max_kv, p->flags & ATTN_CAUSAL ? "true" : "false",
+           r->threads, r->ms, r->gflops, r->gb_per_s, r->peak_fraction);
+    if (p->flags & ATTN_WINDOW) printf(", \"window\": [%d, %d]", p->window_left, p->window_right);
+    if (s->check && !(r->error < 0)) printf(isnan(r->error) ? ", \"error\": null" : ", \"error\": %.3g", r->error);
+    printf("}\n");
+}
+
+static void print_head(const bench_settings *s) {
+    printf("%-8s %-5s %-26s %-11s %-7s %-16s %3s %9s %8s %7s %5s%s\n", "op", "dtype", "batch x heads x seqlen x dim",
+           "mask", "backend", "kernel", "thr", "ms", "GFLOP/s", "GB/s", "peak", s->check ? "    error" : "");
+}
+
+static void print_row(const attn_problem *p, const result *r, const bench_settings *s) {
+    char heads[32], dim[32], seqlen[32], shape[128], mask[32] = "full";
+    snprintf(shape, sizeof shape, "%d x %s x %s x %s", p->batch, pair_text(heads, p->heads_q, p->heads_kv),
+             pair_text(seqlen, p->max_q, p->max_kv), pair_text(dim, p->dim_qk, p->dim_v));
+    if (p->flags & ATTN_CAUSAL) strcpy(mask, "causal");
+    if (p->flags & ATTN_WINDOW) snprintf(mask, sizeof mask, "%d,%d", p->window_left, p->window_right);
+    printf("%-8s %-5s %-28s %-11s %-7s %-16s %3d %9.3f %8.1f %7.1f %4.0f%%", op_name(p->op), attn_dtype_name(p->dtype),
+           shape, mask, r->backend, r->kernel, r->threads, r->ms, r->gflops, r->gb_per_s, 100 * r->peak_fraction);
+    if (s->check && r->error < 0) printf("        -");
+    if (s->check && !(r->error < 0)) printf("  %7.1e", r->error);
+    printf("\n");
+}
+
+/* Measures one shape and prints its line. */
+static int bench_line(attn_context *context, const attn_problem *p, const bench_settings *s) {
+    result r;
+    int code = bench_one(context, p, s, &r);
+    if (code != TOOL_OK) return code;
+    (s->json ? print_json : print_row)(p, &r, s);
+    fflush(stdout);
+    if (s->check && strcmp(r.backend, "ref") != 0 && !(r.error <= error_bar(p)))
+        return tool_error(TOOL_FAILED, "bench: the error is above %g", error_bar(p));
+    return TOOL_OK;
+}
+
+/* ---- what to measure ---- */
+
+/* Quick shapes of every kind, on ref and cpu: what `make demo` shows. */
+static int run_demo(const bench_settings *s) {
+    static const struct {
+        attn_op op;
+        attn_dtype dtype;
+        int32_t heads_q, heads_kv, q, kv, dim_qk, dim_v, left;
+        uint32_t flags;
+    } rows[] = {
+        {ATTN_FORWARD, ATTN_F32, 8, 8, 512, 512, 64, 64, 0, 0},
+        {ATTN_FORWARD, ATTN_F32, 8, 2, 768, 768, 64, 64, 0, ATTN_CAUSAL},
+        {ATTN_FORWARD, ATTN_F32, 4, 4, 1024, 1024, 64, 64, 128, ATTN_CAUSAL | ATTN_WINDOW},
+        {ATTN_FORWARD, ATTN_F32, 32, 8, 1, 8192, 128, 128, 0, 0},
+        {ATTN_FORWARD, ATTN_BF16, 8, 2, 512, 512, 128, 128, 0, ATTN_CAUSAL},
+        {ATTN_FORWARD, ATTN_F16, 4, 4, 384, 384, 192, 128, 0, ATTN_CAUSAL},
+        {ATTN_BACKWARD, ATTN_F32, 4, 4, 512, 512, 64, 64, 0, ATTN_CAUSAL},
+    };
+    static const attn_backend_id backends[2] = {ATTN_BACKEND_REF, ATTN_BACKEND_CPU};
+    enum { ROWS = sizeof rows / sizeof *rows };
+    attn_context *contexts[2] = {NULL, NULL};
+    int code = TOOL_OK, worst = TOOL_OK;
+    for (int i = 0; i < 2 && code == TOOL_OK; i++) {
+        attn_config config = {.size = sizeof config, .backend = backends[i], .threads = s->common.config.threads};
+        attn_status status = attn_context_create(&contexts[i], &config);
+        if (status != ATTN_OK) code = tool_status("bench", status);
+    }
+    if (!s->json && code == TOOL_OK) print_head(s);
+    for (int n = 0; n < 2 * ROWS && code <= TOOL_FAILED; n++) {
+        int i = n / 2;
+        attn_problem p = {.size = sizeof p, .op = rows[i].op, .dtype = rows[i].dtype, .flags = rows[i].flags, .batch = 1};
+        p.heads_q = rows[i].heads_q;
+        p.heads_kv = rows[i].heads_kv;
+        p.max_q = rows[i].q;
+        p.max_kv = rows[i].kv;
+        p.dim_qk = rows[i].dim_qk;
+        p.dim_v = rows[i].dim_v;
+        p.window_left = rows[i].left;
+        code = bench_line(contexts[n % 2], &p, s);
+        if (code > worst) worst = code;
+    }
+    for (int i = 0; i < 2; i++) attn_context_destroy(contexts[i]);
+    return worst > code ? worst : code;
+}
+
+/* Every combination of the lists. */
+static int run_sweep(const bench_settings *s) {
+    const settings *c = &s->common;
+    attn_context *context;
+    attn_status status = attn_context_create(&context, &c->config);
+    if (status != ATTN_OK) return tool_status("bench", status);
+    int64_t total = (int64_t)s->dtypes.count * c->batch.count * c->heads.count * c->dim.count * c->seqlen.count;
+    int code = TOOL_OK, worst = TOOL_OK;
+    if (!s->json) print_head(s);
+    for (int64_t n = 0; n < total && code <= TOOL_FAILED; n++) {
+        int64_t rest = n;
+        attn_problem p = c->problem;
+        const int32_t *seqlen = c->seqlen.at[rest % c->seqlen.count];
+        rest /= c->seqlen.count;
+        const int32_t *dim = c->dim.at[rest % c->dim.count];
+        rest /= c->dim.count;
+        const int32_t *heads = c->heads.at[rest % c->heads.count];
+        rest /= c->heads.count;
+        p.batch = c->batch.at[rest % c->batch.count][0];
+        p.dtype = s->dtypes.at[rest / c->batch.count];
+        p.max_q = seqlen[0];
+        p.max_kv = seqlen[1];
+        p.dim_qk = dim[0];
+        p.dim_v = dim[1];
+        p.heads_q = heads[0];
+        p.heads_kv = heads[1];
+        code = bench_line(context, &p, s);
+        if (code > worst) worst = code;
+    }
+    attn_context_destroy(context);
+    return worst;
+}
+
+int cmd_bench(int argc, char **argv) {
+    bench_settings s = {.seconds = 1, .dtypes = {1, {ATTN_F32}}};
+    int code = options_parse(&bench, &s, argc, argv);
+    if (code != OPTIONS_GO) return code;
+    if (s.common.problem.op == ATTN_KV_APPEND) return tool_error(TOOL_USAGE, "bench: --op forward or backward");
+    if (!(s.seconds > 0) || s.repeat < 0 || s.repeat > MAX_RUNS)
+        return tool_error(TOOL_USAGE, "bench: --seconds above 0, --repeat from 1 to %d", MAX_RUNS);
+    if (!s.suite) return run_sweep(&s);
+    if (strcmp(s.suite, "demo") != 0)
+        return tool_error(TOOL_USAGE, "bench: --suite '%s'; demo is the one there is", s.suite);
+    s.seconds = 0.2;
+    return run_demo(&s);
+}

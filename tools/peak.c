@@ -1,0 +1,117 @@
+/*
+ * The arithmetic peak of this machine, measured: a loop of fused multiply-adds on enough independent registers to hide their
+ * latency, with the widest vectors that the CPU has, on as many threads as are to be compared with.
+ */
+#define _POSIX_C_SOURCE 200809L
+
+#include <math.h>
+#include <pthread.h>
+
+#include "fault.h"
+#include "tool.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+enum { ACCUMULATORS = 12, MAX_THREADS = 1024 };
+
+#define EACH(X) X(0) X(1) X(2) X(3) X(4) X(5) X(6) X(7) X(8) X(9) X(10) X(11)
+#define DECLARE(n) a##n = start,
+#define STEP(n) a##n = FMA(a##n, x, y);
+#define GATHER(n) sum = FMA(sum, x, a##n);
+
+/* `rounds` times 12 vector multiply-adds; every number stays near one. The result keeps the loop from being left out. */
+#define FMA_LOOP(name, target, vector, set1, first)                                                                        \
+    target static double name(long rounds) {                                                                               \
+        vector x = set1(0.5), y = set1(0.5), start = set1(0.75), EACH(DECLARE) sum = set1(0);                              \
+        for (long i = 0; i < rounds; i++) {                                                                                \
+            EACH(STEP)                                                                                                     \
+        }                                                                                                                  \
+        EACH(GATHER)                                                                                                       \
+        return (double)first(sum);                                                                                         \
+    }
+
+#define PLAIN(x) (x)
+#define FMA(a, b, c) ((a) * (b) + (c))
+FMA_LOOP(loop_plain_f32, , float, PLAIN, PLAIN)
+FMA_LOOP(loop_plain_f64, , double, PLAIN, PLAIN)
+#undef FMA
+
+#if defined(__x86_64__)
+#define TARGET_AVX2 __attribute__((target("avx2,fma")))
+#define TARGET_AVX512 __attribute__((target("avx512f")))
+#define FMA _mm256_fmadd_ps
+FMA_LOOP(loop_avx2_f32, TARGET_AVX2, __m256, _mm256_set1_ps, _mm256_cvtss_f32)
+#undef FMA
+#define FMA _mm256_fmadd_pd
+FMA_LOOP(loop_avx2_f64, TARGET_AVX2, __m256d, _mm256_set1_pd, _mm256_cvtsd_f64)
+#undef FMA
+#define FMA _mm512_fmadd_ps
+FMA_LOOP(loop_avx512_f32, TARGET_AVX512, __m512, _mm512_set1_ps, _mm512_cvtss_f32)
+#undef FMA
+#define FMA _mm512_fmadd_pd
+FMA_LOOP(loop_avx512_f64, TARGET_AVX512, __m512d, _mm512_set1_pd, _mm512_cvtsd_f64)
+#undef FMA
+#elif defined(__aarch64__)
+#define FIRST_F32(v) vgetq_lane_f32(v, 0)
+#define FIRST_F64(v) vgetq_lane_f64(v, 0)
+#define FMA(a, b, c) vfmaq_f32(c, a, b)
+FMA_LOOP(loop_neon_f32, , float32x4_t, vdupq_n_f32, FIRST_F32)
+#undef FMA
+#define FMA(a, b, c) vfmaq_f64(c, a, b)
+FMA_LOOP(loop_neon_f64, , float64x2_t, vdupq_n_f64, FIRST_F64)
+#undef FMA
+#endif
+
+typedef struct fma_loop {
+    double (*run)(long rounds);
+    int lanes;
+} fma_loop;
+
+static fma_loop choose(bool wide) {
+#if defined(__x86_64__)
+    if (__builtin_cpu_supports("avx512f")) return wide ? (fma_loop){loop_avx512_f64, 8} : (fma_loop){loop_avx512_f32, 16};
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
+        return wide ? (fma_loop){loop_avx2_f64, 4} : (fma_loop){loop_avx2_f32, 8};
+#elif defined(__aarch64__)
+    return wide ? (fma_loop){loop_neon_f64, 2} : (fma_loop){loop_neon_f32, 4};
+#endif
+    return wide ? (fma_loop){loop_plain_f64, 1} : (fma_loop){loop_plain_f32, 1};
+}
+
+typedef struct worker {
+    pthread_t thread;
+    fma_loop loop;
+    double gflops;
+} worker;
+
+/* The rate of the fastest of some slices: a slice in which something else had the CPU says nothing about the CPU. */
+static void *work(void *arg) {
+    worker *w = arg;
+    enum { ROUNDS = 200000, SLICES = 40 };
+    for (int slice = 0; slice < SLICES; slice++) {
+        double begin = tool_seconds(), value = w->loop.run(ROUNDS), elapsed = tool_seconds() - begin;
+        double rate = 2e-9 * ACCUMULATORS * w->loop.lanes * ROUNDS / elapsed;
+        if (isfinite(value) && rate > w->gflops) w->gflops = rate;
+    }
+    return NULL;
+}
+
+double peak_gflops(int threads, bool wide) {
+    static worker workers[MAX_THREADS];
+    int started = 0, wanted = threads < MAX_THREADS ? threads : MAX_THREADS;
+    double sum = 0;
+    for (; started < wanted; started++) {
+        workers[started] = (worker){.loop = choose(wide)};
+        if (attn__fault(ATTN_FAULT_THREAD) || pthread_create(&workers[started].thread, NULL, work, &workers[started]) != 0)
+            break;
+    }
+    for (int i = 0; i < started; i++) {
+        pthread_join(workers[i].thread, NULL);
+        sum += workers[i].gflops;
+    }
+    return started == wanted ? sum : -1;
+}
