@@ -113,7 +113,7 @@ static void backward_bias(attn_ref *r) {
     }
 }
 
-attn_status attn__ref_backward(attn_ref *r) {
+void attn__ref_backward(attn_ref *r) {
     for (int32_t h = 0; h < r->p->heads_q; h++) r->d_sink[h] = 0;
     for (int32_t b = 0; b < r->p->batch; b++) {
         for (int32_t kv_head = 0; kv_head < r->p->heads_kv; kv_head++) {
@@ -123,5 +123,4 @@ attn_status attn__ref_backward(attn_ref *r) {
     }
     if (r->f->d_bias.data) backward_bias(r);
     for (int32_t h = 0; r->f->d_sink && h < r->p->heads_q; h++) r->f->d_sink[h] = (float)r->d_sink[h];
-    return ATTN_OK;
 }

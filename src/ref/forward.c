@@ -32,12 +32,13 @@ static void write_o(attn_ref *r, int32_t h, int32_t i) {
 }
 
 /* One row of probs, past the end of the sequence too. */
-static void write_probs(const attn_ref *r, int32_t b, int32_t h, int32_t i, int32_t count) {
+static void write_probs(const attn_ref *r, int32_t h, int32_t i, int32_t count) {
     const attn_matrix *m = &r->f->probs;
-    for (int32_t j = 0; j < r->p->max_kv; j++) attn__store(r->lse_dtype, m->data, attn__ref_matrix_at(m, b, h, i, j), 0);
+    for (int32_t j = 0; j < r->p->max_kv; j++)
+        attn__store(r->lse_dtype, m->data, attn__ref_matrix_at(m, r->s.b, h, i, j), 0);
     for (int32_t n = 0; n < count; n++) {
         double sign = attn__ref_dropped(r, h, i, r->key[n]) ? -1 : 1;
-        attn__store(r->lse_dtype, m->data, attn__ref_matrix_at(m, b, h, i, r->key[n]), sign * r->score[n]);
+        attn__store(r->lse_dtype, m->data, attn__ref_matrix_at(m, r->s.b, h, i, r->key[n]), sign * r->score[n]);
     }
 }
 
@@ -47,17 +48,16 @@ static void forward_head(attn_ref *r, int32_t h) {
         double lse = softmax(r, h);
         write_o(r, h, i);
         if (r->f->lse) attn__store(r->lse_dtype, r->f->lse, attn__lse_index(r->p, &r->s, i, h), lse);
-        if (r->f->probs.data) write_probs(r, r->s.b, h, i, r->count);
+        if (r->f->probs.data) write_probs(r, h, i, r->count);
     }
-    for (int32_t i = r->s.sq; r->f->probs.data && i < r->p->max_q; i++) write_probs(r, r->s.b, h, i, 0);
+    for (int32_t i = r->s.sq; r->f->probs.data && i < r->p->max_q; i++) write_probs(r, h, i, 0);
 }
 
-attn_status attn__ref_forward(attn_ref *r) {
+void attn__ref_forward(attn_ref *r) {
     for (int32_t b = 0; b < r->p->batch; b++) {
         for (int32_t h = 0; h < r->p->heads_q; h++) {
             attn__ref_load(r, b, h / (r->p->heads_q / r->p->heads_kv));
             forward_head(r, h);
         }
     }
-    return ATTN_OK;
 }

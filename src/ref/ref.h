@@ -67,8 +67,8 @@ void attn__ref_scores(attn_ref *r, int32_t h, int32_t i);
 /* n elements of a row in double, times factor, zero-filled to a multiple of REF_LANES. */
 void attn__ref_row(attn_dtype dtype, const void *data, int64_t at, int32_t n, double factor, double *out);
 
-attn_status attn__ref_forward(attn_ref *r);
-attn_status attn__ref_backward(attn_ref *r);
+void attn__ref_forward(attn_ref *r);
+void attn__ref_backward(attn_ref *r);
 
 static inline int32_t attn__ref_pad(int32_t n) { return (n + REF_LANES - 1) / REF_LANES * REF_LANES; }
 
