@@ -71,7 +71,7 @@ struct attn_plan {
     size_t workspace;           /* bytes */
     int32_t slots;              /* how many threads work at once at the most */
     size_t part[8];             /* offsets into the workspace; the backend says what is where */
-    int64_t count[4];           /* the backend's own: capacities of its lists */
+    int64_t partials;           /* cpu: partial results of a run that splits keys over threads; 0: it does not */
     _Atomic int32_t references; /* the cache's and its users' */
     char text[ATTN_PLAN_TEXT];
 };

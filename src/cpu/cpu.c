@@ -1,0 +1,181 @@
+/*
+ * The cpu backend: its table of kernels, its plans, and the way from attn_run to a kernel.
+ *
+ * The table has the rows of plain C first and those that need more of the CPU after them; the last row that this machine can
+ * run is taken. What an ISA brings is its table of micro-kernels; the loops around them are the same for all.
+ */
+#include "features.h"
+
+#include "tile.h"
+#include "work.h"
+
+#include <stdlib.h>
+
+/* Both number types of what tile.h declares for one. */
+int64_t attn__fwd_scratch_f64(const attn_problem *p);
+int64_t attn__bwd_scratch_f64(const attn_problem *p);
+attn_status attn__fwd_run_f64(const attn_plan *plan, const attn_buffers *f);
+attn_status attn__bwd_run_f64(const attn_plan *plan, const attn_buffers *f);
+
+/* ISA, what it needs in bits and in words. One line here and one in the build make an ISA. */
+#define ISA_C(X) X(c, 0, "")
+#ifdef ATTN_HAVE_AVX2
+#define ISA_AVX2(X) X(avx2, ATTN_CPU_AVX2, "AVX2, FMA, F16C")
+#else
+#define ISA_AVX2(X)
+#endif
+#ifdef ATTN_HAVE_AVX512
+#define ISA_AVX512(X) X(avx512, ATTN_CPU_AVX2 | ATTN_CPU_AVX512, "AVX-512 F, DQ, BW, VL")
+#else
+#define ISA_AVX512(X)
+#endif
+#define ISAS(X) ISA_C(X) ISA_AVX2(X) ISA_AVX512(X)
+
+/* The tables of the two number types are of different types; only the kernels of that type look inside. */
+struct attn__micro_f64;
+#define DECLARE(isa, bits, words)                                                                                          \
+    extern const struct attn__micro_f32 attn__micro_##isa##_f32;                                                           \
+    extern const struct attn__micro_f64 attn__micro_##isa##_f64;
+ISAS(DECLARE)
+#undef DECLARE
+
+#define ROW(op_name, op_id, isa, real_name, is_wide, bits, words)                                                          \
+    {.name = #op_name "_" #isa "_" #real_name,                                                                             \
+     .needs = words,                                                                                                       \
+     .op = op_id,                                                                                                          \
+     .wide = is_wide,                                                                                                      \
+     .cpu = bits,                                                                                                          \
+     .impl = &attn__micro_##isa##_##real_name,                                                                             \
+     .rows = ATTN_TILE_ROWS,                                                                                               \
+     .cols = ATTN_TILE_COLS},
+#define ROWS(isa, bits, words)                                                                                             \
+    ROW(fwd, ATTN_FORWARD, isa, f32, false, bits, words)                                                                   \
+    ROW(fwd, ATTN_FORWARD, isa, f64, true, bits, words)                                                                    \
+    ROW(bwd, ATTN_BACKWARD, isa, f32, false, bits, words)                                                                  \
+    ROW(bwd, ATTN_BACKWARD, isa, f64, true, bits, words)
+
+static const attn_kernel kernels[] = {{.name = "append_c", .needs = "", .op = ATTN_KV_APPEND}, ISAS(ROWS)};
+
+enum { KERNELS = sizeof kernels / sizeof kernels[0] };
+
+static const attn_kernel *kernel(int32_t index, bool *available) {
+    if (index < 0 || index >= KERNELS) return NULL;
+    int32_t features = attn__cpu_features();
+    *available = features >= 0 && (kernels[index].cpu & ~(uint32_t)features) == 0;
+    return &kernels[index];
+}
+
+static attn_status choose_kernel(attn_plan *plan) {
+    const attn_problem *p = &plan->problem;
+    RETURN_IF(attn__cpu_features() < 0, ATTN_UNSUPPORTED, "ATTN_CPU=%s: not an ISA of this library and machine",
+              getenv("ATTN_CPU"));
+    for (int32_t n = 0; n < KERNELS; n++) {
+        bool available, wide = p->dtype == ATTN_F64;
+        const attn_kernel *k = kernel(n, &available);
+        if (available && k->op == p->op && (k->wide == wide || p->op == ATTN_KV_APPEND)) plan->kernel = k;
+    }
+    return ATTN_OK;
+}
+
+/*
+ * Split-KV pays when rows are few; it costs memory for partial results. Where that would be much (many sequences, so there
+ * is work for all threads anyway) the chunks of a sequence run on one thread, with the same result.
+ */
+static void choose_split(attn_plan *plan) {
+    const attn_problem *p = &plan->problem;
+    const int64_t most_bytes = 64 << 20;
+    int64_t chunks = attn__ceil_div(p->max_kv, ATTN_CHUNK), real_bytes = p->dtype == ATTN_F64 ? 8 : 4;
+    int64_t rows = (int64_t)p->batch * p->heads_q * p->max_q, each = (attn__pad(p->dim_v) + 2) * real_bytes;
+    bool split = p->op == ATTN_FORWARD && attn__is_short(p->max_q) && chunks > 1 && rows > 0 && plan->slots > 1 &&
+                 rows <= most_bytes / each / chunks;
+    plan->partials = split ? rows * chunks : 0;
+}
+
+static attn_status lay_out(attn_plan *plan) {
+    const attn_problem *p = &plan->problem;
+    bool wide = p->dtype == ATTN_F64, forward = p->op == ATTN_FORWARD;
+    int64_t real_bytes = wide ? 8 : 4, partial = (attn__pad(p->dim_v) + 2) * real_bytes;
+    int64_t scratch = forward ? (wide ? attn__fwd_scratch_f64(p) : attn__fwd_scratch_f32(p))
+                              : (wide ? attn__bwd_scratch_f64(p) : attn__bwd_scratch_f32(p));
+    int64_t ranges = (int64_t)p->batch * p->flashmask_heads * attn__ceil_div(p->max_kv, ATTN_TILE_COLS);
+    int64_t lse = p->flags & ATTN_VARLEN_Q ? p->heads_q * p->total_q : (int64_t)p->batch * p->heads_q * p->max_q;
+    bool fits = attn__plan_reserve(plan, CPU_UNITS, attn__work_rows_most(plan), sizeof(attn_unit)) &&
+                attn__plan_reserve(plan, CPU_KV_UNITS, forward ? 0 : attn__work_keys_most(plan), sizeof(attn_unit)) &&
+                attn__plan_reserve(plan, CPU_FLASH, ranges, sizeof(attn_flash_range)) &&
+                attn__plan_reserve(plan, CPU_SCRATCH, plan->slots, scratch) &&
+                attn__plan_reserve(plan, CPU_PARTIAL, plan->partials, partial) &&
+                attn__plan_reserve(plan, CPU_DELTA, forward ? 0 : lse, real_bytes);
+    RETURN_IF(!fits, ATTN_INVALID, "max_kv=%d: the workspace does not fit into memory", p->max_kv);
+    return ATTN_OK;
+}
+
+static attn_status plan_cpu(attn_plan *plan) {
+    RETURN_IF_ERROR(choose_kernel(plan));
+    plan->slots = plan->context->config.threads;
+    attn__plan_say(plan, "kernel: %s\nthreads: %d\n", plan->kernel->name, plan->slots);
+    if (plan->problem.op == ATTN_KV_APPEND) return ATTN_OK;
+    choose_split(plan);
+    attn__plan_say(plan, "tiles: %d rows x %d keys\n", ATTN_TILE_ROWS, ATTN_TILE_COLS);
+    attn__plan_say(plan, "split: sequences of at most %d rows in chunks of %d keys%s\n", ATTN_SPLIT_ROWS, ATTN_CHUNK,
+                   plan->partials ? ", over all threads" : ", each on one thread");
+    return lay_out(plan);
+}
+
+static attn_status run_cpu(const attn_plan *plan, const attn_buffers *f, void *stream) {
+    const attn_problem *p = &plan->problem;
+    (void)stream;
+    if (p->flags & ATTN_APPEND) RETURN_IF_ERROR(attn__host_append(plan, f));
+    if (p->op == ATTN_KV_APPEND) return ATTN_OK;
+    RETURN_IF_ERROR(attn__host_fill_padding(plan, f));
+    if (p->op == ATTN_FORWARD) return plan->kernel->wide ? attn__fwd_run_f64(plan, f) : attn__fwd_run_f32(plan, f);
+    return plan->kernel->wide ? attn__bwd_run_f64(plan, f) : attn__bwd_run_f32(plan, f);
+}
+
+/* ---- the tile map ---- */
+
+/* Tiles of one unit, in the order in which the forward walks them. Returns the visitor's answer. */
+static int visit_unit(const attn_plan *plan, const attn_buffers *f, const attn_unit *unit, int32_t kv_head, int32_t order,
+                      int (*visit)(void *user, const attn_tile *tile), void *user) {
+    attn_seq s = attn__seq(&plan->problem, f, unit->b);
+    attn_mask mask = attn__seq_mask(&plan->problem, &s);
+    for (int32_t j0 = 0; j0 < s.sk; j0 += ATTN_TILE_COLS) {
+        int32_t keys = attn__min32(ATTN_TILE_COLS, s.sk - j0);
+        int32_t chunk = attn__is_short(s.sq) ? j0 / ATTN_CHUNK : 0;
+        if (unit->chunk >= 0 && chunk != unit->chunk) continue;
+        attn_tile tile = {.row = unit->row, .rows = unit->rows, .col = j0, .cols = keys, .order = order, .chunk = chunk};
+        const attn_flash_range *range = attn__work_range(plan, f, unit->b, kv_head, j0 / ATTN_TILE_COLS);
+        tile.tile_class = attn__mask_tile(&mask, unit->row, unit->row + unit->rows, j0, j0 + keys, range);
+        int stop = visit(user, &tile);
+        if (stop) return stop;
+    }
+    return 0;
+}
+
+static attn_status tiles(const attn_plan *plan, const attn_buffers *buffers, int32_t batch, int32_t head,
+                         int (*visit)(void *user, const attn_tile *tile), void *user) {
+    attn_buffers f = *buffers;
+    void *memory = attn__alloc(plan->context, plan->workspace + 1);
+    if (!memory) return ATTN_NO_MEMORY;
+    f.workspace = memory;
+    attn_unit *units = attn__part(plan, &f, CPU_UNITS);
+    attn_status status = attn__work_flash(plan, &f);
+    int64_t count = status == ATTN_OK ? attn__work_rows(plan, &f, units) : 0;
+    int32_t order = 0, group = plan->problem.heads_q / plan->problem.heads_kv;
+    for (int64_t n = 0; n < count; n++) {
+        if (units[n].b == batch && visit_unit(plan, &f, &units[n], head / group, order++, visit, user)) break;
+    }
+    attn__free(plan->context, memory);
+    return status;
+}
+
+const attn_backend attn__backend_cpu = {
+    .name = "cpu",
+    .id = ATTN_BACKEND_CPU,
+    .host = true,
+    .kernel = kernel,
+    .plan = plan_cpu,
+    .run = run_cpu,
+    .tiles = tiles,
+    .merge = attn__host_merge,
+    .rotary = attn__host_rotary,
+};

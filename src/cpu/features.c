@@ -1,0 +1,67 @@
+/* CPU features, from the compiler's run-time support: it asks cpuid, and the kernel whether it saves the registers. */
+#include "features.h"
+
+#include "attn.h"
+
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+static int32_t detect(void) {
+    int32_t features = 0;
+#if defined(__x86_64__)
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"))
+        features |= ATTN_CPU_AVX2;
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512vl") && (features & ATTN_CPU_AVX2))
+        features |= ATTN_CPU_AVX512;
+#endif
+    return features;
+}
+
+int32_t attn__cpu_features(void) {
+    static const struct {
+        const char *name;
+        int32_t features;
+    } limits[] = {{"c", 0}, {"avx2", ATTN_CPU_AVX2}, {"avx512", ATTN_CPU_AVX2 | ATTN_CPU_AVX512}};
+    int32_t here = detect();
+    const char *limit = getenv("ATTN_CPU");
+    if (!limit || !*limit) return here;
+    for (size_t n = 0; n < sizeof limits / sizeof limits[0]; n++) {
+        if (strcmp(limit, limits[n].name) == 0) return (limits[n].features & ~here) ? -1 : limits[n].features;
+    }
+    return -1;
+}
+
+static char text[512];
+
+static void write_text(void) {
+#if defined(__x86_64__)
+    snprintf(text, sizeof text, "x86-64:");
+#define SAY(feature, name)                                                                                                 \
+    if (__builtin_cpu_supports(feature)) strncat(text, " " name, sizeof text - strlen(text) - 1)
+    SAY("sse2", "SSE2");
+    SAY("avx", "AVX");
+    SAY("avx2", "AVX2");
+    SAY("fma", "FMA");
+    SAY("f16c", "F16C");
+    SAY("avx512f", "AVX512F");
+    SAY("avx512dq", "AVX512DQ");
+    SAY("avx512bw", "AVX512BW");
+    SAY("avx512vl", "AVX512VL");
+    SAY("avx512vnni", "AVX512VNNI");
+    SAY("avx512bf16", "AVX512BF16");
+#undef SAY
+#elif defined(__aarch64__)
+    snprintf(text, sizeof text, "aarch64: NEON");
+#else
+    snprintf(text, sizeof text, "plain C");
+#endif
+}
+
+const char *attn_cpu_features(void) {
+    static pthread_once_t once = PTHREAD_ONCE_INIT;
+    pthread_once(&once, write_text);
+    return text;
+}

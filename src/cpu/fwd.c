@@ -1,0 +1,224 @@
+/*
+ * Forward: FlashAttention-2's loops. Query tiles are the units of work; each walks its key tiles in ascending order, skips
+ * the masked ones, and keeps a running maximum, sum and unnormalised output per row; the division comes last.
+ *
+ * Short sequences (decode) are worked in chunks of keys. The results of the chunks are folded in ascending order, on one
+ * thread as they come or, when the plan splits, by a second pass over what many threads have left in the workspace. Both ways
+ * run the same arithmetic in the same order.
+ */
+#include "tile.h"
+
+#include <math.h>
+#include <string.h>
+
+/* Running result of a tile's rows. */
+typedef struct state {
+    real *o;   /* [rows][dim_v], unnormalised */
+    real *max; /* [width], base 2 */
+    real *sum; /* [width] */
+} state;
+
+/* One thread's memory. */
+typedef struct scratch {
+    real *q_t, *k, *v, *s, *guard; /* [dim_qk][width], [cols][dim_qk], [cols][dim_v], [cols][width], see tile_gemm */
+    real *row;                     /* one row or column of anything */
+    real *alpha;                   /* [width] */
+    state now, folded;             /* the chunk at hand; all chunks before it */
+} scratch;
+
+typedef struct job {
+    const attn_plan *plan;
+    const attn_buffers *f;
+    const attn_unit *units;
+} job;
+
+/* Lays the scratch out from `at`, or only counts when at is NULL. Returns the number of reals. */
+static int64_t lay_out(scratch *m, real *at, const attn_problem *p) {
+    int64_t qk = attn__pad(p->dim_qk), v = attn__pad(p->dim_v), most = qk > v ? qk : v, used = 0;
+    const struct {
+        real **field;
+        int64_t count;
+    } fields[] = {
+        {&m->q_t, qk * ATTN_TILE_ROWS},     {&m->k, qk * ATTN_TILE_COLS},
+        {&m->v, v * ATTN_TILE_COLS},        {&m->s, ATTN_TILE_COLS * ATTN_TILE_ROWS},
+        {&m->guard, most * ATTN_TILE_ROWS}, {&m->row, most + ATTN_TILE_COLS},
+        {&m->alpha, ATTN_TILE_ROWS},        {&m->now.o, v * ATTN_TILE_ROWS},
+        {&m->now.max, ATTN_TILE_ROWS},      {&m->now.sum, ATTN_TILE_ROWS},
+        {&m->folded.o, v * ATTN_TILE_ROWS}, {&m->folded.max, ATTN_TILE_ROWS},
+        {&m->folded.sum, ATTN_TILE_ROWS},
+    };
+    for (size_t n = 0; n < sizeof fields / sizeof fields[0]; n++) {
+        if (at) *fields[n].field = at + used;
+        used += attn__ceil_div(fields[n].count, 16) * 16; /* keeps 64-byte alignment */
+    }
+    return used;
+}
+
+int64_t REAL(fwd_scratch)(const attn_problem *p) {
+    scratch unused;
+    return lay_out(&unused, NULL, p) * (int64_t)sizeof(real);
+}
+
+static void clear(const attn_rows *t, state *st) {
+    memset(st->o, 0, (size_t)t->rows * (size_t)t->dim_v * sizeof(real));
+    for (int32_t r = 0; r < t->width; r++) {
+        st->max[r] = (real)-INFINITY;
+        st->sum[r] = 0;
+    }
+}
+
+/* acc (one row) takes in another row of results over later keys. */
+static void fold_row(const attn_rows *t, real *o, real *max, real *sum, const real *o_part, real max_part, real sum_part) {
+    if (max_part == (real)-INFINITY) return; /* nothing there, and its o may be anything */
+    real most = *max > max_part ? *max : max_part;
+    real a = (real)exp2(*max - most), b = (real)exp2(max_part - most);
+    for (int32_t x = 0; x < t->dim_v; x++) o[x] = o[x] * a + o_part[x] * b;
+    *sum = *sum * a + sum_part * b;
+    *max = most;
+}
+
+static void fold(const attn_rows *t, state *to, const state *part) {
+    for (int32_t r = 0; r < t->rows; r++) {
+        int64_t at = (int64_t)r * t->dim_v;
+        fold_row(t, to->o + at, &to->max[r], &to->sum[r], part->o + at, part->max[r], part->sum[r]);
+    }
+}
+
+/* Keys [first, end) of the tile's rows, into m->now. */
+static void work_keys(const attn_rows *t, scratch *m, int32_t first, int32_t end) {
+    clear(t, &m->now);
+    for (int32_t j0 = first / ATTN_TILE_COLS * ATTN_TILE_COLS; j0 < end; j0 += ATTN_TILE_COLS) {
+        int32_t keys = attn__min32(ATTN_TILE_COLS, t->mask.sk - j0);
+        int class = REAL(tile_class)(t, j0, keys);
+        if (class == ATTN_TILE_SKIP) continue;
+        REAL(tile_load_k)(t, m->k, j0, keys);
+        REAL(tile_scores)(t, m->s, NULL, m->q_t, m->k, j0, keys, class, m->row);
+        t->micro->softmax(m->s, keys, t->width, m->now.max, m->now.sum, m->alpha);
+        if (t->p->dropout > 0) REAL(tile_drop)(t, m->s, j0, keys);
+        for (int32_t r = 0; r < t->rows; r++) {
+            if (m->alpha[r] != 1) t->micro->scale(m->now.o + (int64_t)r * t->dim_v, t->dim_v, m->alpha[r]);
+        }
+        REAL(tile_load_v)(t, m->v, j0, keys);
+        REAL(tile_gemm)(t, m->now.o, t->dim_v, m->s, m->v, t->dim_v, t->dim_v, j0, keys, false, class);
+    }
+}
+
+/* Divides, adds the sink, writes o and lse of row r. */
+static void finish_row(const attn_rows *t, int32_t r, const real *o, real max, real sum) {
+    const attn_problem *p = t->p;
+    const attn_buffers *f = t->f;
+    char *to =
+        (char *)f->o.data + attn__q_offset(p, &f->o, &t->s, t->i[r], t->h[r]) * (int64_t)attn_dtype_size(p->out_dtype);
+    double lse = -INFINITY, factor = 0;
+    if (max == (real)-INFINITY) { /* C1: no key */
+        memset(to, 0, (size_t)p->dim_v * attn_dtype_size(p->out_dtype));
+    } else {
+        double total = sum, most = max;
+        if (p->flags & ATTN_SINK) {
+            double sink = f->sink[t->h[r]] * ATTN_LOG2E;
+            most = sink > most ? sink : most;
+            total = total * exp2(max - most) + exp2(sink - most);
+        }
+        factor = exp2(max - most) / total / (1 - p->dropout) * attn__descale(f, f->v_descale, t->s.b, t->kv_head);
+        lse = (most + log2(total)) * ATTN_LN2;
+        t->micro->store(to, p->out_dtype, o, (real)factor, p->dim_v);
+    }
+    if (f->lse) ((real *)f->lse)[attn__lse_index(p, &t->s, t->i[r], t->h[r])] = (real)lse;
+}
+
+static void finish(const attn_rows *t, const state *st) {
+    for (int32_t r = 0; r < t->rows; r++) finish_row(t, r, st->o + (int64_t)r * t->dim_v, st->max[r], st->sum[r]);
+}
+
+/* ---- chunks that other threads fold ---- */
+
+/* The partial result of one row and chunk: dim_v numbers of o, then max and sum. */
+static real *partial_of(const job *j, const attn_rows *t, int32_t r, int32_t chunk) {
+    const attn_problem *p = t->p;
+    int64_t row = ((int64_t)t->s.b * p->heads_q + t->h[r]) * p->max_q + t->i[r];
+    int64_t chunks = attn__ceil_div(p->max_kv, ATTN_CHUNK);
+    return (real *)attn__part(j->plan, j->f, CPU_PARTIAL) + (row * chunks + chunk) * (t->dim_v + 2);
+}
+
+static void keep_partial(const job *j, const attn_rows *t, const state *st, int32_t chunk) {
+    for (int32_t r = 0; r < t->rows; r++) {
+        real *to = partial_of(j, t, r, chunk);
+        memcpy(to, st->o + (int64_t)r * t->dim_v, (size_t)t->dim_v * sizeof(real));
+        to[t->dim_v] = st->max[r];
+        to[t->dim_v + 1] = st->sum[r];
+    }
+}
+
+static void thread_scratch(const job *j, int32_t slot, scratch *m) {
+    char *mine = (char *)attn__part(j->plan, j->f, CPU_SCRATCH) + slot * REAL(fwd_scratch)(&j->plan->problem);
+    lay_out(m, (real *)mine, &j->plan->problem);
+}
+
+/* Second pass of a split run: all rows of one sequence and head. */
+static void fold_sequence(void *arg, int64_t index, int32_t slot) {
+    const job *j = arg;
+    const attn_problem *p = &j->plan->problem;
+    int32_t b = (int32_t)(index / p->heads_q), first, end;
+    attn_rows t;
+    scratch m;
+    attn_unit unit = {.b = b, .row = 0, .rows = attn__seq(p, j->f, b).sq, .chunk = -1};
+    if (unit.rows == 0 || !REAL(tile_make)(&t, j->plan, j->f, &unit, (int32_t)(index % p->heads_q), true)) return;
+    attn__mask_rows(&t.mask, 0, t.count, &first, &end);
+    if (first >= end) return; /* done by the first pass */
+    thread_scratch(j, slot, &m);
+    clear(&t, &m.folded);
+    for (int32_t r = 0; r < t.rows; r++) {
+        real *o = m.folded.o + (int64_t)r * t.dim_v;
+        for (int32_t chunk = first / ATTN_CHUNK; chunk <= (end - 1) / ATTN_CHUNK; chunk++) {
+            const real *part = partial_of(j, &t, r, chunk);
+            fold_row(&t, o, &m.folded.max[r], &m.folded.sum[r], part, part[t.dim_v], part[t.dim_v + 1]);
+        }
+    }
+    finish(&t, &m.folded);
+}
+
+/* ---- the kernel ---- */
+
+static void work_unit(void *arg, int64_t index, int32_t slot) {
+    const job *j = arg;
+    int32_t heads = j->plan->problem.heads_q, first, end;
+    const attn_unit *unit = &j->units[index / heads];
+    attn_rows t;
+    scratch m;
+    if (!REAL(tile_make)(&t, j->plan, j->f, unit, (int32_t)(index % heads), true)) return;
+    thread_scratch(j, slot, &m);
+    t.guard = m.guard;
+    REAL(tile_load_q)(&t, m.q_t, m.row);
+    attn__mask_rows(&t.mask, t.i0, t.i0 + t.count, &first, &end);
+    if (!attn__is_short(t.s.sq)) {
+        work_keys(&t, &m, first, end);
+        finish(&t, &m.now);
+        return;
+    }
+    if (unit->chunk >= 0) {
+        int32_t chunk = unit->chunk * ATTN_CHUNK;
+        work_keys(&t, &m, attn__max32(first, chunk), attn__min32(end, chunk + ATTN_CHUNK));
+        keep_partial(j, &t, &m.now, unit->chunk);
+        return;
+    }
+    clear(&t, &m.folded);
+    while (first < end) {
+        int32_t stop = attn__min32(end, (first / ATTN_CHUNK + 1) * ATTN_CHUNK);
+        work_keys(&t, &m, first, stop);
+        fold(&t, &m.folded, &m.now);
+        first = stop;
+    }
+    finish(&t, &m.folded);
+}
+
+attn_status REAL(fwd_run)(const attn_plan *plan, const attn_buffers *f) {
+    attn_unit *units = attn__part(plan, f, CPU_UNITS);
+    job j = {plan, f, units};
+    const attn_problem *p = &plan->problem;
+    RETURN_IF_ERROR(attn__work_flash(plan, f));
+    int64_t count = attn__work_rows(plan, f, units);
+    RETURN_IF_ERROR(attn__parallel(plan->context, plan->slots, count * p->heads_q, work_unit, &j));
+    if (plan->partials > 0)
+        RETURN_IF_ERROR(attn__parallel(plan->context, plan->slots, (int64_t)p->batch * p->heads_q, fold_sequence, &j));
+    return f->probs.data ? REAL(probs_run)(plan, f) : ATTN_OK;
+}

@@ -1,0 +1,250 @@
+/*
+ * Micro-kernels in C with the compiler's vector types, compiled once per ISA (ATTN_ISA, which sets the vector length) and
+ * per number type. No intrinsics: what an ISA gains by hand is the business of an override.
+ *
+ * Every sum runs in the order of its index whatever the blocking, so a row gives the same bits in any tile.
+ */
+#include "micro.h"
+
+#include <math.h>
+#include <string.h>
+
+#include "../numeric.h"
+
+#if defined(__AVX512F__)
+enum { VECTOR_BYTES = 64, MR = 6, NV = 4 };
+#elif defined(__AVX2__)
+enum { VECTOR_BYTES = 32, MR = 6, NV = 2 };
+#elif defined(__aarch64__)
+enum { VECTOR_BYTES = 16, MR = 6, NV = 4 };
+#else
+enum { VECTOR_BYTES = 16, MR = 6, NV = 2 };
+#endif
+enum { VL = VECTOR_BYTES / sizeof(real) };
+
+#ifdef ATTN_REAL_F64
+typedef int64_t integer;
+#else
+typedef int32_t integer;
+#endif
+typedef real vreal __attribute__((vector_size(VECTOR_BYTES)));
+typedef integer vint __attribute__((vector_size(VECTOR_BYTES)));
+
+#ifdef __clang__
+#define UNROLL _Pragma("unroll")
+#else
+#define UNROLL _Pragma("GCC unroll 8")
+#endif
+#define INLINE static inline __attribute__((always_inline))
+
+INLINE vreal load(const real *p) {
+    vreal v;
+    memcpy(&v, p, sizeof v);
+    return v;
+}
+
+INLINE void store(real *p, vreal v) { memcpy(p, &v, sizeof v); }
+INLINE vreal splat(real x) { return x - (vreal){0}; }
+INLINE vreal select(vint mask, vreal a, vreal b) { return (vreal)((mask & (vint)a) | (~mask & (vint)b)); }
+INLINE vreal larger(vreal a, vreal b) { return select(a > b, a, b); }
+
+/* ---- products ---- */
+
+/* mr x nv vectors of c stay in registers over the whole of k. */
+INLINE void block(const int mr, const int nv, real *c, int64_t ldc, const real *a, int64_t row, int64_t col, const real *b,
+                  int64_t ldb, int32_t k, bool accumulate) {
+    vreal acc[MR][NV];
+    UNROLL for (int i = 0; i < mr; i++) {
+        UNROLL for (int v = 0; v < nv; v++) acc[i][v] = accumulate ? load(c + i * ldc + v * VL) : (vreal){0};
+    }
+    for (int32_t n = 0; n < k; n++) {
+        vreal bv[NV];
+        UNROLL for (int v = 0; v < nv; v++) bv[v] = load(b + v * VL);
+        UNROLL for (int i = 0; i < mr; i++) {
+            vreal av = splat(a[i * row]);
+            UNROLL for (int v = 0; v < nv; v++) acc[i][v] += av * bv[v];
+        }
+        a += col;
+        b += ldb;
+    }
+    UNROLL for (int i = 0; i < mr; i++) { UNROLL for (int v = 0; v < nv; v++) store(c + i * ldc + v * VL, acc[i][v]); }
+}
+
+/* All rows for nv vectors of columns. */
+INLINE void panel(const int nv, real *c, int64_t ldc, const real *a, int64_t row, int64_t col, const real *b, int64_t ldb,
+                  int32_t m, int32_t k, bool accumulate) {
+    for (; m >= MR; m -= MR, c += MR * ldc, a += MR * row) block(MR, nv, c, ldc, a, row, col, b, ldb, k, accumulate);
+    switch (m) {
+    case 5: block(5, nv, c, ldc, a, row, col, b, ldb, k, accumulate); break;
+    case 4: block(4, nv, c, ldc, a, row, col, b, ldb, k, accumulate); break;
+    case 3: block(3, nv, c, ldc, a, row, col, b, ldb, k, accumulate); break;
+    case 2: block(2, nv, c, ldc, a, row, col, b, ldb, k, accumulate); break;
+    case 1: block(1, nv, c, ldc, a, row, col, b, ldb, k, accumulate); break;
+    default: break;
+    }
+}
+
+static void micro_gemm(real *c, int64_t ldc, const real *a, int64_t row, int64_t col, const real *b, int64_t ldb, int32_t m,
+                       int32_t n, int32_t k, bool accumulate) {
+    for (; n >= NV * VL; n -= NV * VL, c += NV * VL, b += NV * VL) panel(NV, c, ldc, a, row, col, b, ldb, m, k, accumulate);
+    for (; n >= VL; n -= VL, c += VL, b += VL) panel(1, c, ldc, a, row, col, b, ldb, m, k, accumulate);
+}
+
+/* ---- conversion ---- */
+
+static void micro_load(real *restrict to, const void *from, attn_dtype dtype, int32_t n) {
+    if (dtype == REAL_DTYPE) {
+        memcpy(to, from, (size_t)n * sizeof *to);
+    } else if (dtype == ATTN_BF16) {
+        const uint16_t *x = from;
+        for (int32_t i = 0; i < n; i++) to[i] = attn__from_bf16(x[i]);
+    } else if (dtype == ATTN_F16) { /* the exponent is moved by a product, exact for subnormals too; infinities by a mask */
+        const uint16_t *x = from;
+        for (int32_t i = 0; i < n; i++) {
+            uint32_t sign = (uint32_t)(x[i] & 0x8000) << 16, rest = (uint32_t)(x[i] & 0x7fff) << 13;
+            uint32_t bits = attn__bits(attn__float(rest) * 0x1p112f);
+            to[i] = attn__float(sign | (rest >= 0x7c00u << 13 ? bits | 0x7f800000 : bits));
+        }
+    } else {
+        for (int32_t i = 0; i < n; i++) to[i] = (real)attn__load(dtype, from, i);
+    }
+}
+
+static void micro_store(void *to, attn_dtype dtype, const real *from, real factor, int32_t n) {
+    if (dtype == REAL_DTYPE) {
+        real *y = to;
+        for (int32_t i = 0; i < n; i++) y[i] = from[i] * factor;
+    } else if (dtype == ATTN_BF16) {
+        uint16_t *y = to;
+        for (int32_t i = 0; i < n; i++) y[i] = attn__to_bf16((float)(from[i] * factor));
+    } else {
+        for (int32_t i = 0; i < n; i++) attn__store(dtype, to, i, from[i] * factor);
+    }
+}
+
+/* ---- exponential and hyperbolic tangent ---- */
+
+#ifdef ATTN_REAL_F64
+
+INLINE vreal exp2_vector(vreal x) {
+    vreal y;
+    for (int i = 0; i < VL; i++) y[i] = exp2(x[i]);
+    return y;
+}
+
+INLINE vreal tanh_vector(vreal x) {
+    vreal y;
+    for (int i = 0; i < VL; i++) y[i] = tanh(x[i]);
+    return y;
+}
+
+#else
+
+/*
+ * 2^x for x <= 126. Adding 1.5 * 2^23 leaves the nearest integer in the low bits; a polynomial of degree 6 (minimax on
+ * [-1/2, 1/2], relative error 2e-9) does the rest. Below 2^-126 the result is 0: no subnormals, which are slow. NaN stays
+ * NaN (by x - x, which is 0 for every number).
+ */
+INLINE vreal exp2_vector(vreal x) {
+    const vreal magic = splat(12582912.0f);
+    vreal shifted = x + magic, f = x - (shifted - magic);
+    vreal y = f * 1.53458121613e-4f + 1.33999311772e-3f;
+    y = y * f + 9.61848895633e-3f;
+    y = y * f + 5.55032877711e-2f;
+    y = y * f + 2.40226468906e-1f;
+    y = y * f + 6.93147205737e-1f;
+    y = y * f + 1.0f;
+    y = (vreal)((vint)y + ((vint)shifted << 23));
+    return (vreal)(~(vint)(x < splat(-126.0f)) & (vint)(y + (x - x)));
+}
+
+/* tanh: near 0 an odd polynomial (relative error 5e-9 for x^2 < 0.4), beyond by 1 - 2 / (e^2|x| + 1). */
+INLINE vreal tanh_vector(vreal x) {
+    const vint sign_bit = (vint)splat(-0.0f);
+    vint sign = (vint)x & sign_bit;
+    vreal size = (vreal)((vint)x & ~sign_bit), z = x * x;
+    vreal p = z * -5.66079002105e-3f + 2.06020086685e-2f;
+    p = p * z + -5.37292303385e-2f;
+    p = p * z + 1.33313289644e-1f;
+    p = p * z + -3.33332783156e-1f;
+    vreal near = x + x * z * p;
+    vreal capped = select(size > splat(20.0f), splat(20.0f), size);
+    vreal far = 1.0f - 2.0f / (exp2_vector(capped * 2.885390081777927f) + 1.0f);
+    return select(z < splat(0.4f), near, (vreal)((vint)far | sign));
+}
+
+#endif
+
+/* ---- softmax ---- */
+
+static void micro_softmax(real *s, int32_t keys, int32_t width, real *max, real *sum, real *alpha) {
+    for (int32_t r = 0; r < width; r += VL) {
+        vreal before = load(max + r), most = before, total = (vreal){0};
+        for (int32_t j = 0; j < keys; j++) most = larger(load(s + (int64_t)j * width + r), most);
+        vreal none = splat((real)-INFINITY), base = select(most == none, (vreal){0}, most);
+        vreal shrink = exp2_vector(before - base);
+        for (int32_t j = 0; j < keys; j++) {
+            vreal p = exp2_vector(load(s + (int64_t)j * width + r) - base);
+            store(s + (int64_t)j * width + r, p);
+            total += p;
+        }
+        store(max + r, most);
+        store(alpha + r, shrink);
+        store(sum + r, load(sum + r) * shrink + total);
+    }
+}
+
+static void micro_exp(real *s, int32_t keys, int32_t width, const real *lse) {
+    for (int32_t r = 0; r < width; r += VL) {
+        vreal base = load(lse + r);
+        for (int32_t j = 0; j < keys; j++)
+            store(s + (int64_t)j * width + r, exp2_vector(load(s + (int64_t)j * width + r) - base));
+    }
+}
+
+static void micro_softcap(real *s, real *slope, int32_t n, real cap) {
+    real inverse = 1 / cap;
+    for (int32_t i = 0; i < n; i += VL) {
+        vreal t = tanh_vector(load(s + i) * inverse);
+        store(s + i, t * cap);
+        if (slope) store(slope + i, (1 - t) * (1 + t));
+    }
+}
+
+static void micro_d_scores(real *d_p, const real *p, const real *slope, int32_t keys, int32_t width, const real *delta,
+                           real keep) {
+    for (int32_t j = 0; j < keys; j++) {
+        for (int32_t r = 0; r < width; r += VL) {
+            int64_t at = (int64_t)j * width + r;
+            vreal weight = load(p + at), d = weight * (load(d_p + at) * keep - load(delta + r));
+            if (slope) d *= load(slope + at);
+            store(d_p + at, (vreal)((vint)(weight != (vreal){0}) & (vint)d));
+        }
+    }
+}
+
+static void micro_scale(real *c, int32_t n, real factor) {
+    for (int32_t i = 0; i < n; i++) c[i] *= factor;
+}
+
+static bool micro_finite(const real *x, int64_t n) {
+    int bad = 0;
+    for (int64_t i = 0; i < n; i++) bad |= !(x[i] - x[i] == 0);
+    return !bad;
+}
+
+#define TABLE_NAME_(isa) REAL(micro_##isa)
+#define TABLE_NAME(isa) TABLE_NAME_(isa)
+
+extern const attn_micro TABLE_NAME(ATTN_ISA);
+const attn_micro TABLE_NAME(ATTN_ISA) = {
+    .gemm = micro_gemm,
+    .load = micro_load,
+    .store = micro_store,
+    .softmax = micro_softmax,
+    .exp = micro_exp,
+    .softcap = micro_softcap,
+    .d_scores = micro_d_scores,
+    .scale = micro_scale,
+    .finite = micro_finite,
+};

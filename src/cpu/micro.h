@@ -1,0 +1,54 @@
+/*
+ * Micro-kernels: the few inner loops that a kernel is made of, one table of them for each ISA and number type. A later ISA fills
+ * in a table of its own, or overrides single entries.
+ *
+ * Score tiles are stored transposed, [key][row]: query rows lie in the lanes of a vector, so maxima and sums over keys are
+ * vertical, and probabilities come out in the order in which the product with V reads them. Widths (rows, dims) are
+ * padded to a multiple of `lanes`; what is in the padding is finite and never stored.
+ */
+#ifndef ATTN_CPU_MICRO_H
+#define ATTN_CPU_MICRO_H
+
+#include "../internal.h"
+#include "real.h"
+
+/* Widths are padded to this in every table, which is a multiple of each ISA's vector. */
+enum { ATTN_LANES = 16 };
+
+typedef struct REAL(micro) {
+    /* c[m][n] = (accumulate ? c : 0) + sum_k a[m*row + k*col] * b[k*ldb + n], n a multiple of ATTN_LANES; sums in order of k */
+    void (*gemm)(real *c, int64_t ldc, const real *a, int64_t row, int64_t col, const real *b, int64_t ldb, int32_t m,
+                 int32_t n, int32_t k, bool accumulate);
+
+    /* Converts n elements; any dtype. */
+    void (*load)(real *to, const void *from, attn_dtype dtype, int32_t n);
+
+    /* to[n] = from[n] * factor, rounded once to dtype. */
+    void (*store)(void *to, attn_dtype dtype, const real *from, real factor, int32_t n);
+
+    /*
+     * One step of online softmax over s[keys][width], in base 2: max and sum are updated, alpha = 2^(old max - new max), and s
+     * becomes 2^(s - new max). A column whose scores are all -inf so far keeps max = -inf, sum = 0 and gets s = 0.
+     */
+    void (*softmax)(real *s, int32_t keys, int32_t width, real *max, real *sum, real *alpha);
+
+    /* s[key][row] = 2^(s - lse[row]); lse = +inf gives 0. */
+    void (*exp)(real *s, int32_t keys, int32_t width, const real *lse);
+
+    /* s = cap * tanh(s / cap) over n elements; slope, if not NULL, receives the derivative. */
+    void (*softcap)(real *s, real *slope, int32_t n, real cap);
+
+    /* d_s = p * (d_p * keep - delta[row]), 0 wherever p is 0; then times slope, if not NULL. d_s replaces d_p. */
+    void (*d_scores)(real *d_p, const real *p, const real *slope, int32_t keys, int32_t width, const real *delta,
+                     real keep);
+
+    /* c[n] = c[n] * factor */
+    void (*scale)(real *c, int32_t n, real factor);
+
+    /* Is none of the n numbers infinite or NaN? */
+    bool (*finite)(const real *x, int64_t n);
+} REAL(micro);
+
+typedef REAL(micro) attn_micro;
+
+#endif

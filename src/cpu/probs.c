@@ -1,0 +1,115 @@
+/*
+ * Attention probabilities, for those who ask to see them: a tile of rows at a time, twice over the keys, first for maximum and
+ * sum, then to write. Elements outside of sequences and of masks are written as 0.
+ */
+#include "tile.h"
+
+#include <math.h>
+#include <string.h>
+
+typedef struct job {
+    const attn_plan *plan;
+    const attn_buffers *f;
+    int64_t tiles; /* of max_q */
+} job;
+
+/* plan->workspace has room for the forward's scratch; this lays out its own over it. */
+typedef struct scratch {
+    real *q_t, *k, *s, *row, *max, *sum, *alpha;
+} scratch;
+
+static scratch lay_out(real *at, const attn_problem *p) {
+    int64_t qk = attn__pad(p->dim_qk), v = attn__pad(p->dim_v);
+    scratch m;
+    m.q_t = at;
+    m.k = m.q_t + qk * ATTN_TILE_ROWS;
+    m.s = m.k + qk * ATTN_TILE_COLS;
+    m.row = m.s + ATTN_TILE_COLS * ATTN_TILE_ROWS;
+    m.max = m.row + (qk > v ? qk : v) + ATTN_TILE_COLS;
+    m.sum = m.max + ATTN_TILE_ROWS;
+    m.alpha = m.sum + ATTN_TILE_ROWS;
+    return m;
+}
+
+static void write_zeros(const job *j, int32_t b, int32_t h, int32_t i, int32_t first, int32_t end) {
+    const attn_matrix *m = &j->f->probs;
+    real *row = (real *)m->data + b * m->stride[0] + h * m->stride[1] + i * m->stride[2];
+    for (int32_t col = first; col < end; col++) row[col * m->stride[3]] = 0;
+}
+
+/* The scores of key tile j0, or false when it is skipped. */
+static bool scores(const attn_rows *t, scratch *m, int32_t j0, int32_t keys) {
+    int class = REAL(tile_class)(t, j0, keys);
+    if (class == ATTN_TILE_SKIP) return false;
+    REAL(tile_load_k)(t, m->k, j0, keys);
+    REAL(tile_scores)(t, m->s, NULL, m->q_t, m->k, j0, keys, class, m->row);
+    return true;
+}
+
+/* p of key tile j0 into memory; the sign bit says what is dropped. */
+static void write_tile(const job *j, const attn_rows *t, const real *s, int32_t j0, int32_t keys) {
+    const attn_matrix *m = &j->f->probs;
+    for (int32_t r = 0; r < t->rows; r++) {
+        real *row = (real *)m->data + t->s.b * m->stride[0] + t->h[r] * m->stride[1] + t->i[r] * m->stride[2];
+        uint32_t batch_head = (uint32_t)(t->s.b * t->p->heads_q + t->h[r]);
+        for (int32_t col = 0; col < keys; col++) {
+            const int32_t *flash = t->mask.vectors ? attn__flash_at(t->p, t->f, t->s.b, t->kv_head, j0 + col) : NULL;
+            bool allowed = attn__mask_allowed(&t->mask, t->i[r], j0 + col, flash);
+            bool dropped = allowed && t->p->dropout > 0 &&
+                           attn__dropped(&t->dropout, batch_head, (uint32_t)t->i[r], (uint32_t)(j0 + col));
+            real value = s[(int64_t)col * t->width + r];
+            row[(j0 + col) * m->stride[3]] = !allowed ? 0 : dropped ? -value : value;
+        }
+    }
+}
+
+/* From maximum and sum to lse in base 2; a row without keys gets +inf, which makes every p zero. */
+static void to_lse(const attn_rows *t, scratch *m) {
+    for (int32_t r = 0; r < t->width; r++) {
+        double lse = m->max[r] + log2(m->sum[r]);
+        if (t->p->flags & ATTN_SINK) {
+            double sink = t->f->sink[t->h[r]] * ATTN_LOG2E, most = sink > lse ? sink : lse;
+            lse = most + log2(exp2(lse - most) + exp2(sink - most));
+        }
+        m->max[r] = m->max[r] == (real)-INFINITY ? (real)INFINITY : (real)lse;
+    }
+}
+
+static void work_tile(void *arg, int64_t index, int32_t slot) {
+    const job *j = arg;
+    const attn_problem *p = &j->plan->problem;
+    int32_t h = (int32_t)(index % p->heads_q), b = (int32_t)(index / p->heads_q / j->tiles);
+    int32_t i0 = (int32_t)(index / p->heads_q % j->tiles) * ATTN_TILE_ROWS, i1 = attn__min32(i0 + ATTN_TILE_ROWS, p->max_q);
+    attn_seq s = attn__seq(p, j->f, b);
+    for (int32_t i = i0; i < i1; i++) write_zeros(j, b, h, i, i < s.sq ? s.sk : 0, p->max_kv);
+    attn_unit unit = {.b = b, .row = i0, .rows = attn__min32(i1, s.sq) - i0, .chunk = -1};
+    attn_rows t;
+    if (unit.rows <= 0 || !REAL(tile_make)(&t, j->plan, j->f, &unit, h, false)) return;
+    char *mine = (char *)attn__part(j->plan, j->f, CPU_SCRATCH) + slot * REAL(fwd_scratch)(p);
+    scratch m = lay_out((real *)mine, p);
+    REAL(tile_load_q)(&t, m.q_t, m.row);
+    for (int32_t r = 0; r < t.width; r++) {
+        m.max[r] = (real)-INFINITY;
+        m.sum[r] = 0;
+    }
+    for (int32_t j0 = 0; j0 < s.sk; j0 += ATTN_TILE_COLS) {
+        int32_t keys = attn__min32(ATTN_TILE_COLS, s.sk - j0);
+        if (scores(&t, &m, j0, keys)) t.micro->softmax(m.s, keys, t.width, m.max, m.sum, m.alpha);
+    }
+    to_lse(&t, &m);
+    for (int32_t j0 = 0; j0 < s.sk; j0 += ATTN_TILE_COLS) {
+        int32_t keys = attn__min32(ATTN_TILE_COLS, s.sk - j0);
+        if (scores(&t, &m, j0, keys)) {
+            t.micro->exp(m.s, keys, t.width, m.max);
+            write_tile(j, &t, m.s, j0, keys);
+        } else {
+            for (int32_t r = 0; r < t.rows; r++) write_zeros(j, b, t.h[r], t.i[r], j0, j0 + keys);
+        }
+    }
+}
+
+attn_status REAL(probs_run)(const attn_plan *plan, const attn_buffers *f) {
+    const attn_problem *p = &plan->problem;
+    job j = {plan, f, attn__ceil_div(p->max_q, ATTN_TILE_ROWS)};
+    return attn__parallel(plan->context, plan->slots, p->batch * j.tiles * p->heads_q, work_tile, &j);
+}

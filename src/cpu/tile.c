@@ -1,0 +1,204 @@
+/* Query tiles: loading, scores, masking. Everything that forward and backward have in common. */
+#include "tile.h"
+
+#include <math.h>
+#include <string.h>
+
+bool REAL(tile_make)(attn_rows *t, const attn_plan *plan, const attn_buffers *f, const attn_unit *unit, int32_t h,
+                     bool pack) {
+    const attn_problem *p = &plan->problem;
+    int32_t group = p->heads_q / p->heads_kv;
+    t->plan = plan;
+    t->p = p;
+    t->f = f;
+    t->micro = plan->kernel->impl;
+    t->s = attn__seq(p, f, unit->b);
+    t->mask = attn__seq_mask(p, &t->s);
+    t->kv_head = h / group;
+    t->h0 = h;
+    t->i0 = unit->row;
+    t->count = unit->rows;
+    t->heads = 1;
+    if (pack && attn__is_short(t->s.sq)) {
+        int32_t fit = ATTN_TILE_ROWS / t->count, in_group = h % group;
+        if (in_group % fit != 0) return false;
+        t->heads = attn__min32(fit, group - in_group);
+    }
+    t->rows = t->heads * t->count;
+    t->width = attn__pad(t->rows);
+    t->dim_qk = attn__pad(p->dim_qk);
+    t->dim_v = attn__pad(p->dim_v);
+    for (int32_t r = 0; r < t->width; r++) {
+        int32_t row = attn__min32(r, t->rows - 1); /* the padding repeats the last row */
+        t->h[r] = h + row / t->count;
+        t->i[r] = t->i0 + row % t->count;
+        t->slope[r] = 0;
+        if (p->flags & ATTN_ALIBI) t->slope[r] = (real)(f->alibi[unit->b * f->alibi_stride + t->h[r]] * ATTN_LOG2E);
+    }
+    if (p->dropout > 0) t->dropout = attn__philox_make(f->seed, f->offset, p->dropout);
+    return true;
+}
+
+/* Row r of q into to[dim_qk], not scaled. Rotation takes the way of the host's other code, which rounds as it must. */
+static void load_q_row(const attn_rows *t, real *to, int32_t r) {
+    const attn_problem *p = t->p;
+    if (p->flags & ATTN_ROTARY) {
+        double row[ATTN_MAX_DIM];
+        attn__q_row(p, t->f, &t->s, t->i[r], t->h[r], row);
+        for (int32_t x = 0; x < p->dim_qk; x++) to[x] = (real)row[x];
+        return;
+    }
+    int64_t at = attn__q_offset(p, &t->f->q, &t->s, t->i[r], t->h[r]) * (int64_t)attn_dtype_size(p->dtype);
+    t->micro->load(to, (const char *)t->f->q.data + at, p->dtype, p->dim_qk);
+    real descale = (real)attn__descale(t->f, t->f->q_descale, t->s.b, t->kv_head);
+    if (descale != 1) t->micro->scale(to, p->dim_qk, descale);
+}
+
+void REAL(tile_load_q)(const attn_rows *t, real *q_t, real *scratch) {
+    double factor = t->p->scale * ATTN_LOG2E * attn__descale(t->f, t->f->k_descale, t->s.b, t->kv_head);
+    for (int32_t r = 0; r < t->rows; r++) {
+        load_q_row(t, scratch, r);
+        for (int32_t x = 0; x < t->p->dim_qk; x++) q_t[(int64_t)x * t->width + r] = (real)(scratch[x] * factor);
+    }
+    for (int32_t x = 0; x < t->p->dim_qk; x++)
+        for (int32_t r = t->rows; r < t->width; r++) q_t[(int64_t)x * t->width + r] = 0;
+}
+
+void REAL(tile_load_rows)(const attn_rows *t, real *x, real *x_t, const attn_tensor *from, attn_dtype dtype, int32_t dim) {
+    int64_t size = (int64_t)attn_dtype_size(dtype), padded = attn__pad(dim);
+    for (int32_t r = 0; r < t->rows; r++) {
+        int64_t at = attn__q_offset(t->p, from, &t->s, t->i[r], t->h[r]) * size;
+        t->micro->load(x + r * padded, (const char *)from->data + at, dtype, dim);
+        for (int64_t n = dim; n < padded; n++) x[r * padded + n] = 0;
+    }
+    for (int32_t n = 0; n < dim; n++)
+        for (int32_t r = 0; r < t->width; r++) x_t[(int64_t)n * t->width + r] = r < t->rows ? x[r * padded + n] : 0;
+}
+
+/* Rows of k or v. Neighbouring rows are a fixed distance apart, except from page to page. */
+static void load_kv(const attn_rows *t, real *to, const attn_tensor *from, int32_t dim, int32_t padded, int32_t j0,
+                    int32_t keys) {
+    const attn_problem *p = t->p;
+    int64_t size = (int64_t)attn_dtype_size(p->kv_dtype), step = from->stride[1] * size;
+    const char *row = NULL;
+    for (int32_t j = 0; j < keys; j++, row += step, to += padded) {
+        int32_t at = t->s.leftpad + j0 + j;
+        if (j == 0 || (p->page_size && at % p->page_size == 0))
+            row = (const char *)from->data + attn__kv_offset(p, t->f, from, &t->s, at, t->kv_head) * size;
+        t->micro->load(to, row, p->kv_dtype, dim);
+        for (int32_t x = dim; x < padded; x++) to[x] = 0;
+    }
+}
+
+void REAL(tile_load_k)(const attn_rows *t, real *k, int32_t j0, int32_t keys) {
+    load_kv(t, k, &t->f->k, t->p->dim_qk, t->dim_qk, j0, keys);
+}
+
+void REAL(tile_load_v)(const attn_rows *t, real *v, int32_t j0, int32_t keys) {
+    load_kv(t, v, &t->f->v, t->p->dim_v, t->dim_v, j0, keys);
+}
+
+int REAL(tile_class)(const attn_rows *t, int32_t j0, int32_t keys) {
+    const attn_flash_range *range = attn__work_range(t->plan, t->f, t->s.b, t->kv_head, j0 / ATTN_TILE_COLS);
+    return attn__mask_tile(&t->mask, t->i0, t->i0 + t->count, j0, j0 + keys, range);
+}
+
+/* s -= slope * |i + offset - j| */
+static void add_alibi(const attn_rows *t, real *s, int32_t j0, int32_t keys) {
+    int32_t offset = t->mask.sk - t->mask.sq;
+    for (int32_t j = 0; j < keys; j++) {
+        for (int32_t r = 0; r < t->width; r++) {
+            int32_t distance = t->i[r] + offset - (j0 + j);
+            s[(int64_t)j * t->width + r] -= t->slope[r] * (real)(distance < 0 ? -distance : distance);
+        }
+    }
+}
+
+/* One row of bias at a time: keys are the direction in which it is usually contiguous. Masked elements are not read. */
+static void add_bias(const attn_rows *t, real *s, int32_t j0, int32_t keys, real *scratch) {
+    const attn_matrix *m = &t->f->bias;
+    int64_t size = (int64_t)attn_dtype_size(t->p->bias_dtype);
+    for (int32_t r = 0; r < t->rows; r++) {
+        int32_t first, end;
+        attn__mask_row(&t->mask, t->i[r], &first, &end);
+        first = attn__max32(first, j0) - j0;
+        end = attn__min32(end, j0 + keys) - j0;
+        if (first >= end) continue;
+        int64_t row = t->s.b * m->stride[0] + t->h[r] * m->stride[1] + t->i[r] * m->stride[2];
+        if (m->stride[3] == 1) {
+            t->micro->load(scratch + first, (const char *)m->data + (row + j0 + first) * size, t->p->bias_dtype,
+                           end - first);
+        } else {
+            for (int32_t j = first; j < end; j++)
+                t->micro->load(scratch + j, (const char *)m->data + (row + (j0 + j) * m->stride[3]) * size,
+                               t->p->bias_dtype, 1);
+        }
+        for (int32_t j = first; j < end; j++) s[(int64_t)j * t->width + r] += scratch[j] * (real)ATTN_LOG2E;
+    }
+}
+
+/* -inf wherever the pair is not allowed. */
+static void apply_mask(const attn_rows *t, real *s, int32_t j0, int32_t keys) {
+    int32_t first[ATTN_TILE_ROWS], end[ATTN_TILE_ROWS];
+    for (int32_t r = 0; r < t->width; r++) attn__mask_row(&t->mask, t->i[r], &first[r], &end[r]);
+    for (int32_t j = 0; j < keys; j++) {
+        real *row = s + (int64_t)j * t->width;
+        for (int32_t r = 0; r < t->width; r++) row[r] = j0 + j < first[r] || j0 + j >= end[r] ? (real)-INFINITY : row[r];
+        if (!t->mask.vectors) continue;
+        attn_flash v = attn__flash_load(&t->mask, attn__flash_at(t->p, t->f, t->s.b, t->kv_head, j0 + j));
+        for (int32_t r = 0; r < t->width; r++) row[r] = attn__flash_masked(v, t->i[r]) ? (real)-INFINITY : row[r];
+    }
+}
+
+void REAL(tile_scores)(const attn_rows *t, real *s, real *slope, const real *q_t, const real *k, int32_t j0, int32_t keys,
+                       int tile_class, real *scratch) {
+    const attn_problem *p = t->p;
+    t->micro->gemm(s, t->width, k, t->dim_qk, 1, q_t, t->width, keys, t->width, p->dim_qk, false);
+    if (p->softcap > 0) t->micro->softcap(s, slope, keys * t->width, (real)(p->softcap * ATTN_LOG2E));
+    if (p->flags & ATTN_ALIBI) add_alibi(t, s, j0, keys);
+    if (p->flags & ATTN_BIAS) add_bias(t, s, j0, keys, scratch);
+    if (tile_class == ATTN_TILE_PARTIAL) apply_mask(t, s, j0, keys);
+}
+
+void REAL(tile_drop)(const attn_rows *t, real *p, int32_t j0, int32_t keys) {
+    for (int32_t r = 0; r < t->rows; r++) {
+        uint32_t batch_head = (uint32_t)(t->s.b * t->p->heads_q + t->h[r]), random[4];
+        for (int32_t j = 0; j < keys; j++) { /* j0 is a multiple of 4 */
+            if (j % 4 == 0) attn__philox4(&t->dropout, batch_head, (uint32_t)t->i[r], (uint32_t)(j0 + j) / 4, random);
+            if (random[j % 4] < t->dropout.threshold) p[(int64_t)j * t->width + r] = 0;
+        }
+    }
+}
+
+/*
+ * Masked pairs left out: each row of c is made with a copy of b in which the rows it may not see are zero. Slow, and the same
+ * arithmetic in the same order as the plain product, so the same bits where the plain one would have been finite.
+ */
+static void gemm_guarded(const attn_rows *t, real *c, int64_t ldc, const real *a, const real *b, int64_t ldb, int32_t n,
+                         int32_t j0, int32_t keys, bool keys_first) {
+    int32_t m_end = keys_first ? keys : t->rows, k_end = keys_first ? t->rows : keys;
+    for (int32_t m = 0; m < m_end; m++) {
+        for (int32_t k = 0; k < k_end; k++) {
+            int32_t r = keys_first ? k : m, j = keys_first ? m : k;
+            const int32_t *flash = t->mask.vectors ? attn__flash_at(t->p, t->f, t->s.b, t->kv_head, j0 + j) : NULL;
+            bool allowed = attn__mask_allowed(&t->mask, t->i[r], j0 + j, flash);
+            for (int32_t e = 0; e < n; e++) t->guard[k * ldb + e] = allowed ? b[k * ldb + e] : 0;
+        }
+        if (keys_first)
+            t->micro->gemm(c + m * ldc, ldc, a + (int64_t)m * t->width, t->width, 1, t->guard, ldb, 1, n, k_end, true);
+        else
+            t->micro->gemm(c + m * ldc, ldc, a + m, 1, t->width, t->guard, ldb, 1, n, k_end, true);
+    }
+}
+
+void REAL(tile_gemm)(const attn_rows *t, real *c, int64_t ldc, const real *a, const real *b, int64_t ldb, int32_t n,
+                     int32_t j0, int32_t keys, bool keys_first, int tile_class) {
+    int32_t m = keys_first ? keys : t->rows, k = keys_first ? t->rows : keys;
+    if (tile_class == ATTN_TILE_PARTIAL && !t->micro->finite(b, k * ldb)) {
+        gemm_guarded(t, c, ldc, a, b, ldb, n, j0, keys, keys_first);
+    } else if (keys_first) {
+        t->micro->gemm(c, ldc, a, t->width, 1, b, ldb, m, n, k, true);
+    } else {
+        t->micro->gemm(c, ldc, a, 1, t->width, b, ldb, m, n, k, true);
+    }
+}

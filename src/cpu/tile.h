@@ -1,0 +1,87 @@
+/*
+ * A query tile and what is done with it: the rows it holds, their scores against a tile of keys, products that skip masked
+ * pairs. Compiled once per number type (real.h).
+ */
+#ifndef ATTN_CPU_TILE_H
+#define ATTN_CPU_TILE_H
+
+#include "../philox.h"
+#include "micro.h"
+#include "work.h"
+
+/*
+ * Query rows of one KV head that are worked together: rows [i0, i0 + count) of `heads` neighbouring query heads, row
+ * r = head * count + i. Long sequences have one head per tile; short ones as many as fit, so that K and V are read once.
+ */
+typedef struct REAL(tile) {
+    const attn_plan *plan;
+    const attn_problem *p;
+    const attn_buffers *f;
+    const attn_micro *micro;
+    attn_seq s;
+    attn_mask mask;
+    int32_t kv_head, h0, heads, i0, count;
+    int32_t rows, width;        /* heads * count; padded to ATTN_LANES */
+    int32_t h[ATTN_TILE_ROWS];  /* query head of each row */
+    int32_t i[ATTN_TILE_ROWS];  /* query row of each row */
+    real slope[ATTN_TILE_ROWS]; /* ALiBi slope times log2(e) */
+    int32_t dim_qk, dim_v;      /* padded to ATTN_LANES: distance of rows in scratch */
+    attn_philox dropout;
+    real *guard; /* scratch of tile_gemm: ATTN_TILE_ROWS rows of the larger dim */
+} REAL(tile);
+
+typedef REAL(tile) attn_rows;
+
+/*
+ * Sets up the tile. pack: heads of a short sequence share a tile, and the result is false when query head h is not the first
+ * of its tile, whose turn does its work; otherwise the tile has one head.
+ */
+bool REAL(tile_make)(attn_rows *t, const attn_plan *plan, const attn_buffers *f, const attn_unit *unit, int32_t h,
+                     bool pack);
+
+/* q of the tile, transposed and scaled for scores in base 2, into [dim_qk][width]; scratch holds one row. */
+void REAL(tile_load_q)(const attn_rows *t, real *q_t, real *scratch);
+
+/* Rows of a tensor shaped like q into x [rows][padded], the padding zero, and transposed into x_t [dim][width]. */
+void REAL(tile_load_rows)(const attn_rows *t, real *x, real *x_t, const attn_tensor *from, attn_dtype dtype, int32_t dim);
+
+/* Keys (or values) [j0, j0 + keys) into [keys][dim_qk] (or [dim_v]), the padding zero. */
+void REAL(tile_load_k)(const attn_rows *t, real *k, int32_t j0, int32_t keys);
+void REAL(tile_load_v)(const attn_rows *t, real *v, int32_t j0, int32_t keys);
+
+/* Class of the tile against keys [j0, j0 + keys), of which j0 is a multiple of ATTN_TILE_COLS. */
+int REAL(tile_class)(const attn_rows *t, int32_t j0, int32_t keys);
+
+/*
+ * Scores in base 2 of the tile's rows against loaded keys, into s [keys][width]: softcap, ALiBi and bias applied, masked pairs
+ * -inf. slope, if not NULL and there is a softcap, receives its derivative. scratch holds ATTN_TILE_COLS numbers.
+ */
+void REAL(tile_scores)(const attn_rows *t, real *s, real *slope, const real *q_t, const real *k, int32_t j0, int32_t keys,
+                       int tile_class, real *scratch);
+
+/* Zeroes the elements of p [keys][width] that dropout drops. */
+void REAL(tile_drop)(const attn_rows *t, real *p, int32_t j0, int32_t keys);
+
+/*
+ * c[m][n] += sum over k of a and b, where a is a tile of probabilities or of their gradients, [keys][width]. keys_first: m runs
+ * over keys and k over rows, otherwise the other way round. b has a row for each k, ldb apart, all of it initialised. In a
+ * PARTIAL tile whose b holds NaN or infinity, masked pairs are left out of the sums, so that these do not meet their zero (C2).
+ */
+void REAL(tile_gemm)(const attn_rows *t, real *c, int64_t ldc, const real *a, const real *b, int64_t ldb, int32_t n,
+                     int32_t j0, int32_t keys, bool keys_first, int tile_class);
+
+/* Bytes of scratch that one thread needs. */
+int64_t REAL(fwd_scratch)(const attn_problem *p);
+int64_t REAL(bwd_scratch)(const attn_problem *p);
+
+/* The kernels. */
+attn_status REAL(fwd_run)(const attn_plan *plan, const attn_buffers *f);
+attn_status REAL(bwd_run)(const attn_plan *plan, const attn_buffers *f);
+attn_status REAL(probs_run)(const attn_plan *plan, const attn_buffers *f);
+
+static inline int32_t attn__pad(int32_t n) { return (n + ATTN_LANES - 1) / ATTN_LANES * ATTN_LANES; }
+
+#define ATTN_LOG2E 1.4426950408889634074
+#define ATTN_LN2 0.69314718055994530942
+
+#endif

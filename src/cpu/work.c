@@ -1,0 +1,152 @@
+/* Lists of work for the cpu backend: made anew in each run, from the lengths, in the workspace. */
+#include "work.h"
+
+/*
+ * Costs are sorted by buckets, eight to a factor of two: linear, stable, in place. The list is generated twice, once to
+ * count and once to put each unit where it belongs.
+ */
+enum { BUCKETS = 64 * 8 };
+
+typedef struct sorter {
+    attn_unit *units; /* NULL while counting */
+    int64_t start[BUCKETS];
+} sorter;
+
+/* Expensive units come first: bucket 0 has the highest cost. */
+static int bucket_of(int64_t cost) {
+    if (cost < 8) return BUCKETS - 1 - (int)cost;
+    int log2 = 63 - __builtin_clzll((unsigned long long)cost);
+    return BUCKETS - 1 - (log2 * 8 + (int)(cost >> (log2 - 3) & 7));
+}
+
+static void add(sorter *to, attn_unit unit, int64_t cost) {
+    int64_t at = to->start[bucket_of(cost)]++;
+    if (to->units) to->units[at] = unit;
+}
+
+/* From counts to first places. Returns the sum. */
+static int64_t counted(sorter *s, attn_unit *units) {
+    int64_t sum = 0;
+    for (int n = 0; n < BUCKETS; n++) {
+        int64_t count = s->start[n];
+        s->start[n] = sum;
+        sum += count;
+    }
+    s->units = units;
+    return sum;
+}
+
+/* Is each chunk a unit of its own? */
+static bool splits(const attn_plan *plan) { return plan->partials > 0; }
+
+/* Query tiles of one sequence. A short one is a single tile, or one per chunk that its rows can see. */
+static void rows_of_sequence(const attn_plan *plan, const attn_seq *s, sorter *to) {
+    attn_mask mask = attn__seq_mask(&plan->problem, s);
+    int32_t step = ATTN_TILE_ROWS;
+    for (int32_t row = 0; row < s->sq; row += step) {
+        int32_t rows = attn__min32(step, s->sq - row), first, end;
+        attn__mask_rows(&mask, row, row + rows, &first, &end);
+        int32_t keys = attn__max32(end - first, 0);
+        if (splits(plan) && attn__is_short(s->sq) && keys > 0) {
+            for (int32_t chunk = first / ATTN_CHUNK; chunk <= (end - 1) / ATTN_CHUNK; chunk++)
+                add(to, (attn_unit){s->b, row, rows, chunk}, (int64_t)rows * attn__min32(keys, ATTN_CHUNK));
+        } else {
+            add(to, (attn_unit){s->b, row, rows, -1}, (int64_t)rows * keys);
+        }
+    }
+}
+
+/* Key tiles of one sequence. */
+static void keys_of_sequence(const attn_plan *plan, const attn_seq *s, sorter *to) {
+    attn_mask mask = attn__seq_mask(&plan->problem, s);
+    for (int32_t key = 0; key < s->sk; key += ATTN_TILE_COLS) {
+        int32_t keys = attn__min32(ATTN_TILE_COLS, s->sk - key), first, end;
+        attn__mask_cols(&mask, key, key + keys, &first, &end);
+        add(to, (attn_unit){s->b, key, keys, -1}, (int64_t)keys * attn__max32(end - first, 0));
+    }
+}
+
+static int64_t make_list(const attn_plan *plan, const attn_buffers *f, attn_unit *units,
+                         void (*of_sequence)(const attn_plan *plan, const attn_seq *s, sorter *to)) {
+    sorter s = {0};
+    int64_t count = 0;
+    for (int pass = 0; pass < 2; pass++) {
+        for (int32_t b = 0; b < plan->problem.batch; b++) {
+            attn_seq seq = attn__seq(&plan->problem, f, b);
+            of_sequence(plan, &seq, &s);
+        }
+        if (pass == 0) count = counted(&s, units);
+    }
+    return count;
+}
+
+int64_t attn__work_rows(const attn_plan *plan, const attn_buffers *f, attn_unit *units) {
+    return make_list(plan, f, units, rows_of_sequence);
+}
+
+int64_t attn__work_keys(const attn_plan *plan, const attn_buffers *f, attn_unit *units) {
+    return make_list(plan, f, units, keys_of_sequence);
+}
+
+int64_t attn__work_rows_most(const attn_plan *plan) {
+    const attn_problem *p = &plan->problem;
+    int64_t tiles = attn__ceil_div(p->max_q, ATTN_TILE_ROWS);
+    if (splits(plan) && attn__ceil_div(p->max_kv, ATTN_CHUNK) > tiles) tiles = attn__ceil_div(p->max_kv, ATTN_CHUNK);
+    int64_t most = p->batch * tiles;
+    if ((p->flags & ATTN_VARLEN_Q) && !splits(plan)) {
+        int64_t packed = p->total_q / ATTN_TILE_ROWS + p->batch;
+        most = most < packed ? most : packed;
+    }
+    return most;
+}
+
+int64_t attn__work_keys_most(const attn_plan *plan) {
+    const attn_problem *p = &plan->problem;
+    int64_t most = p->batch * attn__ceil_div(p->max_kv, ATTN_TILE_COLS);
+    if (p->flags & ATTN_VARLEN_KV) {
+        int64_t packed = p->total_kv / ATTN_TILE_COLS + p->batch;
+        most = most < packed ? most : packed;
+    }
+    return most;
+}
+
+/* ---- FlashMask ---- */
+
+typedef struct flash_job {
+    const attn_plan *plan;
+    const attn_buffers *f;
+} flash_job;
+
+static int64_t range_index(const attn_problem *p, int32_t b, int32_t head) {
+    return ((int64_t)b * p->flashmask_heads + head) * attn__ceil_div(p->max_kv, ATTN_TILE_COLS);
+}
+
+/* One sequence and head: minima and maxima of each column of tiles. */
+static void flash_of_sequence(void *arg, int64_t index, int32_t slot) {
+    const flash_job *job = arg;
+    const attn_problem *p = &job->plan->problem;
+    int32_t b = (int32_t)(index / p->flashmask_heads), head = (int32_t)(index % p->flashmask_heads);
+    attn_seq s = attn__seq(p, job->f, b);
+    attn_mask mask = attn__seq_mask(p, &s);
+    attn_flash_range *ranges = (attn_flash_range *)attn__part(job->plan, job->f, CPU_FLASH) + range_index(p, b, head);
+    (void)slot;
+    for (int32_t j = 0; j < s.sk; j++) {
+        attn_flash v = attn__flash_load(&mask, attn__flash_at(p, job->f, b, head, j));
+        attn__flash_extend(&ranges[j / ATTN_TILE_COLS], v, j % ATTN_TILE_COLS == 0);
+    }
+}
+
+attn_status attn__work_flash(const attn_plan *plan, const attn_buffers *f) {
+    const attn_problem *p = &plan->problem;
+    if (!p->flashmask_vectors) return ATTN_OK;
+    flash_job job = {plan, f};
+    return attn__parallel(plan->context, plan->slots, (int64_t)p->batch * p->flashmask_heads, flash_of_sequence, &job);
+}
+
+const attn_flash_range *attn__work_range(const attn_plan *plan, const attn_buffers *f, int32_t b, int32_t kv_head,
+                                         int32_t tile) {
+    const attn_problem *p = &plan->problem;
+    if (!p->flashmask_vectors) return NULL;
+    const attn_flash_range *ranges = attn__part(plan, f, CPU_FLASH);
+    return &ranges[range_index(p, b, p->flashmask_heads == 1 ? 0 : kv_head) + tile];
+}

@@ -1,0 +1,64 @@
+/*
+ * Work of the cpu backend, in integers: which query tiles and KV chunks there are, in which order, and what FlashMask says of
+ * each column of tiles. The kernels (fwd.c, bwd.c) take it from here.
+ *
+ * Rules that the results depend on, and therefore never on batch, threads or workspace (C5):
+ *   - key tiles begin at multiples of the tile's columns, counted from the sequence's key 0;
+ *   - a sequence of at most ATTN_SPLIT_ROWS query rows is worked in chunks of ATTN_CHUNK keys, whose results are folded in
+ *     order; whether the chunks run on one thread or on many is the plan's choice and changes nothing.
+ */
+#ifndef ATTN_CPU_WORK_H
+#define ATTN_CPU_WORK_H
+
+#include "../host.h"
+
+enum {
+    ATTN_TILE_ROWS = 64,  /* query rows of a tile, of every kernel */
+    ATTN_TILE_COLS = 64,  /* keys of a tile */
+    ATTN_SPLIT_ROWS = 16, /* at most so many rows: heads of a group share a tile, keys are worked in chunks */
+    ATTN_CHUNK = 1024     /* keys of a chunk; a multiple of ATTN_TILE_COLS */
+};
+
+/* plan->part of the cpu backend: where things are in the workspace. */
+enum {
+    CPU_UNITS,    /* attn_unit []: work over query rows */
+    CPU_KV_UNITS, /* backward: attn_unit, work over keys */
+    CPU_FLASH,    /* attn_flash_range [batch][flashmask_heads][tiles of max_kv] */
+    CPU_SCRATCH,  /* [slots]: tiles of the threads */
+    CPU_PARTIAL,  /* forward, split: [batch * heads_q * max_q][chunks][dim_v + 2] */
+    CPU_DELTA     /* backward: rowsum(d_o * o) - d_lse, as lse */
+};
+
+/* One piece of work: rows [row, row + rows) of sequence b (or keys, in the backward), for every head. */
+typedef struct attn_unit {
+    int32_t b;
+    int32_t row, rows;
+    int32_t chunk; /* the chunk to work; -1: all of them */
+} attn_unit;
+
+/* Units of all sequences, the most expensive first. Returns how many; never more than the plan reserved. */
+int64_t attn__work_rows(const attn_plan *plan, const attn_buffers *f, attn_unit *units);
+int64_t attn__work_keys(const attn_plan *plan, const attn_buffers *f, attn_unit *units);
+
+/* The most units that any lengths can give. */
+int64_t attn__work_rows_most(const attn_plan *plan);
+int64_t attn__work_keys_most(const attn_plan *plan);
+
+/* FlashMask of every column of tiles, into the workspace. */
+attn_status attn__work_flash(const attn_plan *plan, const attn_buffers *f);
+
+/* The range of key tile `tile` of sequence b; NULL when there is no FlashMask. */
+const attn_flash_range *attn__work_range(const attn_plan *plan, const attn_buffers *f, int32_t b, int32_t kv_head,
+                                         int32_t tile);
+
+/* A part of the workspace. */
+static inline void *attn__part(const attn_plan *plan, const attn_buffers *f, int part) {
+    return (char *)f->workspace + plan->part[part];
+}
+
+static inline int64_t attn__ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+/* Is a sequence of that many rows worked with heads packed and keys in chunks? */
+static inline bool attn__is_short(int32_t sq) { return sq <= ATTN_SPLIT_ROWS; }
+
+#endif
