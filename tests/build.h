@@ -1,0 +1,116 @@
+/*
+ * Builders for the tests: a rig is a problem with buffers that fit it exactly, filled with random numbers.
+ *
+ *     rig r = {.p = problem(ATTN_F32, 2, 4, 2, 33, 65, 32), .backward = true};
+ *     r.p.flags = ATTN_CAUSAL | ATTN_USED_KV;
+ *     r.f.used_kv = (int32_t[]){65, 7};
+ *     CHECK(rig_make(&r, 1));          allocates what the problem needs and the test has not set
+ *     CHECK_OK(rig_run(&r, context));  forward, then backward
+ *     rig_free(&r);
+ *
+ * Every block is allocated to the byte, so that AddressSanitizer sees the first step past its end. Outputs start out as a
+ * pattern, so that an element that was not written shows.
+ */
+#ifndef BUILD_H
+#define BUILD_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "attn.h"
+
+enum { RIG_BLOCKS = 48 };
+
+typedef enum rig_kind {
+    RIG_INPUT,  /* random, read by the library */
+    RIG_OUTPUT, /* starts out as the pattern */
+    RIG_CACHE   /* random, and written by an append: compared like an output */
+} rig_kind;
+
+typedef struct rig_block {
+    void *data;
+    size_t bytes;
+    rig_kind kind;
+} rig_block;
+
+typedef struct rig {
+    attn_problem p;       /* as the test wrote it */
+    attn_buffers f;       /* all strides dense */
+    bool backward;        /* rig_run goes on with the backward pass */
+    bool probs;           /* allocate probs too */
+    bool clean_workspace; /* workspace of zeros instead of NaNs */
+    attn_problem full;    /* p with every default filled in; set by rig_make */
+    uint64_t random;      /* state of the generator */
+    int blocks;
+    rig_block block[RIG_BLOCKS];
+} rig;
+
+/* A forward problem; the rest of the fields is zero. */
+attn_problem problem(attn_dtype dtype, int32_t batch, int32_t heads_q, int32_t heads_kv, int32_t max_q, int32_t max_kv,
+                     int32_t dim);
+
+/* False, and nothing is held, when the problem is not legal or its buffers would take more than 256 MiB. */
+bool rig_make(rig *r, uint64_t seed);
+void rig_free(rig *r);
+
+/* Memory that rig_free frees: `count` elements of a dtype, N(0,1) or the pattern. NULL at the limit. */
+void *rig_tensor(rig *r, attn_dtype dtype, int64_t count, rig_kind kind);
+int32_t *rig_ints(rig *r, int64_t count);
+
+/* Writes the pattern over all outputs. */
+void rig_reset(rig *r, unsigned char pattern);
+
+/* Plan and run, with a workspace that is exactly as large as it must be; backward too where the rig says so. */
+attn_status rig_run(rig *r, attn_context *context);
+
+/* The same by the one-shot calls. */
+attn_status rig_call(rig *r, attn_context *context);
+
+/* What forward and backward take of the buffers: gradients do not go into forward, probs not into backward. */
+attn_buffers rig_forward_buffers(const rig *r);
+attn_buffers rig_backward_buffers(const rig *r);
+
+/* Copies rows, keys and bias of sequence `from_b` into sequence `to_b`, as many as both have; KV heads are repeated. */
+void rig_copy(rig *to, int32_t to_b, const rig *from, int32_t from_b);
+
+/* Are all outputs of two rigs of one shape the same bits? */
+bool rig_same(const rig *a, const rig *b);
+
+/* The first `rows` rows of o and lse, with backward of d_q, of a sequence each; and the first `keys` keys of d_k, d_v. */
+bool rig_same_rows(const rig *a, int32_t a_b, const rig *b, int32_t b_b, int32_t rows);
+bool rig_same_keys(const rig *a, int32_t a_b, const rig *b, int32_t b_b, int32_t keys);
+
+/* Rows and keys of a sequence. */
+int32_t rig_sq(const rig *r, int32_t b);
+int32_t rig_sk(const rig *r, int32_t b);
+
+/* Address of row i (cache position `at`) of sequence b in a tensor shaped like q (like k). */
+void *rig_row(const rig *r, const attn_tensor *t, attn_dtype dtype, int32_t b, int32_t i, int32_t h);
+void *rig_key(const rig *r, const attn_tensor *t, attn_dtype dtype, int32_t b, int32_t at, int32_t h);
+
+/* o[b][i][h][x] and lse[b][h][i] as numbers. */
+double rig_o(const rig *r, int32_t b, int32_t i, int32_t h, int32_t x);
+double rig_lse(const rig *r, int32_t b, int32_t i, int32_t h);
+
+/* Writes NaN over the dims of a row. */
+void fill_nan(attn_dtype dtype, void *row, int32_t dim);
+
+/* Random numbers: 64 bits, N(0,1), an integer in [low, high]. */
+uint64_t random_bits(uint64_t *state);
+double random_normal(uint64_t *state);
+int32_t random_range(uint64_t *state, int32_t low, int32_t high);
+
+/* A context of the backend with so many threads; NULL when it cannot be made. */
+attn_context *make_context(attn_backend_id backend, int32_t threads);
+
+/* The instruction sets of the cpu backend that this machine has: "c", "avx2", ...; NULL past the end. */
+const char *cpu_isa(int index);
+
+/* A cpu context that is held to one of them. */
+attn_context *make_cpu_context(const char *isa, int32_t threads);
+
+/* Calls body for every instruction set and every float dtype, on two threads; a failure says which. */
+void each_cpu(void (*body)(attn_context *context, attn_dtype dtype));
+
+#endif

@@ -1,0 +1,394 @@
+/*
+ * The contract of attn.h, C1 to C6, on every instruction set of the cpu backend and every float dtype. The bitwise half of
+ * C5 is in test_bitwise.c, C3 in test_invalid.c.
+ */
+#define _GNU_SOURCE
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "build.h"
+#include "numeric.h"
+#include "schedule.h"
+#include "test.h"
+
+/* ---- C1: rows without a key ---- */
+
+static bool all_zero(attn_dtype dtype, const void *row, int32_t dim) {
+    for (int32_t x = 0; x < dim; x++)
+        if (attn__load(dtype, row, x) != 0) return false;
+    return true;
+}
+
+static bool all_finite(attn_dtype dtype, const void *data, int64_t count) {
+    for (int64_t i = 0; i < count; i++)
+        if (!isfinite(attn__load(dtype, data, i))) return false;
+    return true;
+}
+
+/* Row i of sequence b has no key: zero, -inf, zero; in every head. */
+static void check_row_is_empty(const rig *r, int32_t b, int32_t i) {
+    const attn_problem *p = &r->full;
+    for (int32_t h = 0; h < p->heads_q; h++) {
+        CHECK(all_zero(p->out_dtype, rig_row(r, &r->f.o, p->out_dtype, b, i, h), p->dim_v));
+        CHECK(rig_lse(r, b, i, h) == -INFINITY);
+        if (r->backward) CHECK(all_zero(p->dtype, rig_row(r, &r->f.d_q, p->dtype, b, i, h), p->dim_qk));
+    }
+}
+
+static void check_finite_gradients(const rig *r) {
+    const attn_problem *p = &r->full;
+    int64_t rows = (int64_t)p->batch * p->max_q * p->heads_q, keys = (int64_t)p->batch * p->max_kv * p->heads_kv;
+    CHECK(all_finite(p->dtype, r->f.d_q.data, rows * p->dim_qk));
+    CHECK(all_finite(p->kv_dtype, r->f.d_k.data, keys * p->dim_qk));
+    CHECK(all_finite(p->kv_dtype, r->f.d_v.data, keys * p->dim_v));
+}
+
+static void causal_rows_before_the_first_key(attn_context *context, attn_dtype dtype) {
+    rig r = {.p = problem(dtype, 1, 2, 1, 90, 20, 24), .backward = true};
+    r.p.flags = ATTN_CAUSAL;
+    CHECK(rig_make(&r, 1));
+    CHECK_OK(rig_run(&r, context));
+    for (int32_t i = 0; i < 70; i++) check_row_is_empty(&r, 0, i);
+    CHECK(isfinite(rig_lse(&r, 0, 70, 0)));
+    check_finite_gradients(&r);
+    rig_free(&r);
+}
+TEST(c1_causal_row_before_the_first_key_gives_zero) { each_cpu(causal_rows_before_the_first_key); }
+
+static void no_keys_at_all(attn_context *context, attn_dtype dtype) {
+    rig r = {.p = problem(dtype, 3, 2, 2, 9, 40, 16), .backward = true};
+    r.p.flags = ATTN_USED_KV | ATTN_SINK | ATTN_BIAS;
+    r.f.used_kv = (int32_t[]){40, 0, 5};
+    CHECK(rig_make(&r, 2));
+    CHECK_OK(rig_run(&r, context));
+    for (int32_t i = 0; i < 9; i++) check_row_is_empty(&r, 1, i);
+    for (int32_t h = 0; h < 2; h++) CHECK(isfinite(r.f.d_sink[h]));
+    check_finite_gradients(&r);
+    rig_free(&r);
+}
+TEST(c1_row_without_key_gives_zero_with_a_sink_too) { each_cpu(no_keys_at_all); }
+
+static void keys_masked_by_flashmask(attn_context *context, attn_dtype dtype) {
+    enum { S = 70 };
+    rig r = {.p = problem(dtype, 1, 2, 1, S, S, 16), .backward = true};
+    r.p.flashmask_vectors = 2;
+    int32_t flash[S][2];
+    for (int j = 0; j < S; j++) { /* every key masks rows from 40 on; odd ones mask all rows */
+        flash[j][0] = 40;
+        flash[j][1] = j % 2 ? S : 0;
+    }
+    r.f.flashmask = &flash[0][0];
+    CHECK(rig_make(&r, 3));
+    CHECK_OK(rig_run(&r, context));
+    for (int32_t i = 40; i < S; i++) check_row_is_empty(&r, 0, i);
+    for (int32_t j = 1; j < S; j += 2) { /* a key that no row sees */
+        CHECK(all_zero(dtype, rig_key(&r, &r.f.d_k, dtype, 0, j, 0), 16));
+        CHECK(all_zero(dtype, rig_key(&r, &r.f.d_v, dtype, 0, j, 0), 16));
+    }
+    check_finite_gradients(&r);
+    rig_free(&r);
+}
+TEST(c1_flashmask_row_and_key_without_partner_give_zero) { each_cpu(keys_masked_by_flashmask); }
+
+static void window_past_the_end(attn_context *context, attn_dtype dtype) {
+    rig r = {.p = problem(dtype, 1, 1, 1, 40, 90, 8), .backward = true};
+    r.p.flags = ATTN_WINDOW | ATTN_SINK;
+    r.p.window_left = 3, r.p.window_right = 0;
+    r.p.max_q = 120; /* 30 rows before the first key */
+    CHECK(rig_make(&r, 4));
+    CHECK_OK(rig_run(&r, context));
+    for (int32_t i = 0; i < 30; i++) check_row_is_empty(&r, 0, i);
+    CHECK(isfinite(rig_lse(&r, 0, 30, 0)));
+    check_finite_gradients(&r);
+    rig_free(&r);
+}
+TEST(c1_window_without_key_gives_zero) { each_cpu(window_past_the_end); }
+
+static void minus_infinity_everywhere(attn_context *context, attn_dtype dtype) {
+    rig r = {.p = problem(dtype, 1, 1, 1, 5, 70, 8), .backward = true};
+    r.p.flags = ATTN_BIAS;
+    CHECK(rig_make(&r, 5));
+    for (int32_t j = 0; j < 70; j++) attn__store(dtype, r.f.bias.data, 2 * 70 + j, -INFINITY);
+    CHECK_OK(rig_run(&r, context));
+    check_row_is_empty(&r, 0, 2);
+    check_finite_gradients(&r);
+    rig_free(&r);
+}
+TEST(c1_bias_of_minus_infinity_for_a_whole_row_gives_zero) { each_cpu(minus_infinity_everywhere); }
+
+/* ---- C2: memory that does not count ---- */
+
+/* Makes the rig twice, runs the second one with `poison` applied to its inputs, and compares every output bit. */
+static void check_poison(attn_context *context, const rig *form, void (*poison)(rig *r)) {
+    rig clean = *form, poisoned = *form;
+    CHECK(rig_make(&clean, 7) && rig_make(&poisoned, 7));
+    clean.clean_workspace = true;
+    poison(&poisoned);
+    CHECK_OK(rig_run(&clean, context));
+    CHECK_OK(rig_run(&poisoned, context));
+    CHECK(rig_same(&clean, &poisoned));
+    rig_free(&clean);
+    rig_free(&poisoned);
+}
+
+/* NaN in every row of sequence b from sq on, and in every cache position outside its keys. */
+static void poison_padding(rig *r) {
+    const attn_problem *p = &r->full;
+    for (int32_t b = 0; b < p->batch; b++) {
+        attn_seq s = attn__seq(p, &r->f, b);
+        for (int32_t h = 0; h < p->heads_q; h++)
+            for (int32_t i = s.sq; i < p->max_q; i++) {
+                fill_nan(p->dtype, rig_row(r, &r->f.q, p->dtype, b, i, h), p->dim_qk);
+                if (!r->backward) continue;
+                fill_nan(p->out_dtype, rig_row(r, &r->f.d_o, p->out_dtype, b, i, h), p->dim_v);
+                fill_nan(attn__wide(p->dtype) ? ATTN_F64 : ATTN_F32,
+                         (char *)(void *)r->f.d_lse + attn__lse_index(p, &s, i, h) * (attn__wide(p->dtype) ? 8 : 4), 1);
+            }
+        for (int32_t h = 0; h < p->heads_kv; h++)
+            for (int32_t t = 0; t < p->max_kv; t++) {
+                if (t >= s.leftpad && t < s.leftpad + s.sk) continue;
+                fill_nan(p->kv_dtype, rig_key(r, &r->f.k, p->kv_dtype, b, t, h), p->dim_qk);
+                fill_nan(p->kv_dtype, rig_key(r, &r->f.v, p->kv_dtype, b, t, h), p->dim_v);
+            }
+    }
+}
+
+static void nan_in_padding(attn_context *context, attn_dtype dtype) {
+    rig r = {.p = problem(dtype, 4, 4, 2, 70, 150, 40), .backward = true};
+    r.p.flags = ATTN_USED_Q | ATTN_USED_KV | ATTN_LEFTPAD | ATTN_CAUSAL;
+    r.f.used_q = (int32_t[]){70, 1, 0, 33};
+    r.f.used_kv = (int32_t[]){149, 65, 20, 0};
+    r.f.leftpad = (int32_t[]){1, 30, 20, 0};
+    check_poison(context, &r, poison_padding);
+}
+TEST(c2_nan_in_padding) { each_cpu(nan_in_padding); }
+
+static void nan_in_decode_padding(attn_context *context, attn_dtype dtype) {
+    rig r = {.p = problem(dtype, 2, 4, 1, 1, 3000, 16)};
+    r.p.flags = ATTN_USED_KV;
+    r.f.used_kv = (int32_t[]){2999, 1027};
+    check_poison(context, &r, poison_padding);
+}
+TEST(c2_nan_in_padding_of_a_split_decode) { each_cpu(nan_in_decode_padding); }
+
+/* Pages in reverse order; what lies past the used length is NaN and its page ids are nonsense. */
+static void poison_pages(rig *r) {
+    const attn_problem *p = &r->full;
+    int64_t per_slot = attn__pages_per_slot(p, &r->f), elements = (int64_t)p->page_size * p->heads_kv;
+    for (int32_t page = 0; page < p->num_pages; page++) { /* keep a copy of what is used, poison all, put it back */
+        char *k = (char *)r->f.k.data + page * elements * p->dim_qk * (int64_t)attn_dtype_size(p->kv_dtype);
+        char *v = (char *)r->f.v.data + page * elements * p->dim_v * (int64_t)attn_dtype_size(p->kv_dtype);
+        int32_t used = 0; /* positions of this page that are some sequence's keys */
+        for (int32_t b = 0; b < p->batch; b++)
+            for (int32_t n = 0; n * p->page_size < r->f.used_kv[b]; n++)
+                if (r->f.page_table[b * per_slot + n] == page)
+                    used = attn__min32(p->page_size, r->f.used_kv[b] - n * p->page_size);
+        int64_t kept = (int64_t)used * p->heads_kv, row = (int64_t)attn_dtype_size(p->kv_dtype);
+        fill_nan(p->kv_dtype, k + kept * p->dim_qk * row, (int32_t)((elements - kept) * p->dim_qk));
+        fill_nan(p->kv_dtype, v + kept * p->dim_v * row, (int32_t)((elements - kept) * p->dim_v));
+    }
+    for (int32_t b = 0; b < p->batch; b++)
+        for (int64_t n = 0; n < per_slot; n++)
+            if (n * p->page_size >= r->f.used_kv[b])
+                ((int32_t *)(uintptr_t)r->f.page_table)[b * per_slot + n] = n % 2 ? INT32_MAX : INT32_MIN;
+}
+
+static void nan_in_page_tails(attn_context *context, attn_dtype dtype) {
+    rig r = {.p = problem(dtype, 3, 4, 2, 20, 64, 24)};
+    r.p.flags = ATTN_USED_KV;
+    r.p.page_size = 7;
+    r.p.num_pages = 40; /* 10 for each sequence, and 10 that nobody uses */
+    r.f.used_kv = (int32_t[]){64, 22, 0};
+    check_poison(context, &r, poison_pages);
+}
+TEST(c2_nan_in_page_tails_and_nonsense_page_ids) { each_cpu(nan_in_page_tails); }
+
+/* Keys 3, 40 and 41 are outside everything that any row may see: here, masked by FlashMask for all rows. */
+static void poison_masked_keys(rig *r) {
+    static const int32_t keys[] = {3, 40, 41};
+    const attn_problem *p = &r->full;
+    for (int n = 0; n < 3; n++)
+        for (int32_t h = 0; h < p->heads_kv; h++) {
+            fill_nan(p->kv_dtype, rig_key(r, &r->f.k, p->kv_dtype, 0, keys[n], h), p->dim_qk);
+            fill_nan(p->kv_dtype, rig_key(r, &r->f.v, p->kv_dtype, 0, keys[n], h), p->dim_v);
+        }
+}
+
+static void nan_in_masked_keys(attn_context *context, attn_dtype dtype) {
+    enum { S = 80 };
+    int32_t flash[S];
+    for (int j = 0; j < S; j++) flash[j] = j == 3 || j == 40 || j == 41 ? 0 : S;
+    rig r = {.p = problem(dtype, 1, 4, 2, S, S, 32), .backward = true};
+    r.p.flags = ATTN_CAUSAL;
+    r.p.flashmask_vectors = 1;
+    r.f.flashmask = flash;
+    check_poison(context, &r, poison_masked_keys);
+}
+TEST(c2_nan_in_keys_that_no_row_sees) { each_cpu(nan_in_masked_keys); }
+
+static void poison_bias_above_diagonal(rig *r) {
+    const attn_problem *p = &r->full;
+    for (int32_t i = 0; i < p->max_q; i++)
+        for (int32_t j = i + 1 + p->max_kv - p->max_q; j < p->max_kv; j++)
+            attn__store(p->bias_dtype, r->f.bias.data, (int64_t)i * p->max_kv + j, NAN);
+}
+
+static void nan_in_masked_bias(attn_context *context, attn_dtype dtype) {
+    rig r = {.p = problem(dtype, 1, 1, 1, 90, 100, 16), .backward = true};
+    r.p.flags = ATTN_CAUSAL | ATTN_BIAS;
+    check_poison(context, &r, poison_bias_above_diagonal);
+}
+TEST(c2_nan_in_bias_of_masked_pairs) { each_cpu(nan_in_masked_bias); }
+
+/*
+ * NaN in the last key of a causal problem: the last row sees it and becomes NaN, the rows before must keep their bits although
+ * they share a tile with it. Backward: the gradients of the rows before, too.
+ */
+static void nan_in_a_key_that_some_rows_see(attn_context *context, attn_dtype dtype) {
+    enum { S = 75 };
+    rig clean = {.p = problem(dtype, 1, 2, 1, S, S, 32), .backward = true};
+    clean.p.flags = ATTN_CAUSAL;
+    rig poisoned = clean;
+    CHECK(rig_make(&clean, 8) && rig_make(&poisoned, 8));
+    fill_nan(dtype, rig_key(&poisoned, &poisoned.f.k, dtype, 0, S - 1, 0), 32);
+    fill_nan(dtype, rig_key(&poisoned, &poisoned.f.v, dtype, 0, S - 1, 0), 32);
+    CHECK_OK(rig_run(&clean, context));
+    CHECK_OK(rig_run(&poisoned, context));
+    CHECK(rig_same_rows(&clean, 0, &poisoned, 0, S - 1));
+    CHECK(isnan(rig_o(&poisoned, 0, S - 1, 0, 0)));
+    rig_free(&clean);
+    rig_free(&poisoned);
+}
+TEST(c2_nan_in_a_key_reaches_only_rows_that_see_it) { each_cpu(nan_in_a_key_that_some_rows_see); }
+
+/* The mirror image: NaN in the first row, which sees only key 0; keys from 1 on must keep the bits of their gradients. */
+static void nan_in_a_row_that_some_keys_see(attn_context *context, attn_dtype dtype) {
+    enum { S = 75, DIM = 32 };
+    rig clean = {.p = problem(dtype, 1, 1, 1, S, S, DIM), .backward = true};
+    clean.p.flags = ATTN_CAUSAL;
+    rig poisoned = clean;
+    CHECK(rig_make(&clean, 9) && rig_make(&poisoned, 9));
+    fill_nan(dtype, rig_row(&poisoned, &poisoned.f.q, dtype, 0, 0, 0), DIM);
+    fill_nan(dtype, rig_row(&poisoned, &poisoned.f.d_o, dtype, 0, 0, 0), DIM);
+    CHECK_OK(rig_run(&clean, context));
+    CHECK_OK(rig_run(&poisoned, context));
+    size_t row = DIM * attn_dtype_size(dtype);
+    for (int32_t j = 1; j < S; j++) {
+        CHECK(memcmp(rig_key(&clean, &clean.f.d_k, dtype, 0, j, 0), rig_key(&poisoned, &poisoned.f.d_k, dtype, 0, j, 0),
+                     row) == 0);
+        CHECK(memcmp(rig_key(&clean, &clean.f.d_v, dtype, 0, j, 0), rig_key(&poisoned, &poisoned.f.d_v, dtype, 0, j, 0),
+                     row) == 0);
+    }
+    rig_free(&clean);
+    rig_free(&poisoned);
+}
+TEST(c2_nan_in_a_row_reaches_only_keys_that_see_it) { each_cpu(nan_in_a_row_that_some_keys_see); }
+
+static void no_poison(rig *r) { (void)r; }
+
+static void nan_in_workspace(attn_context *context, attn_dtype dtype) {
+    rig prefill = {.p = problem(dtype, 2, 4, 2, 70, 90, 20), .backward = true};
+    prefill.p.flags = ATTN_CAUSAL | ATTN_SINK;
+    rig decode = {.p = problem(dtype, 2, 4, 2, 1, 2500, 20)};
+    check_poison(context, &prefill, no_poison); /* the clean one has a workspace of zeros, the other of NaNs */
+    check_poison(context, &decode, no_poison);
+}
+TEST(c2_nan_in_workspace) { each_cpu(nan_in_workspace); }
+
+/* ---- C4: every element is written ---- */
+
+static void check_writes_all(attn_context *context, rig *r) {
+    rig other = *r;
+    CHECK(rig_make(r, 10) && rig_make(&other, 10));
+    rig_reset(&other, 0x3C);
+    CHECK_OK(rig_run(r, context));
+    CHECK_OK(rig_run(&other, context));
+    CHECK(rig_same(r, &other));
+    rig_free(&other);
+}
+
+static void writes_all(attn_context *context, attn_dtype dtype) {
+    rig r = {.p = problem(dtype, 3, 4, 2, 37, 80, 20), .backward = true, .probs = true};
+    r.p.flags = ATTN_USED_Q | ATTN_USED_KV | ATTN_CAUSAL | ATTN_BIAS | ATTN_SINK;
+    r.f.used_q = (int32_t[]){37, 0, 5};
+    r.f.used_kv = (int32_t[]){80, 3, 0};
+    check_writes_all(context, &r);
+    for (int32_t b = 0; b < 3; b++)
+        for (int32_t i = rig_sq(&r, b); i < 37; i++) check_row_is_empty(&r, b, i);
+    for (int32_t b = 0; b < 3; b++)
+        for (int32_t j = rig_sk(&r, b); j < 80; j++) {
+            CHECK(all_zero(dtype, rig_key(&r, &r.f.d_k, dtype, b, j, 0), 20));
+            CHECK(all_zero(dtype, rig_key(&r, &r.f.d_v, dtype, b, j, 1), 20));
+        }
+    rig_free(&r);
+}
+TEST(c4_every_output_is_written) { each_cpu(writes_all); }
+
+static void writes_all_packed(attn_context *context, attn_dtype dtype) {
+    rig r = {.p = problem(dtype, 3, 2, 1, 30, 60, 20), .backward = true};
+    r.p.flags = ATTN_VARLEN_Q | ATTN_VARLEN_KV | ATTN_USED_KV;
+    r.p.total_q = 70, r.p.total_kv = 130;
+    r.f.cu_q = (int32_t[]){4, 34, 34, 60}; /* rows before the first and after the last sequence */
+    r.f.cu_kv = (int32_t[]){1, 50, 60, 120};
+    r.f.used_kv = (int32_t[]){40, 10, 0};
+    check_writes_all(context, &r);
+    for (int32_t n = 0; n < 70; n++)
+        if (n < 4 || n >= 60) CHECK(all_zero(dtype, (char *)r.f.o.data + n * 40 * attn_dtype_size(dtype), 40));
+    rig_free(&r);
+}
+TEST(c4_every_row_of_packed_outputs_is_written) { each_cpu(writes_all_packed); }
+
+static void writes_all_decode(attn_context *context, attn_dtype dtype) {
+    rig r = {.p = problem(dtype, 2, 8, 2, 2, 2000, 20)};
+    r.p.flags = ATTN_USED_Q | ATTN_USED_KV;
+    r.f.used_q = (int32_t[]){2, 1};
+    r.f.used_kv = (int32_t[]){1999, 0};
+    check_writes_all(context, &r);
+    rig_free(&r);
+}
+TEST(c4_every_output_of_a_split_decode_is_written) { each_cpu(writes_all_decode); }
+
+TEST(c4_empty_problems_run) {
+    static const int32_t sizes[][3] = {{0, 5, 5}, {2, 0, 5}, {2, 5, 0}, {0, 0, 0}, {1, 0, 0}};
+    attn_context *context = make_context(ATTN_BACKEND_CPU, 2);
+    for (size_t n = 0; n < sizeof sizes / sizeof *sizes; n++) {
+        test_context("batch %d, max_q %d, max_kv %d", sizes[n][0], sizes[n][1], sizes[n][2]);
+        rig r = {.p = problem(ATTN_F32, sizes[n][0], 2, 1, sizes[n][1], sizes[n][2], 8), .backward = true};
+        r.p.flags = ATTN_SINK;
+        CHECK(rig_make(&r, 1));
+        CHECK_OK(rig_run(&r, context));
+        for (int32_t b = 0; b < sizes[n][0]; b++)
+            for (int32_t i = 0; i < sizes[n][1]; i++) check_row_is_empty(&r, b, i);
+        for (int32_t h = 0; h < 2; h++) CHECK(r.f.d_sink[h] == 0);
+        rig_free(&r);
+    }
+    attn_context_destroy(context);
+}
+
+/* ---- C6: memory ---- */
+
+static size_t workspace_of(attn_context *context, attn_op op, int32_t length) {
+    attn_problem p = problem(ATTN_F32, 1, 8, 8, length, length, 64);
+    p.op = op;
+    p.flags = ATTN_CAUSAL;
+    attn_plan *plan;
+    if (!CHECK_OK(attn_plan_create(&plan, context, &p))) return 0;
+    size_t bytes = attn_plan_workspace(plan);
+    attn_plan_destroy(plan);
+    return bytes;
+}
+
+TEST(c6_workspace_grows_linearly) {
+    attn_context *context = make_context(ATTN_BACKEND_CPU, 2);
+    for (attn_op op = ATTN_FORWARD; op <= ATTN_BACKWARD; op++) {
+        test_context("op %d", (int)op);
+        size_t small = workspace_of(context, op, 16384), large = workspace_of(context, op, 65536);
+        CHECK_SAY(large <= 4 * small, "%zu bytes for 16384 rows, %zu for 65536", small, large);
+        size_t row = 8 * 64 * sizeof(float); /* one row of one tensor */
+        CHECK_SAY(large <= 65536 * 4 * row, "%zu bytes are more than four tensors of 65536 rows", large);
+    }
+    CHECK_SAY(workspace_of(context, ATTN_FORWARD, 65536) <= (size_t)64 << 20, "%zu bytes for 65536 rows",
+              workspace_of(context, ATTN_FORWARD, 65536));
+    attn_context_destroy(context);
+}
