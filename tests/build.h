@@ -110,6 +110,12 @@ const char *cpu_isa(int index);
 /* A cpu context that is held to one of them. */
 attn_context *make_cpu_context(const char *isa, int32_t threads);
 
+/* Checks o, lse and, with backward, d_q, d_k, d_v of all sequences, as far as both have keys, element by element. */
+void rig_check_close(const rig *a, const rig *b, double tolerance);
+
+/* Calls body for ref and cpu, in float with a tolerance of 2e-5 and in double with one of 1e-12. */
+void each_host(void (*body)(attn_context *context, attn_dtype dtype, double tolerance));
+
 /* Calls body for every instruction set and every float dtype, on two threads; a failure says which. */
 void each_cpu(void (*body)(attn_context *context, attn_dtype dtype));
 

@@ -1,6 +1,6 @@
 /*
  * Contexts for the tests: by backend, and for the cpu backend by instruction set, so that every row of its kernel table is
- * held to the same contract.
+ * held to the same contract; and the comparison of results within a tolerance.
  */
 #define _GNU_SOURCE
 #include <stdio.h>
@@ -8,6 +8,7 @@
 #include <string.h>
 
 #include "build.h"
+#include "numeric.h"
 #include "test.h"
 
 attn_context *make_context(attn_backend_id backend, int32_t threads) {
@@ -54,4 +55,50 @@ void each_cpu(void (*body)(attn_context *context, attn_dtype dtype)) {
         attn_context_destroy(context);
     }
     test_context(NULL);
+}
+
+void each_host(void (*body)(attn_context *context, attn_dtype dtype, double tolerance)) {
+    for (attn_backend_id backend = ATTN_BACKEND_REF; backend <= ATTN_BACKEND_CPU; backend++) {
+        attn_context *context = make_context(backend, 2);
+        if (!CHECK(context != NULL)) return;
+        test_context("%s f32", attn_context_backend(context));
+        body(context, ATTN_F32, 2e-5);
+        test_context("%s f64", attn_context_backend(context));
+        body(context, ATTN_F64, 1e-12);
+        attn_context_destroy(context);
+    }
+    test_context(NULL);
+}
+
+static void check_rows(const rig *a, const rig *b, int32_t n, double tolerance) {
+    const attn_problem *p = &a->full;
+    for (int32_t h = 0; h < p->heads_q; h++)
+        for (int32_t i = 0; i < rig_sq(a, n); i++) {
+            CHECK_CLOSE(rig_lse(a, n, i, h), rig_lse(b, n, i, h), tolerance);
+            for (int32_t x = 0; x < p->dim_v; x++) CHECK_CLOSE(rig_o(a, n, i, h, x), rig_o(b, n, i, h, x), tolerance);
+            for (int32_t x = 0; a->backward && x < p->dim_qk; x++)
+                CHECK_CLOSE(attn__load(p->dtype, rig_row(a, &a->f.d_q, p->dtype, n, i, h), x),
+                            attn__load(p->dtype, rig_row(b, &b->f.d_q, p->dtype, n, i, h), x), tolerance);
+        }
+}
+
+static void check_keys(const rig *a, const rig *b, int32_t n, double tolerance) {
+    const attn_problem *p = &a->full;
+    int32_t keys = rig_sk(a, n) < rig_sk(b, n) ? rig_sk(a, n) : rig_sk(b, n);
+    for (int32_t h = 0; h < p->heads_kv; h++)
+        for (int32_t j = 0; j < keys; j++) {
+            for (int32_t x = 0; x < p->dim_qk; x++)
+                CHECK_CLOSE(attn__load(p->kv_dtype, rig_key(a, &a->f.d_k, p->kv_dtype, n, j, h), x),
+                            attn__load(p->kv_dtype, rig_key(b, &b->f.d_k, p->kv_dtype, n, j, h), x), tolerance);
+            for (int32_t x = 0; x < p->dim_v; x++)
+                CHECK_CLOSE(attn__load(p->kv_dtype, rig_key(a, &a->f.d_v, p->kv_dtype, n, j, h), x),
+                            attn__load(p->kv_dtype, rig_key(b, &b->f.d_v, p->kv_dtype, n, j, h), x), tolerance);
+        }
+}
+
+void rig_check_close(const rig *a, const rig *b, double tolerance) {
+    for (int32_t n = 0; n < a->full.batch; n++) {
+        check_rows(a, b, n, tolerance);
+        if (a->backward) check_keys(a, b, n, tolerance);
+    }
 }

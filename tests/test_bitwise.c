@@ -1,0 +1,479 @@
+/*
+ * C5 and its relatives: what must agree to the last bit. Outputs are compared with memcmp, on every instruction set of the cpu
+ * backend and every float dtype, with the backward pass where there is one.
+ */
+#define _GNU_SOURCE
+#include <pthread.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "build.h"
+#include "numeric.h"
+#include "schedule.h"
+#include "test.h"
+
+/* Makes and runs two forms and compares all outputs; `adjust` may change the second one between the two. */
+static void check_same(attn_context *a_context, rig *a, attn_context *b_context, rig *b) {
+    CHECK(rig_make(a, 11) && rig_make(b, 11));
+    CHECK_OK(rig_run(a, a_context));
+    CHECK_OK(rig_run(b, b_context));
+    CHECK(rig_same(a, b));
+    rig_free(a);
+    rig_free(b);
+}
+
+/* A problem with a bit of everything that keeps its shape. */
+static rig rich(attn_dtype dtype, int32_t batch, int32_t max_q, int32_t max_kv) {
+    rig r = {.p = problem(dtype, batch, 4, 2, max_q, max_kv, 40), .backward = true};
+    r.p.dim_v = 24;
+    r.p.flags = ATTN_CAUSAL | ATTN_ALIBI | ATTN_SINK | ATTN_BIAS;
+    r.p.softcap = 20;
+    r.p.dropout = 0.2;
+    r.f.seed = 5, r.f.offset = 6;
+    return r;
+}
+
+/* ---- the same call ---- */
+
+static void run_is_rerun(attn_context *context, attn_dtype dtype) {
+    rig a = rich(dtype, 2, 130, 150), b = a;
+    check_same(context, &a, context, &b);
+    rig c = {.p = problem(dtype, 2, 4, 1, 1, 3000, 24)}, d = c;
+    check_same(context, &c, context, &d);
+}
+TEST(c5_run_is_rerun) { each_cpu(run_is_rerun); }
+
+static void call_is_plan(attn_context *context, attn_dtype dtype) {
+    rig a = rich(dtype, 2, 50, 70), b = a;
+    CHECK(rig_make(&a, 12) && rig_make(&b, 12));
+    CHECK_OK(rig_run(&a, context));
+    for (int n = 0; n < 3; n++) { /* cold and warm cache */
+        rig_reset(&b, 0x11);
+        CHECK_OK(rig_call(&b, context));
+        CHECK(rig_same(&a, &b));
+    }
+    rig_free(&a);
+    rig_free(&b);
+}
+TEST(c5_one_shot_is_plan_and_run) { each_cpu(call_is_plan); }
+
+/* ---- threads ---- */
+
+static const int32_t thread_counts[] = {2, 7};
+
+static void check_threads(const rig *form) {
+    const char *isa;
+    for (int i = 0; (isa = cpu_isa(i)) != NULL; i++) {
+        attn_context *one = make_cpu_context(isa, 1);
+        for (size_t n = 0; n < sizeof thread_counts / sizeof *thread_counts; n++) {
+            test_context("%s %s, %d threads", isa, attn_dtype_name(form->p.dtype), thread_counts[n]);
+            attn_context *many = make_cpu_context(isa, thread_counts[n]);
+            rig a = *form, b = *form;
+            if (CHECK(one != NULL) && CHECK(many != NULL)) check_same(one, &a, many, &b);
+            attn_context_destroy(many);
+        }
+        attn_context_destroy(one);
+    }
+}
+
+TEST(c5_threads_1_2_and_7) {
+    static const attn_dtype dtypes[] = {ATTN_F32, ATTN_F16, ATTN_BF16, ATTN_F64};
+    for (size_t d = 0; d < sizeof dtypes / sizeof *dtypes; d++) {
+        rig r = rich(dtypes[d], 2, 150, 200);
+        check_threads(&r);
+    }
+}
+
+TEST(c5_threads_1_2_and_7_split_decode) {
+    static const attn_dtype dtypes[] = {ATTN_F32, ATTN_BF16, ATTN_F64};
+    for (size_t d = 0; d < sizeof dtypes / sizeof *dtypes; d++) {
+        rig r = {.p = problem(dtypes[d], 3, 8, 2, 1, 5000, 32)};
+        r.p.flags = ATTN_USED_KV | ATTN_CAUSAL;
+        r.f.used_kv = (int32_t[]){5000, 1, 2049};
+        check_threads(&r);
+    }
+}
+
+/* The caller's own parallel_for, in three tempers. */
+static int in_order(void *user, void (*body)(void *arg, int32_t index), void *arg, int32_t count) {
+    ++*(int *)user;
+    for (int32_t i = 0; i < count; i++) body(arg, i);
+    return 0;
+}
+
+static int reversed(void *user, void (*body)(void *arg, int32_t index), void *arg, int32_t count) {
+    ++*(int *)user;
+    for (int32_t i = count; i-- > 0;) body(arg, i);
+    return 0;
+}
+
+typedef struct own_thread {
+    void (*body)(void *arg, int32_t index);
+    void *arg;
+    int32_t index;
+} own_thread;
+
+static void *own_thread_main(void *arg) {
+    own_thread *t = arg;
+    t->body(t->arg, t->index);
+    return NULL;
+}
+
+static int on_threads(void *user, void (*body)(void *arg, int32_t index), void *arg, int32_t count) {
+    ++*(int *)user;
+    own_thread t[16];
+    pthread_t id[16];
+    int32_t started = 0;
+    if (count > 16) return -1;
+    for (; started < count; started++) {
+        t[started] = (own_thread){body, arg, started};
+        if (pthread_create(&id[started], NULL, own_thread_main, &t[started])) break;
+    }
+    for (int32_t i = 0; i < started; i++) pthread_join(id[i], NULL);
+    return started == count ? 0 : -1;
+}
+
+TEST(c5_callers_parallel_for_is_pool) {
+    static int (*const tempers[])(void *, void (*)(void *, int32_t), void *, int32_t) = {in_order, reversed, on_threads};
+    attn_context *pool = make_context(ATTN_BACKEND_CPU, 3);
+    for (int n = 0; n < 3; n++) {
+        int calls = 0;
+        attn_context *own;
+        attn_config config = {.size = sizeof config,
+                              .backend = ATTN_BACKEND_CPU,
+                              .threads = 5,
+                              .parallel_for = tempers[n],
+                              .parallel_user = &calls};
+        if (!CHECK_OK(attn_context_create(&own, &config))) break;
+        test_context("temper %d", n);
+        rig a = rich(ATTN_F32, 2, 130, 140), b = a;
+        check_same(pool, &a, own, &b);
+        rig c = {.p = problem(ATTN_BF16, 2, 4, 2, 1, 3000, 24)}, d = c;
+        check_same(pool, &c, own, &d);
+        CHECK(calls > 0);
+        attn_context_destroy(own);
+    }
+    attn_context_destroy(pool);
+}
+
+static int refuses(void *user, void (*body)(void *arg, int32_t index), void *arg, int32_t count) {
+    (void)user, (void)body, (void)arg, (void)count;
+    return 77;
+}
+
+TEST(callers_parallel_for_that_fails_is_an_error) {
+    attn_context *context;
+    attn_config config = {.size = sizeof config, .backend = ATTN_BACKEND_CPU, .threads = 4, .parallel_for = refuses};
+    if (!CHECK_OK(attn_context_create(&context, &config))) return;
+    rig r = {.p = problem(ATTN_F32, 4, 4, 4, 100, 100, 16)};
+    CHECK(rig_make(&r, 1));
+    CHECK_STATUS(rig_run(&r, context), ATTN_SYSTEM, "parallel_for=77");
+    rig_free(&r);
+    attn_context_destroy(context);
+}
+
+/* ---- batch and layout ---- */
+
+static void paged_is_contiguous(attn_context *context, attn_dtype dtype) {
+    static const int32_t page_sizes[] = {1, 16, 37, 64};
+    for (size_t n = 0; n < sizeof page_sizes / sizeof *page_sizes; n++) {
+        int32_t page_size = page_sizes[n], max_kv = 300, per_slot = (max_kv + page_size - 1) / page_size;
+        rig flat = {.p = problem(dtype, 3, 4, 2, 70, max_kv, 40)};
+        flat.p.flags = ATTN_CAUSAL | ATTN_USED_KV;
+        flat.f.used_kv = (int32_t[]){300, 5, 123};
+        rig paged = flat;
+        paged.p.page_size = page_size;
+        paged.p.num_pages = 3 * per_slot + 2;
+        CHECK(rig_make(&flat, 13) && rig_make(&paged, 14));
+        int32_t *table = (int32_t *)(uintptr_t)paged.f.page_table;
+        for (int32_t i = 0; i < 3 * per_slot; i++) table[i] = (i * 7 + 3) % paged.p.num_pages; /* 7 divides none of them */
+        CHECK(paged.p.num_pages % 7 != 0);
+        for (int32_t b = 0; b < 3; b++) rig_copy(&paged, b, &flat, b);
+        CHECK_OK(rig_run(&flat, context));
+        CHECK_OK(rig_run(&paged, context));
+        CHECK_SAY(rig_same(&flat, &paged), "pages of %d", page_size);
+        rig_free(&flat);
+        rig_free(&paged);
+    }
+}
+TEST(c5_paged_is_contiguous) { each_cpu(paged_is_contiguous); }
+
+static void paged_decode_is_contiguous(attn_context *context, attn_dtype dtype) {
+    rig flat = {.p = problem(dtype, 2, 4, 1, 1, 2600, 24)};
+    flat.p.flags = ATTN_USED_KV | ATTN_LEFTPAD;
+    flat.f.used_kv = (int32_t[]){2600, 1030};
+    flat.f.leftpad = (int32_t[]){5, 0};
+    rig paged = flat;
+    paged.p.page_size = 100;
+    paged.p.num_pages = 52;
+    CHECK(rig_make(&flat, 13) && rig_make(&paged, 14));
+    for (int32_t i = 0; i < 52; i++) ((int32_t *)(uintptr_t)paged.f.page_table)[i] = 51 - i;
+    for (int32_t b = 0; b < 2; b++) rig_copy(&paged, b, &flat, b);
+    CHECK_OK(rig_run(&flat, context));
+    CHECK_OK(rig_run(&paged, context));
+    CHECK(rig_same(&flat, &paged));
+    rig_free(&flat);
+    rig_free(&paged);
+}
+TEST(c5_paged_split_decode_is_contiguous) { each_cpu(paged_decode_is_contiguous); }
+
+/* Every sequence of `all` against a problem of its own. */
+static void check_alone(attn_context *context, rig *all, uint32_t flags) {
+    CHECK_OK(rig_run(all, context));
+    for (int32_t b = 0; b < all->full.batch; b++) {
+        rig alone = {.p = all->p, .backward = all->backward};
+        alone.p.flags = flags;
+        alone.p.batch = 1;
+        alone.p.total_q = alone.p.total_kv = 0;
+        alone.p.max_q = rig_sq(all, b);
+        alone.p.max_kv = rig_sk(all, b);
+        alone.f.alibi = all->f.alibi;
+        alone.f.sink = all->f.sink;
+        CHECK(rig_make(&alone, 15));
+        rig_copy(&alone, 0, all, b);
+        CHECK_OK(rig_run(&alone, context));
+        CHECK_SAY(rig_same_rows(&alone, 0, all, b, rig_sq(all, b)), "rows of sequence %d", b);
+        if (all->backward) CHECK_SAY(rig_same_keys(&alone, 0, all, b, rig_sk(all, b)), "keys of sequence %d", b);
+        rig_free(&alone);
+    }
+}
+
+static void varlen_is_alone(attn_context *context, attn_dtype dtype) {
+    rig r = {.p = problem(dtype, 5, 4, 2, 200, 250, 40), .backward = true};
+    uint32_t flags = ATTN_CAUSAL | ATTN_ALIBI | ATTN_SINK;
+    r.p.flags = flags | ATTN_VARLEN_Q | ATTN_VARLEN_KV;
+    r.p.total_q = 347, r.p.total_kv = 400;
+    r.f.cu_q = (int32_t[]){0, 1, 130, 130, 147, 347};
+    r.f.cu_kv = (int32_t[]){0, 70, 200, 230, 247, 400};
+    CHECK(rig_make(&r, 16));
+    check_alone(context, &r, flags);
+    rig_free(&r);
+}
+TEST(c5_varlen_is_each_sequence_alone) { each_cpu(varlen_is_alone); }
+
+/* Sequences with one row and thousands of keys in a batch whose longest has many rows: splits may not depend on that. */
+static void varlen_decode_is_alone(attn_context *context, attn_dtype dtype) {
+    rig r = {.p = problem(dtype, 3, 2, 1, 140, 3000, 16), .backward = true};
+    r.p.flags = ATTN_VARLEN_Q | ATTN_VARLEN_KV;
+    r.p.total_q = 144, r.p.total_kv = 5300;
+    r.f.cu_q = (int32_t[]){0, 1, 141, 144};
+    r.f.cu_kv = (int32_t[]){0, 3000, 3200, 5300};
+    CHECK(rig_make(&r, 17));
+    check_alone(context, &r, 0);
+    rig_free(&r);
+}
+TEST(c5_varlen_with_few_rows_and_many_keys_is_alone) { each_cpu(varlen_decode_is_alone); }
+
+static void used_is_alone(attn_context *context, attn_dtype dtype) {
+    rig r = {.p = problem(dtype, 4, 4, 4, 90, 140, 24), .backward = true};
+    uint32_t flags = ATTN_CAUSAL | ATTN_BIAS;
+    r.p.flags = flags | ATTN_USED_Q | ATTN_USED_KV | ATTN_LEFTPAD;
+    r.f.used_q = (int32_t[]){90, 1, 33, 64};
+    r.f.used_kv = (int32_t[]){140, 140, 20, 64};
+    r.f.leftpad = (int32_t[]){0, 17, 20, 1};
+    CHECK(rig_make(&r, 18));
+    check_alone(context, &r, flags);
+    rig_free(&r);
+}
+TEST(c5_used_lengths_and_leftpad_are_alone) { each_cpu(used_is_alone); }
+
+static void batch_of_64(attn_context *context, attn_dtype dtype) {
+    rig r = {.p = problem(dtype, 64, 2, 1, 20, 70, 16), .backward = true};
+    r.p.flags = ATTN_CAUSAL;
+    CHECK(rig_make(&r, 19));
+    check_alone(context, &r, ATTN_CAUSAL);
+    rig_free(&r);
+}
+TEST(c5_one_sequence_is_the_same_in_a_batch_of_64) { each_cpu(batch_of_64); }
+
+static void decode_batch_of_64(attn_context *context, attn_dtype dtype) {
+    rig r = {.p = problem(dtype, 64, 4, 1, 1, 1500, 8)};
+    CHECK(rig_make(&r, 20));
+    check_alone(context, &r, 0);
+    rig_free(&r);
+}
+TEST(c5_one_decode_is_the_same_in_a_batch_of_64) { each_cpu(decode_batch_of_64); }
+
+static void batch_index_is_order(attn_context *context, attn_dtype dtype) {
+    static const int32_t slots[] = {4, 0, 2};
+    rig indexed = {.p = problem(dtype, 3, 4, 2, 5, 90, 16)};
+    indexed.p.flags = ATTN_BATCH_INDEX;
+    indexed.p.cache_batch = 5;
+    indexed.f.batch_index = slots;
+    rig plain = {.p = problem(dtype, 3, 4, 2, 5, 90, 16)};
+    CHECK(rig_make(&indexed, 21) && rig_make(&plain, 22));
+    for (int32_t b = 0; b < 3; b++) rig_copy(&plain, b, &indexed, b);
+    CHECK_OK(rig_run(&indexed, context));
+    CHECK_OK(rig_run(&plain, context));
+    CHECK(rig_same_rows(&indexed, 0, &plain, 0, 5) && rig_same_rows(&indexed, 1, &plain, 1, 5) &&
+          rig_same_rows(&indexed, 2, &plain, 2, 5));
+    rig_free(&indexed);
+    rig_free(&plain);
+}
+TEST(c5_batch_index_is_order) { each_cpu(batch_index_is_order); }
+
+/* q, k and v in [batch][head][row][dim] order with gaps, against dense ones. */
+static void strides_do_not_matter(attn_context *context, attn_dtype dtype) {
+    enum { B = 2, H = 3, S = 70, D = 20, GAP = 5 };
+    rig dense = {.p = problem(dtype, B, H, H, S, S, D)}, strided = dense;
+    CHECK(rig_make(&dense, 23));
+    attn_tensor *const to[] = {&strided.f.q, &strided.f.k, &strided.f.v};
+    for (int n = 0; n < 3; n++) {
+        to[n]->stride[0] = -(int64_t)H * S * (D + GAP); /* batches backwards */
+        to[n]->stride[1] = D + GAP;
+        to[n]->stride[2] = S * (D + GAP);
+        char *data = rig_tensor(&strided, dtype, (int64_t)B * H * S * (D + GAP), RIG_INPUT);
+        if (!CHECK(data != NULL)) return;
+        to[n]->data = data + (int64_t)H * S * (D + GAP) * (int64_t)attn_dtype_size(dtype);
+    }
+    CHECK(rig_make(&strided, 24));
+    for (int32_t b = 0; b < B; b++) rig_copy(&strided, b, &dense, b);
+    CHECK_OK(rig_run(&dense, context));
+    CHECK_OK(rig_run(&strided, context));
+    CHECK(rig_same(&dense, &strided));
+    rig_free(&dense);
+    rig_free(&strided);
+}
+TEST(c5_strides_do_not_matter) { each_cpu(strides_do_not_matter); }
+
+/* ---- equivalent problems ---- */
+
+static void gqa_is_repeated_kv(attn_context *context, attn_dtype dtype) {
+    static const int32_t shapes[][2] = {{100, 130}, {1, 2500}};
+    for (int n = 0; n < 2; n++) {
+        rig grouped = {.p = problem(dtype, 2, 6, 2, shapes[n][0], shapes[n][1], 24), .backward = true};
+        grouped.p.flags = ATTN_CAUSAL;
+        rig repeated = grouped;
+        repeated.p.heads_kv = 6;
+        CHECK(rig_make(&grouped, 25) && rig_make(&repeated, 26));
+        for (int32_t b = 0; b < 2; b++) rig_copy(&repeated, b, &grouped, b);
+        CHECK_OK(rig_run(&grouped, context));
+        CHECK_OK(rig_run(&repeated, context));
+        for (int32_t b = 0; b < 2; b++)
+            CHECK_SAY(rig_same_rows(&grouped, b, &repeated, b, shapes[n][0]), "%d rows", shapes[n][0]);
+        rig_free(&grouped);
+        rig_free(&repeated);
+    }
+}
+TEST(c5_s09_gqa_is_repeated_kv) { each_cpu(gqa_is_repeated_kv); }
+
+static void window_is_causal(attn_context *context, attn_dtype dtype) {
+    enum { S = 150 };
+    static const int32_t lefts[] = {S - 1, S, -1};
+    for (int n = 0; n < 3; n++)
+        for (int also_causal = 0; also_causal < 2; also_causal++) {
+            rig causal = {.p = problem(dtype, 1, 2, 1, S, S, 40), .backward = true};
+            causal.p.flags = ATTN_CAUSAL;
+            rig window = causal;
+            window.p.flags = ATTN_WINDOW | (also_causal ? ATTN_CAUSAL : 0);
+            window.p.window_left = lefts[n];
+            window.p.window_right = also_causal ? -1 : 0;
+            check_same(context, &causal, context, &window);
+        }
+}
+TEST(c5_s05_window_that_sees_all_before_is_causal) { each_cpu(window_is_causal); }
+
+static void open_window_is_none(attn_context *context, attn_dtype dtype) {
+    rig none = {.p = problem(dtype, 1, 2, 1, 90, 110, 24), .backward = true}, open = none, wide = none;
+    open.p.flags = wide.p.flags = ATTN_WINDOW;
+    open.p.window_left = open.p.window_right = -1;
+    wide.p.window_left = 110, wide.p.window_right = INT32_MAX;
+    check_same(context, &none, context, &open);
+    check_same(context, &none, context, &wide);
+}
+TEST(c5_s05_open_window_is_none) { each_cpu(open_window_is_none); }
+
+/* Tiles of a plan: how many rows and keys a document must have so that it is whole tiles. */
+static int32_t whole_tiles(attn_context *context, attn_problem p) {
+    int32_t length = 1;
+    for (p.op = ATTN_FORWARD; p.op <= ATTN_BACKWARD; p.op++) {
+        attn_plan *plan;
+        if (!CHECK_OK(attn_plan_create(&plan, context, &p))) return 0;
+        attn_kernel_info info = {0};
+        int32_t n = 0;
+        while (attn_kernel_get(n, &info) == ATTN_OK && strcmp(info.name, attn_plan_kernel(plan)) != 0) n++;
+        CHECK(info.rows > 0 && info.cols > 0);
+        while (length % info.rows || length % info.cols) length++;
+        attn_plan_destroy(plan);
+    }
+    return length;
+}
+
+static void flashmask_is_varlen(attn_context *context, attn_dtype dtype) {
+    rig packed = {.p = problem(dtype, 3, 2, 1, 0, 0, 24), .backward = true};
+    int32_t tile = whole_tiles(context, packed.p), total = 4 * tile;
+    int32_t cu[] = {0, tile, 3 * tile, total};
+    packed.p.flags = ATTN_CAUSAL | ATTN_VARLEN_Q | ATTN_VARLEN_KV;
+    packed.p.max_q = packed.p.max_kv = 2 * tile;
+    packed.p.total_q = packed.p.total_kv = total;
+    packed.f.cu_q = packed.f.cu_kv = cu;
+    rig masked = {.p = problem(dtype, 1, 2, 1, total, total, 24), .backward = true};
+    masked.p.flags = ATTN_CAUSAL;
+    masked.p.flashmask_vectors = 1;
+    CHECK(rig_make(&packed, 27) && rig_make(&masked, 27));
+    for (int32_t b = 0; b < 3; b++)
+        for (int32_t j = cu[b]; j < cu[b + 1]; j++) ((int32_t *)(uintptr_t)masked.f.flashmask)[j] = cu[b + 1];
+    /* Packed and dense layouts of one sequence are the same memory: rows [total], then heads. Copy it over as a whole. */
+    size_t q_bytes = (size_t)total * 2 * 24 * attn_dtype_size(dtype);
+    memcpy(masked.f.q.data, packed.f.q.data, q_bytes);
+    memcpy(masked.f.d_o.data, packed.f.d_o.data, q_bytes);
+    memcpy(masked.f.k.data, packed.f.k.data, q_bytes / 2);
+    memcpy(masked.f.v.data, packed.f.v.data, q_bytes / 2);
+    memcpy((void *)(uintptr_t)masked.f.d_lse, packed.f.d_lse, (size_t)total * 2 * (dtype == ATTN_F64 ? 8 : 4));
+    CHECK_OK(rig_run(&packed, context));
+    CHECK_OK(rig_run(&masked, context));
+    CHECK(rig_same(&packed, &masked));
+    rig_free(&packed);
+    rig_free(&masked);
+}
+TEST(c5_s10_flashmask_causal_document_is_varlen) { each_cpu(flashmask_is_varlen); }
+
+static void causal_prefix(attn_context *context, attn_dtype dtype) {
+    enum { S = 200 };
+    static const int32_t prefixes[] = {1, 17, 64, 100, 199};
+    rig whole = {.p = problem(dtype, 1, 4, 2, S, S, 40)};
+    whole.p.flags = ATTN_CAUSAL | ATTN_ALIBI;
+    CHECK(rig_make(&whole, 28));
+    CHECK_OK(rig_run(&whole, context));
+    for (int n = 0; n < 5; n++) {
+        rig prefix = {.p = whole.p};
+        prefix.p.max_q = prefix.p.max_kv = prefixes[n];
+        prefix.f.alibi = whole.f.alibi;
+        CHECK(rig_make(&prefix, 29));
+        rig_copy(&prefix, 0, &whole, 0);
+        CHECK_OK(rig_run(&prefix, context));
+        CHECK_SAY(rig_same_rows(&prefix, 0, &whole, 0, prefixes[n]), "prefix of %d", prefixes[n]);
+        rig_free(&prefix);
+    }
+    rig_free(&whole);
+}
+TEST(c5_causal_prefix) { each_cpu(causal_prefix); }
+
+/* The last rows of a causal problem by themselves see the same keys: bottom-right alignment. */
+static void causal_suffix(attn_context *context, attn_dtype dtype) {
+    enum { S = 150, TAIL = 60 };
+    rig whole = {.p = problem(dtype, 1, 2, 1, S, S, 24)}, tail = {.p = problem(dtype, 1, 2, 1, TAIL, S, 24)};
+    whole.p.flags = tail.p.flags = ATTN_CAUSAL;
+    CHECK(rig_make(&whole, 30) && rig_make(&tail, 31));
+    rig_copy(&tail, 0, &whole, 0); /* keys; then the last rows over the first */
+    for (int32_t i = 0; i < TAIL; i++)
+        memcpy(rig_row(&tail, &tail.f.q, dtype, 0, i, 0), rig_row(&whole, &whole.f.q, dtype, 0, S - TAIL + i, 0),
+               2 * 24 * attn_dtype_size(dtype));
+    CHECK_OK(rig_run(&whole, context));
+    CHECK_OK(rig_run(&tail, context));
+    for (int32_t i = 0; i < TAIL; i++)
+        CHECK(memcmp(rig_row(&tail, &tail.f.o, dtype, 0, i, 0), rig_row(&whole, &whole.f.o, dtype, 0, S - TAIL + i, 0),
+                     2 * 24 * attn_dtype_size(dtype)) == 0);
+    rig_free(&whole);
+    rig_free(&tail);
+}
+TEST(c5_s05_causal_is_aligned_to_the_last_row) { each_cpu(causal_suffix); }
+
+static void zero_features_are_none(attn_context *context, attn_dtype dtype) {
+    rig none = {.p = problem(dtype, 1, 2, 1, 70, 70, 25), .backward = true}, zero = none;
+    zero.p.flags = ATTN_SCALE | ATTN_ALIBI;
+    zero.p.scale = 0.2; /* 1 / sqrt(25) */
+    zero.f.alibi = (float[]){0, 0};
+    check_same(context, &none, context, &zero);
+}
+TEST(c5_s01_default_scale_and_s03_alibi_of_zero) { each_cpu(zero_features_are_none); }
