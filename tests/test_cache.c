@@ -1,0 +1,358 @@
+/*
+ * Semantics 10 and 11 of attn.h: FlashMask, and the KV cache with left padding, pages, append and rotary embedding. Each is
+ * held against a plain problem that means the same, on `ref` and on `cpu`.
+ */
+#define _GNU_SOURCE
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "build.h"
+#include "numeric.h"
+#include "schedule.h"
+#include "test.h"
+
+/* ---- 10: FlashMask ---- */
+
+/* What the header says, written out once more: is row i masked for a key with these vectors? */
+static bool flash_masks(bool causal, int vectors, const int32_t *v, int32_t i) {
+    if (causal && vectors == 1) return i >= v[0];
+    if (causal) return i >= v[0] && i < v[1];
+    if (vectors == 2) return i >= v[0] || i < v[1];
+    return (i >= v[0] && i < v[1]) || (i >= v[2] && i < v[3]);
+}
+
+typedef struct flash_kind {
+    bool causal;
+    int32_t vectors, heads;
+} flash_kind;
+
+/* A random mask of that kind against the same mask as a bias of -inf. */
+static void check_flashmask(attn_context *context, attn_dtype dtype, double tolerance, flash_kind kind) {
+    enum { B = 2, H = 4, KV = 2, SQ = 90, SK = 100 };
+    rig a = {.p = problem(dtype, B, H, KV, SQ, SK, 12), .backward = true};
+    rig b = a;
+    a.p.flags = kind.causal ? ATTN_CAUSAL : 0;
+    b.p.flags = a.p.flags | ATTN_BIAS;
+    a.p.flashmask_vectors = kind.vectors;
+    a.p.flashmask_heads = kind.heads;
+    CHECK(rig_make(&a, 1) && rig_make(&b, 2));
+    b.f.d_bias = (attn_matrix){0};
+    int32_t *flash = (int32_t *)(uintptr_t)a.f.flashmask;
+    for (int32_t n = 0; n < B * a.full.flashmask_heads * SK * kind.vectors; n++)
+        flash[n] = random_range(&a.random, -5, SQ + 5); /* bounds past the ends and empty intervals too */
+    for (int32_t n = 0; n < B; n++) {
+        rig_copy(&b, n, &a, n);
+        for (int32_t h = 0; h < H; h++)
+            for (int32_t i = 0; i < SQ; i++)
+                for (int32_t j = 0; j < SK; j++) {
+                    int32_t head = kind.heads == KV ? h / (H / KV) : 0;
+                    const int32_t *v = flash + ((n * a.full.flashmask_heads + head) * SK + j) * kind.vectors;
+                    attn__store(dtype, b.f.bias.data, ((n * H + h) * SQ + i) * SK + j,
+                                flash_masks(kind.causal, kind.vectors, v, i) ? -INFINITY : 0);
+                }
+    }
+    CHECK_OK(rig_run(&a, context));
+    CHECK_OK(rig_run(&b, context));
+    rig_check_close(&a, &b, tolerance);
+    rig_free(&a);
+    rig_free(&b);
+}
+
+static void flashmask_kinds(attn_context *context, attn_dtype dtype, double tolerance) {
+    for (int32_t heads = 0; heads <= 2; heads += 2) {
+        check_flashmask(context, dtype, tolerance, (flash_kind){true, 1, heads});
+        check_flashmask(context, dtype, tolerance, (flash_kind){true, 2, heads});
+        check_flashmask(context, dtype, tolerance, (flash_kind){false, 2, heads});
+        check_flashmask(context, dtype, tolerance, (flash_kind){false, 4, heads});
+    }
+}
+TEST(s10_flashmask_is_a_bias_of_minus_infinity) { each_host(flashmask_kinds); }
+
+/* ---- 11: append ---- */
+
+enum { BATCH = 3, HEADS = 4, KV_HEADS = 2, MAX_KV = 120, NEW = 9, ROWS = 5, DIM = 16 };
+static const int32_t used[BATCH] = {0, 50, MAX_KV - NEW};
+
+static rig append_form(attn_dtype dtype) {
+    rig r = {.p = problem(dtype, BATCH, HEADS, KV_HEADS, ROWS, MAX_KV, DIM)};
+    r.p.flags = ATTN_APPEND | ATTN_USED_KV | ATTN_CAUSAL;
+    r.p.max_new = NEW;
+    r.f.used_kv = used;
+    return r;
+}
+
+/* A problem without append whose cache is what that of `from` became; o and lse must agree. */
+static void check_after_append(attn_context *context, const rig *from, double tolerance) {
+    int32_t total[BATCH];
+    for (int32_t b = 0; b < BATCH; b++) total[b] = used[b] + NEW;
+    rig plain = {.p = problem(from->p.dtype, BATCH, HEADS, KV_HEADS, ROWS, MAX_KV, DIM)};
+    plain.p.flags = ATTN_USED_KV | ATTN_CAUSAL;
+    plain.f.used_kv = total;
+    CHECK(rig_make(&plain, 3));
+    for (int32_t b = 0; b < BATCH; b++) rig_copy(&plain, b, from, b);
+    CHECK_OK(rig_run(&plain, context));
+    rig_check_close(from, &plain, tolerance);
+    rig_free(&plain);
+}
+
+static void *new_row(const rig *r, const attn_tensor *t, int32_t b, int32_t row, int32_t h) {
+    attn_seq s = attn__seq(&r->full, &r->f, b);
+    return (char *)t->data + attn__new_offset(&r->full, t, &s, row, h) * (int64_t)attn_dtype_size(r->full.dtype);
+}
+
+static void append_then_attend(attn_context *context, attn_dtype dtype, double tolerance) {
+    static const int32_t page_sizes[] = {0, 7};
+    for (int n = 0; n < 2; n++) {
+        rig r = append_form(dtype), before = r;
+        r.p.page_size = before.p.page_size = page_sizes[n];
+        r.p.num_pages = before.p.num_pages = page_sizes[n] ? 3 * 18 : 0;
+        CHECK(rig_make(&r, 4) && rig_make(&before, 4));
+        CHECK_OK(rig_run(&r, context));
+        size_t bytes = DIM * attn_dtype_size(dtype);
+        for (int32_t b = 0; b < BATCH; b++)
+            for (int32_t h = 0; h < KV_HEADS; h++)
+                for (int32_t t = 0; t < MAX_KV; t++) {
+                    int32_t row = t - used[b];
+                    bool is_new = row >= 0 && row < NEW;
+                    const void *k =
+                        is_new ? new_row(&r, &r.f.k_new, b, row, h) : rig_key(&before, &before.f.k, dtype, b, t, h);
+                    const void *v =
+                        is_new ? new_row(&r, &r.f.v_new, b, row, h) : rig_key(&before, &before.f.v, dtype, b, t, h);
+                    CHECK(memcmp(rig_key(&r, &r.f.k, dtype, b, t, h), k, bytes) == 0);
+                    CHECK(memcmp(rig_key(&r, &r.f.v, dtype, b, t, h), v, bytes) == 0);
+                }
+        check_after_append(context, &r, tolerance);
+        rig_free(&r);
+        rig_free(&before);
+    }
+}
+TEST(s11_append_writes_new_rows_and_nothing_else) { each_host(append_then_attend); }
+
+static void kv_append_is_append(attn_context *context, attn_dtype dtype, double tolerance) {
+    rig both = append_form(dtype), only = both;
+    only.p.op = ATTN_KV_APPEND;
+    CHECK(rig_make(&both, 5) && rig_make(&only, 5));
+    int64_t cache = (int64_t)BATCH * MAX_KV * KV_HEADS * DIM, fresh = (int64_t)BATCH * NEW * KV_HEADS * DIM;
+    size_t size = attn_dtype_size(dtype);
+    memcpy(only.f.k.data, both.f.k.data, (size_t)cache * size);
+    memcpy(only.f.v.data, both.f.v.data, (size_t)cache * size);
+    memcpy(only.f.k_new.data, both.f.k_new.data, (size_t)fresh * size);
+    memcpy(only.f.v_new.data, both.f.v_new.data, (size_t)fresh * size);
+    CHECK_OK(rig_run(&both, context));
+    CHECK_OK(rig_run(&only, context));
+    CHECK(memcmp(only.f.k.data, both.f.k.data, (size_t)cache * size) == 0);
+    CHECK(memcmp(only.f.v.data, both.f.v.data, (size_t)cache * size) == 0);
+    rig_free(&both);
+    rig_free(&only);
+    (void)tolerance;
+}
+TEST(s11_kv_append_by_itself_is_the_append_of_a_forward) { each_host(kv_append_is_append); }
+
+static void packed_new_rows(attn_context *context, attn_dtype dtype, double tolerance) {
+    rig packed = append_form(dtype), padded = packed;
+    packed.p.flags |= ATTN_VARLEN_NEW;
+    packed.p.total_new = BATCH * NEW;
+    packed.f.cu_new = (int32_t[]){0, NEW, 2 * NEW, 3 * NEW}; /* the same memory, told in another way */
+    CHECK(rig_make(&packed, 6) && rig_make(&padded, 6));
+    CHECK_OK(rig_run(&packed, context));
+    CHECK_OK(rig_run(&padded, context));
+    CHECK(rig_same(&packed, &padded));
+    rig_free(&packed);
+    rig_free(&padded);
+    rig ragged = append_form(dtype); /* and with lengths of its own, one of them 0 */
+    ragged.p.flags |= ATTN_VARLEN_NEW;
+    ragged.p.total_new = 12;
+    ragged.f.cu_new = (int32_t[]){1, 1, 4, 12};
+    CHECK(rig_make(&ragged, 7));
+    CHECK_OK(rig_run(&ragged, context));
+    CHECK(rig_sk(&ragged, 0) == 0 && rig_lse(&ragged, 0, 0, 0) == -INFINITY);
+    for (int32_t row = 0; row < 3; row++)
+        CHECK(memcmp(rig_key(&ragged, &ragged.f.k, dtype, 1, used[1] + row, 1),
+                     new_row(&ragged, &ragged.f.k_new, 1, row, 1), DIM * attn_dtype_size(dtype)) == 0);
+    rig_free(&ragged);
+    (void)tolerance;
+}
+TEST(s11_packed_new_rows) { each_host(packed_new_rows); }
+
+static void batch_index_slots(attn_context *context, attn_dtype dtype, double tolerance) {
+    rig r = append_form(dtype);
+    r.p.flags |= ATTN_BATCH_INDEX;
+    r.p.cache_batch = 5;
+    r.f.batch_index = (int32_t[]){3, 0, 4};
+    CHECK(rig_make(&r, 8));
+    CHECK_OK(rig_run(&r, context));
+    check_after_append(context, &r, tolerance);
+    rig_free(&r);
+}
+TEST(s11_append_into_slots_by_batch_index) { each_host(batch_index_slots); }
+
+/* ---- 11: rotary ---- */
+
+/* Rotates a row of doubles by the definition: pairs (0, 1), ... or (0, half), ... */
+static void rotate_by_hand(double *x, int32_t dim, int32_t position, bool interleaved) {
+    int32_t half = dim / 2;
+    for (int32_t n = 0; n < half; n++) {
+        double angle = position * pow(10000, -(double)n / half), c = cos(angle), s = sin(angle);
+        double *first = interleaved ? &x[2 * n] : &x[n], *second = interleaved ? &x[2 * n + 1] : &x[n + half];
+        double a = *first, b = *second;
+        *first = a * c - b * s;
+        *second = a * s + b * c;
+    }
+}
+
+static void check_rotary(attn_context *context, attn_dtype dtype, double tolerance, uint32_t flags, int32_t rotary_dim) {
+    static const int32_t positions[] = {7, 0, 100};
+    rig r = append_form(dtype);
+    r.p.flags |= ATTN_ROTARY | flags;
+    r.p.rotary_dim = rotary_dim;
+    r.p.rotary_len = 128;
+    if (flags & ATTN_ROTARY_POS) r.f.rotary_pos = positions;
+    CHECK(rig_make(&r, 9));
+    rig given = {.p = problem(dtype, BATCH, HEADS, KV_HEADS, ROWS, MAX_KV, DIM)}; /* keeps q as it was */
+    CHECK(rig_make(&given, 10));
+    size_t q_bytes = (size_t)BATCH * ROWS * HEADS * DIM * attn_dtype_size(dtype);
+    memcpy(given.f.q.data, r.f.q.data, q_bytes);
+    CHECK_OK(rig_run(&r, context));
+    CHECK(memcmp(given.f.q.data, r.f.q.data, q_bytes) == 0);
+    bool interleaved = flags & ATTN_ROTARY_INTERLEAVED;
+    for (int32_t b = 0; b < BATCH; b++) {
+        int32_t first = flags & ATTN_ROTARY_POS ? positions[b] : used[b];
+        double x[DIM];
+        for (int32_t h = 0; h < KV_HEADS; h++)
+            for (int32_t row = 0; row < NEW; row++) {
+                for (int32_t n = 0; n < DIM; n++) x[n] = attn__load(dtype, new_row(&r, &r.f.k_new, b, row, h), n);
+                rotate_by_hand(x, rotary_dim, first + row, interleaved);
+                for (int32_t n = 0; n < DIM; n++)
+                    CHECK_CLOSE(attn__load(dtype, rig_key(&r, &r.f.k, dtype, b, used[b] + row, h), n), x[n], tolerance);
+            }
+        for (int32_t h = 0; h < HEADS; h++) /* rotate q, to go on without rotary below */
+            for (int32_t i = 0; i < ROWS; i++) {
+                void *q = rig_row(&r, &r.f.q, dtype, b, i, h);
+                for (int32_t n = 0; n < DIM; n++) x[n] = attn__load(dtype, q, n);
+                rotate_by_hand(x, rotary_dim, first + i, interleaved);
+                for (int32_t n = 0; n < DIM; n++) attn__store(dtype, q, n, x[n]);
+            }
+    }
+    check_after_append(context, &r, tolerance);
+    rig_free(&r);
+    rig_free(&given);
+}
+
+static void rotary_forms(attn_context *context, attn_dtype dtype, double tolerance) {
+    check_rotary(context, dtype, tolerance, 0, DIM);
+    check_rotary(context, dtype, tolerance, ATTN_ROTARY_INTERLEAVED, DIM);
+    check_rotary(context, dtype, tolerance, ATTN_ROTARY_POS, 6);
+    check_rotary(context, dtype, tolerance, ATTN_ROTARY_POS | ATTN_ROTARY_INTERLEAVED, 2);
+}
+TEST(s11_rotary_by_the_definition) { each_host(rotary_forms); }
+
+static void rotary_there_and_back(attn_context *context, attn_dtype dtype, double tolerance) {
+    enum { B = 2, S = 10, H = 3, D = 20, R = 12, COUNT = B * S * H * D };
+    rig r = {.p = problem(dtype, B, H, H, S, S, D)};
+    CHECK(rig_make(&r, 11));
+    void *turned = rig_tensor(&r, dtype, COUNT, RIG_OUTPUT);
+    void *c = rig_tensor(&r, ATTN_F64, 64 * R / 2, RIG_INPUT), *s = rig_tensor(&r, ATTN_F64, 64 * R / 2, RIG_INPUT);
+    if (!CHECK(turned && c && s)) return;
+    for (int n = 0; n < 64 * R / 2; n++) {
+        double angle = ((double *)c)[n];
+        ((double *)c)[n] = cos(angle);
+        ((double *)s)[n] = sin(angle);
+    }
+    static const int32_t pos[] = {0, 54};
+    attn_rotary_args args = {.size = sizeof args,
+                             .dtype = dtype,
+                             .rotary_dtype = ATTN_F64,
+                             .batch = B,
+                             .rows = S,
+                             .heads = H,
+                             .dim = D,
+                             .rotary_dim = R,
+                             .rotary_len = 64,
+                             .x = r.f.q,
+                             .y = attn_dense(turned, S, H, D),
+                             .cos = c,
+                             .sin = s,
+                             .pos = pos};
+    for (args.interleaved = 0; args.interleaved < 2; args.interleaved++) {
+        args.x = r.f.q;
+        args.inverse = 0;
+        CHECK_OK(attn_rotary(context, &args, NULL));
+        int different = 0;
+        for (int n = 0; n < COUNT; n++)
+            if (n % D < R) different += fabs(attn__load(dtype, turned, n) - attn__load(dtype, r.f.q.data, n)) > 0.01;
+        CHECK(different > COUNT / 4);
+        args.x = args.y; /* in place */
+        args.inverse = 1;
+        CHECK_OK(attn_rotary(context, &args, NULL));
+        for (int n = 0; n < COUNT; n++)
+            CHECK_CLOSE(attn__load(dtype, turned, n), attn__load(dtype, r.f.q.data, n), n % D < R ? tolerance : 0);
+    }
+    rig_free(&r);
+}
+TEST(s11_attn_rotary_there_and_back_in_place) { each_host(rotary_there_and_back); }
+
+static void rotary_packed(attn_context *context, attn_dtype dtype, double tolerance) {
+    enum { TOTAL = 12, H = 2, D = 8 };
+    rig r = {.p = problem(dtype, 1, H, H, TOTAL, 1, D)};
+    CHECK(rig_make(&r, 12));
+    double c[20 * D / 2], s[20 * D / 2];
+    for (int n = 0; n < 20 * D / 2; n++) c[n] = 0, s[n] = 1 + n / (D / 2); /* times the row of the table, a quarter turn */
+    void *out = rig_tensor(&r, dtype, TOTAL * H * D, RIG_INPUT);
+    if (!CHECK(out != NULL)) return;
+    double untouched = attn__load(dtype, out, 0);
+    attn_rotary_args args = {.size = sizeof args,
+                             .dtype = dtype,
+                             .rotary_dtype = ATTN_F64,
+                             .batch = 2,
+                             .rows = 7,
+                             .heads = H,
+                             .dim = D,
+                             .rotary_dim = D,
+                             .rotary_len = 20,
+                             .x = r.f.q,
+                             .y = attn_dense(out, TOTAL, H, D),
+                             .cos = c,
+                             .sin = s,
+                             .pos = (int32_t[]){0, 13},
+                             .cu = (int32_t[]){1, 5, 12},
+                             .total = TOTAL};
+    CHECK_OK(attn_rotary(context, &args, NULL));
+    CHECK(attn__load(dtype, out, 0) == untouched); /* row 0 is in no sequence */
+    for (int row = 1; row < TOTAL; row++) {
+        double turn = row < 5 ? 1 + row - 1 : 1 + 13 + row - 5;
+        CHECK_CLOSE(attn__load(dtype, out, row * H * D), -turn * attn__load(dtype, r.f.q.data, row * H * D + D / 2),
+                    turn * tolerance);
+    }
+    rig_free(&r);
+}
+TEST(s11_attn_rotary_of_packed_rows) { each_host(rotary_packed); }
+
+/* ---- 11: a cache of 8 bits ---- */
+
+static void quantised_cache(attn_context *context, attn_dtype dtype, double tolerance) {
+    if (dtype == ATTN_F64) return; /* f64 goes with f64 only */
+    static const attn_dtype kinds[] = {ATTN_E4M3, ATTN_E5M2, ATTN_I8};
+    for (int n = 0; n < 3; n++) {
+        rig r = append_form(dtype);
+        r.p.flags |= ATTN_DESCALE;
+        r.p.kv_dtype = kinds[n];
+        static const float one = 1, k_factor = 0.25f, v_factor = 0.125f;
+        r.f.q_descale = &one, r.f.k_descale = &k_factor, r.f.v_descale = &v_factor;
+        CHECK(rig_make(&r, 13));
+        attn__store(dtype, new_row(&r, &r.f.k_new, 0, 0, 0), 0, 1e9); /* saturates */
+        CHECK_OK(rig_run(&r, context));
+        double largest = kinds[n] == ATTN_E4M3 ? 448 : kinds[n] == ATTN_E5M2 ? 57344 : 127;
+        CHECK(attn__load(kinds[n], rig_key(&r, &r.f.k, kinds[n], 0, used[0], 0), 0) == largest);
+        double step = kinds[n] == ATTN_E4M3 ? 1 / 16.0 : kinds[n] == ATTN_E5M2 ? 1 / 8.0 : 0;
+        for (int32_t row = 1; row < NEW; row++)
+            for (int32_t x = 0; x < DIM; x++) {
+                double v = attn__load(dtype, new_row(&r, &r.f.v_new, 1, row, 1), x);
+                double stored = attn__load(kinds[n], rig_key(&r, &r.f.v, kinds[n], 1, used[1] + row, 1), x) * v_factor;
+                CHECK_CLOSE(stored, v, fabs(v) * step + v_factor / 2);
+            }
+        rig_free(&r);
+    }
+    (void)tolerance;
+}
+TEST(s11_append_to_a_cache_of_8_bits_divides_and_saturates) { each_host(quantised_cache); }

@@ -1,0 +1,206 @@
+/*
+ * The headers that C and CUDA share, by exhaustion where that is possible: number formats, tile classes; and the small public
+ * functions that say what is in the library.
+ */
+#define _GNU_SOURCE
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "build.h"
+#include "mask.h"
+#include "numeric.h"
+#include "test.h"
+
+/* ---- number formats ---- */
+
+/* Every value of a format goes to float and back; midpoints between neighbours round to even. */
+static void check_format(attn_dtype dtype, uint32_t values, uint32_t sign_bit) {
+    test_context("%s", attn_dtype_name(dtype));
+    uint16_t bits = 0, back = 0;
+    for (uint32_t n = 0; n < values; n++) {
+        if (attn_dtype_size(dtype) == 1)
+            *(uint8_t *)&bits = (uint8_t)n;
+        else
+            bits = (uint16_t)n;
+        double x = attn__load(dtype, &bits, 0);
+        attn__store(dtype, &back, 0, x);
+        if (isnan(x))
+            CHECK(isnan(attn__load(dtype, &back, 0)));
+        else if (isfinite(x)) /* an infinity saturates in fp8 */
+            CHECK_SAY(memcmp(&bits, &back, attn_dtype_size(dtype)) == 0, "value 0x%x", (unsigned)n);
+        uint16_t next_bits = (uint16_t)(n + 1);
+        double next = attn__load(dtype, &next_bits, 0);
+        if (n % sign_bit == sign_bit - 1 || !isfinite(x) || !isfinite(next)) continue;
+        const double points[] = {(x + next) / 2, (x + next) / 2 * (1 - 1e-12), (x + next) / 2 * (1 + 1e-12)};
+        for (int m = 0; m < 3; m++) { /* the middle to the even one, less to the one nearer zero, more to the other */
+            attn__store(dtype, &back, 0, points[m]);
+            uint32_t want = m == 1 ? n : m == 2 ? n + 1 : n + n % 2;
+            uint32_t got = attn_dtype_size(dtype) == 1 ? *(uint8_t *)&back : back;
+            CHECK_SAY(got == want, "%.17g gives 0x%x, want 0x%x", points[m], (unsigned)got, (unsigned)want);
+        }
+    }
+}
+
+TEST(number_formats_round_to_nearest_even) {
+    check_format(ATTN_F16, 65536, 32768);
+    check_format(ATTN_BF16, 65536, 32768);
+    check_format(ATTN_E4M3, 256, 128);
+    check_format(ATTN_E5M2, 256, 128);
+}
+
+TEST(number_formats_known_values) {
+    CHECK(attn__to_f16(1.0f) == 0x3c00 && attn__to_f16(65504) == 0x7bff && attn__to_f16(65520) == 0x7c00);
+    CHECK(attn__from_f16(0x0001) == 0x1p-24f && attn__from_f16(0xfc00) == -INFINITY);
+    CHECK(attn__to_bf16(1.0f) == 0x3f80 && attn__from_bf16(0xc000) == -2.0f && isnan(attn__from_bf16(attn__to_bf16(NAN))));
+    static const struct {
+        attn_dtype dtype;
+        uint8_t bits;
+        double value;
+    } bytes[] = {{ATTN_E4M3, 0x7e, 448},  {ATTN_E4M3, 0x01, 0x1p-9},   {ATTN_E4M3, 0x38, 1},  {ATTN_E5M2, 0x7b, 57344},
+                 {ATTN_E5M2, 0x3c, 1},    {ATTN_E5M2, 0x01, 0x1p-16},  {ATTN_I8, 0x80, -128}, {ATTN_I8, 0x7f, 127},
+                 {ATTN_E4M3, 0xb8, -1.0}, {ATTN_E5M2, 0xfc, -INFINITY}};
+    for (size_t n = 0; n < sizeof bytes / sizeof *bytes; n++)
+        CHECK(attn__load(bytes[n].dtype, &bytes[n].bits, 0) == bytes[n].value);
+    uint8_t byte;
+    attn__store(ATTN_E4M3, &byte, 0, 1e9);
+    CHECK(byte == 0x7e);
+    attn__store(ATTN_E5M2, &byte, 0, -INFINITY);
+    CHECK(byte == 0xfb);
+    attn__store(ATTN_I8, &byte, 0, NAN);
+    CHECK(byte == 0);
+    attn__store(ATTN_I8, &byte, 0, 2.5);
+    CHECK(byte == 2);
+}
+
+/* ---- tiles ---- */
+
+/* The class of a tile against its elements: sound always; exact unless FlashMask ranges blur it. */
+static void check_class(const attn_mask *m, int32_t i0, int32_t i1, int32_t j0, int32_t j1, const int32_t *flash) {
+    int allowed = 0, total = (i1 - i0) * (j1 - j0);
+    attn_flash_range range;
+    for (int32_t j = j0; j < j1 && j < m->sk; j++) {
+        for (int32_t i = i0; i < i1; i++) allowed += attn__mask_allowed(m, i, j, flash + j * m->vectors);
+        if (m->vectors) attn__flash_extend(&range, attn__flash_load(m, flash + j * m->vectors), j == j0);
+    }
+    int got = attn__mask_tile(m, i0, i1, j0, j1, m->vectors && j0 < m->sk ? &range : NULL);
+    int exact = allowed == 0 ? ATTN_TILE_SKIP : allowed == total ? ATTN_TILE_FULL : ATTN_TILE_PARTIAL;
+    CHECK_SAY(got == exact || (m->vectors && got == ATTN_TILE_PARTIAL),
+              "sq %d sk %d left %d right %d: tile [%d, %d) x [%d, %d) is %d, want %d", m->sq, m->sk, m->left, m->right, i0,
+              i1, j0, j1, got, exact);
+}
+
+TEST(s05_tile_classes_by_exhaustion) {
+    static const int32_t windows[][3] = {{0, -1, -1}, {1, -1, -1}, {0, 0, 0}, {0, 3, 1},
+                                         {1, 2, -1},  {0, -1, 2},  {0, 1, -1}};
+    uint64_t random = 1;
+    for (int32_t sq = 1; sq <= 9; sq += 2)
+        for (int32_t sk = 1; sk <= 10; sk += 3)
+            for (size_t w = 0; w < sizeof windows / sizeof *windows; w++)
+                for (int32_t vectors = 0; vectors <= 4; vectors++) {
+                    bool causal = windows[w][0];
+                    if (vectors == 3 || (causal ? vectors > 2 : vectors == 1)) continue;
+                    attn_mask m = attn__mask_make(sq, sk, causal, 1, windows[w][1], windows[w][2], vectors);
+                    int32_t flash[64];
+                    for (int n = 0; n < 64; n++) flash[n] = random_range(&random, 0, sq);
+                    for (int32_t i0 = 0; i0 < sq; i0++)
+                        for (int32_t i1 = i0 + 1; i1 <= sq; i1++)
+                            for (int32_t j0 = 0; j0 < sk; j0++)
+                                for (int32_t j1 = j0 + 1; j1 <= sk + 1; j1++) check_class(&m, i0, i1, j0, j1, flash);
+                }
+}
+
+/* What attn_plan_tiles is asked to prove, gathered while it visits. */
+typedef struct tile_map {
+    const attn_mask *mask;
+    const int32_t *flash;
+    int32_t sq, sk;
+    unsigned char seen[300 * 300];
+    int64_t skipped, full, partial;
+} tile_map;
+
+static int visit_tile(void *user, const attn_tile *tile) {
+    tile_map *map = user;
+    int64_t *const counts[] = {&map->skipped, &map->full, &map->partial};
+    if (!CHECK(tile->tile_class >= 0 && tile->tile_class <= 2)) return 1;
+    ++*counts[tile->tile_class];
+    CHECK(tile->row >= 0 && tile->rows > 0 && tile->row + tile->rows <= map->sq);
+    CHECK(tile->col >= 0 && tile->cols > 0 && tile->col + tile->cols <= map->sk);
+    for (int32_t i = tile->row; i < tile->row + tile->rows; i++)
+        for (int32_t j = tile->col; j < tile->col + tile->cols; j++) {
+            map->seen[i * 300 + j]++;
+            bool allowed = attn__mask_allowed(map->mask, i, j, map->flash + j * map->mask->vectors);
+            CHECK(!(allowed && tile->tile_class == ATTN_TILE_SKIP) && !(!allowed && tile->tile_class == ATTN_TILE_FULL));
+        }
+    return 0;
+}
+
+TEST(s05_plan_tiles_cover_the_matrix_once) {
+    static tile_map map;
+    attn_context *context = make_context(ATTN_BACKEND_CPU, 1);
+    for (int vectors = 0; vectors <= 1; vectors++) {
+        enum { SQ = 290, SK = 300 };
+        rig r = {.p = problem(ATTN_F32, 1, 1, 1, SQ, SK, 16)};
+        r.p.flags = ATTN_CAUSAL;
+        r.p.flashmask_vectors = vectors;
+        CHECK(rig_make(&r, 1));
+        for (int j = 0; vectors && j < SK; j++) ((int32_t *)(uintptr_t)r.f.flashmask)[j] = j < 150 ? 150 : SQ;
+        attn_mask m = attn__mask_make(SQ, SK, 1, 0, 0, 0, vectors);
+        memset(&map, 0, sizeof map);
+        map.mask = &m, map.flash = r.f.flashmask, map.sq = SQ, map.sk = SK;
+        attn_plan *plan;
+        if (!CHECK_OK(attn_plan_create(&plan, context, &r.p))) return;
+        CHECK_OK(attn_plan_tiles(plan, &r.f, 0, 0, visit_tile, &map));
+        CHECK(map.skipped > 0 && map.full > 0 && map.partial > 0);
+        int wrong = 0;
+        for (int n = 0; n < SQ * SK; n++) wrong += map.seen[n / SK * 300 + n % SK] != 1;
+        CHECK_SAY(wrong == 0, "%d elements are not in exactly one tile", wrong);
+        attn_plan_destroy(plan);
+        rig_free(&r);
+    }
+    attn_context_destroy(context);
+}
+
+/* ---- what is in the library ---- */
+
+TEST(names_and_versions) {
+    CHECK(attn_version() == ATTN_VERSION);
+    CHECK(strcmp(attn_status_name(ATTN_NO_MEMORY), "ATTN_NO_MEMORY") == 0);
+    CHECK(strcmp(attn_status_name((attn_status)99), "unknown status") == 0);
+    CHECK(strcmp(attn_dtype_name(ATTN_BF16), "bf16") == 0 && strcmp(attn_dtype_name((attn_dtype)99), "unknown") == 0);
+    CHECK(attn_dtype_size(ATTN_F64) == 8 && attn_dtype_size(ATTN_DTYPE_DEFAULT) == 0);
+    CHECK(attn_cpu_features() != NULL && attn_cpu_features()[0] != 0 && attn_cpu_features() == attn_cpu_features());
+}
+
+TEST(kernel_table_is_well_formed) {
+    attn_kernel_info info;
+    int32_t count = 0, available = 0;
+    for (; attn_kernel_get(count, &info) == ATTN_OK; count++) {
+        CHECK(info.name && info.name[0] && info.needs && (!strcmp(info.backend, "ref") || !strcmp(info.backend, "cpu")));
+        available += info.available;
+        for (int32_t n = 0; n < count; n++) { /* names are unique */
+            attn_kernel_info other;
+            CHECK_OK(attn_kernel_get(n, &other));
+            CHECK_SAY(strcmp(other.name, info.name) != 0, "%s twice", info.name);
+        }
+    }
+    CHECK(count > 0 && available > 0);
+    CHECK_STATUS(attn_kernel_get(count, &info), ATTN_INVALID, "index=");
+    CHECK_STATUS(attn_kernel_get(-1, &info), ATTN_INVALID, "index=-1");
+}
+
+TEST(plan_describes_itself) {
+    for (attn_backend_id backend = ATTN_BACKEND_REF; backend <= ATTN_BACKEND_CPU; backend++) {
+        attn_context *context = make_context(backend, 2);
+        attn_problem p = problem(ATTN_F32, 1, 8, 2, 100, 200, 64);
+        p.flags = ATTN_CAUSAL;
+        attn_plan *plan;
+        if (!CHECK_OK(attn_plan_create(&plan, context, &p))) return;
+        const char *text = attn_plan_describe(plan);
+        CHECK(strstr(text, "causal") && strstr(text, attn_context_backend(context)) && strstr(text, "workspace: "));
+        CHECK(attn_plan_kernel(plan)[0] != 0 && strstr(text, attn_plan_kernel(plan)));
+        attn_plan_destroy(plan);
+        attn_context_destroy(context);
+    }
+}
