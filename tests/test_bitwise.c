@@ -12,14 +12,15 @@
 #include "schedule.h"
 #include "test.h"
 
-/* Makes and runs two forms and compares all outputs; `adjust` may change the second one between the two. */
-static void check_same(attn_context *a_context, rig *a, attn_context *b_context, rig *b) {
-    CHECK(rig_make(a, 11) && rig_make(b, 11));
-    CHECK_OK(rig_run(a, a_context));
-    CHECK_OK(rig_run(b, b_context));
-    CHECK(rig_same(a, b));
-    rig_free(a);
-    rig_free(b);
+/* Makes two forms from one seed, runs them and compares all outputs. */
+static void check_same(attn_context *a_context, const rig *a_form, attn_context *b_context, const rig *b_form) {
+    rig a = *a_form, b = *b_form;
+    CHECK(rig_make(&a, 11) && rig_make(&b, 11));
+    CHECK_OK(rig_run(&a, a_context));
+    CHECK_OK(rig_run(&b, b_context));
+    CHECK(rig_same(&a, &b));
+    rig_free(&a);
+    rig_free(&b);
 }
 
 /* A problem with a bit of everything that keeps its shape. */
@@ -36,10 +37,9 @@ static rig rich(attn_dtype dtype, int32_t batch, int32_t max_q, int32_t max_kv) 
 /* ---- the same call ---- */
 
 static void run_is_rerun(attn_context *context, attn_dtype dtype) {
-    rig a = rich(dtype, 2, 130, 150), b = a;
-    check_same(context, &a, context, &b);
-    rig c = {.p = problem(dtype, 2, 4, 1, 1, 3000, 24)}, d = c;
-    check_same(context, &c, context, &d);
+    rig prefill = rich(dtype, 2, 130, 150), decode = {.p = problem(dtype, 2, 4, 1, 1, 3000, 24)};
+    check_same(context, &prefill, context, &prefill);
+    check_same(context, &decode, context, &decode);
 }
 TEST(c5_run_is_rerun) { each_cpu(run_is_rerun); }
 
@@ -68,8 +68,7 @@ static void check_threads(const rig *form) {
         for (size_t n = 0; n < sizeof thread_counts / sizeof *thread_counts; n++) {
             test_context("%s %s, %d threads", isa, attn_dtype_name(form->p.dtype), thread_counts[n]);
             attn_context *many = make_cpu_context(isa, thread_counts[n]);
-            rig a = *form, b = *form;
-            if (CHECK(one != NULL) && CHECK(many != NULL)) check_same(one, &a, many, &b);
+            if (CHECK(one != NULL) && CHECK(many != NULL)) check_same(one, form, many, form);
             attn_context_destroy(many);
         }
         attn_context_destroy(one);
@@ -146,10 +145,9 @@ TEST(c5_callers_parallel_for_is_pool) {
                               .parallel_user = &calls};
         if (!CHECK_OK(attn_context_create(&own, &config))) break;
         test_context("temper %d", n);
-        rig a = rich(ATTN_F32, 2, 130, 140), b = a;
-        check_same(pool, &a, own, &b);
-        rig c = {.p = problem(ATTN_BF16, 2, 4, 2, 1, 3000, 24)}, d = c;
-        check_same(pool, &c, own, &d);
+        rig prefill = rich(ATTN_F32, 2, 130, 140), decode = {.p = problem(ATTN_BF16, 2, 4, 2, 1, 3000, 24)};
+        check_same(pool, &prefill, own, &prefill);
+        check_same(pool, &decode, own, &decode);
         CHECK(calls > 0);
         attn_context_destroy(own);
     }
@@ -392,9 +390,9 @@ static int32_t whole_tiles(attn_context *context, attn_problem p) {
         attn_kernel_info info = {0};
         int32_t n = 0;
         while (attn_kernel_get(n, &info) == ATTN_OK && strcmp(info.name, attn_plan_kernel(plan)) != 0) n++;
-        CHECK(info.rows > 0 && info.cols > 0);
-        while (length % info.rows || length % info.cols) length++;
         attn_plan_destroy(plan);
+        if (!CHECK(info.rows > 0 && info.cols > 0)) return 0;
+        while (length % info.rows || length % info.cols) length++;
     }
     return length;
 }
@@ -402,6 +400,7 @@ static int32_t whole_tiles(attn_context *context, attn_problem p) {
 static void flashmask_is_varlen(attn_context *context, attn_dtype dtype) {
     rig packed = {.p = problem(dtype, 3, 2, 1, 0, 0, 24), .backward = true};
     int32_t tile = whole_tiles(context, packed.p), total = 4 * tile;
+    if (tile == 0) return;
     int32_t cu[] = {0, tile, 3 * tile, total};
     packed.p.flags = ATTN_CAUSAL | ATTN_VARLEN_Q | ATTN_VARLEN_KV;
     packed.p.max_q = packed.p.max_kv = 2 * tile;
