@@ -4,6 +4,7 @@
  */
 #include "host.h"
 
+#include <stdio.h>
 #include <string.h>
 
 #define INVALID_IF(condition, ...) RETURN_IF(condition, ATTN_INVALID, __VA_ARGS__)
@@ -42,6 +43,13 @@ static bool overlaps_itself(const int64_t *stride, const int64_t *size, int dims
     return false;
 }
 
+static attn_status fail_stride(const char *name, const int64_t *stride, int dims, const char *why) {
+    char fourth[24] = "";
+    if (dims == 4) snprintf(fourth, sizeof fourth, ",%lld", (long long)stride[3]);
+    return attn__fail(ATTN_INVALID, "%s.stride=%lld,%lld,%lld%s: %s", name, (long long)stride[0], (long long)stride[1],
+                      (long long)stride[2], fourth, why);
+}
+
 /* Any strided array; `inner` elements are contiguous. */
 static attn_status array_check(const char *name, const void *data, const int64_t *stride, const int64_t *size, int dims,
                                int64_t inner, attn_dtype dtype, bool is_output) {
@@ -52,12 +60,10 @@ static attn_status array_check(const char *name, const void *data, const int64_t
     size_t element = attn_dtype_size(dtype);
     INVALID_IF((uintptr_t)data % element, "%s.data=%p: want it aligned to the %zu bytes of %s", name, data, element,
                attn_dtype_name(dtype));
-    INVALID_IF(extent(stride, size, dims, inner, element) < 0,
-               "%s.stride=%lld,%lld,%lld: the tensor does not fit into memory", name, (long long)stride[0],
-               (long long)stride[1], (long long)stride[2]);
-    INVALID_IF(is_output && overlaps_itself(stride, size, dims, inner),
-               "%s.stride=%lld,%lld,%lld: an output may not overlap itself", name, (long long)stride[0],
-               (long long)stride[1], (long long)stride[2]);
+    if (extent(stride, size, dims, inner, element) < 0)
+        return fail_stride(name, stride, dims, "the tensor does not fit into memory");
+    if (is_output && overlaps_itself(stride, size, dims, inner))
+        return fail_stride(name, stride, dims, "an output may not overlap itself");
     return ATTN_OK;
 }
 
@@ -106,6 +112,11 @@ static attn_status check_arrays(const attn_problem *p, const attn_buffers *f) {
                    f->page_table_stride < ((int64_t)p->max_kv + p->page_size - 1) / p->page_size,
                "page_table_stride=%lld: max_kv=%d wants %lld pages a row", (long long)f->page_table_stride, p->max_kv,
                ((long long)p->max_kv + p->page_size - 1) / p->page_size);
+    const int64_t slots = p->cache_batch, batch = p->batch;
+    INVALID_IF(extent(&f->page_table_stride, &slots, 1, 0, sizeof(int32_t)) < 0,
+               "page_table_stride=%lld: the table does not fit into memory", (long long)f->page_table_stride);
+    INVALID_IF(extent(&f->alibi_stride, &batch, 1, p->heads_q, sizeof(float)) < 0,
+               "alibi_stride=%lld: the slopes do not fit into memory", (long long)f->alibi_stride);
     return ATTN_OK;
 }
 
@@ -122,6 +133,10 @@ static attn_status check_append(const attn_problem *p, const attn_buffers *f) {
     int64_t table = (int64_t)p->rotary_len * p->batch;
     RETURN_IF_ERROR(pointer_check("rotary_cos", f->rotary_cos, rotary, table, "ATTN_ROTARY", p->rotary_dtype));
     RETURN_IF_ERROR(pointer_check("rotary_sin", f->rotary_sin, rotary, table, "ATTN_ROTARY", p->rotary_dtype));
+    const int64_t descales[2] = {p->batch, p->heads_kv};
+    INVALID_IF(extent(f->descale_stride, descales, 2, 1, sizeof(float)) < 0,
+               "descale_stride=%lld,%lld: the factors do not fit into memory", (long long)f->descale_stride[0],
+               (long long)f->descale_stride[1]);
     bool descale = p->flags & ATTN_DESCALE, any = f->q_descale || f->k_descale || f->v_descale;
     INVALID_IF(descale && !any && p->batch, "q_descale=NULL: ATTN_DESCALE wants q_descale, k_descale or v_descale");
     RETURN_IF_ERROR(pointer_check("q_descale", f->q_descale, descale, 0, "ATTN_DESCALE", ATTN_F32));
@@ -160,6 +175,8 @@ static attn_status check_matrices(const attn_problem *p, const attn_buffers *f) 
     INVALID_IF(!bias && f->bias.data, "bias.data=%p: want NULL without ATTN_BIAS", f->bias.data);
     INVALID_IF(!bias && backward && f->d_bias.data, "d_bias.data=%p: want NULL without ATTN_BIAS", f->d_bias.data);
     INVALID_IF(!sink && backward && f->d_sink, "d_sink=%p: want NULL without ATTN_SINK", (const void *)f->d_sink);
+    INVALID_IF((uintptr_t)f->d_sink % sizeof(float), "d_sink=%p: want it aligned to %zu bytes", (const void *)f->d_sink,
+               sizeof(float));
     if (bias) RETURN_IF_ERROR(matrix_check("bias", p, &f->bias, p->bias_dtype, false, false));
     if (backward && f->d_bias.data) RETURN_IF_ERROR(matrix_check("d_bias", p, &f->d_bias, p->bias_dtype, true, true));
     if (!backward && f->probs.data) {

@@ -32,11 +32,15 @@ attn_status attn__merge_check(attn_merge_args *a, const attn_merge_args *args) {
     if (a->batch == 0 || a->rows == 0) return ATTN_OK;
     INVALID_IF(!a->o_parts, "o_parts=NULL: want %d tensors", a->parts);
     INVALID_IF(!a->lse_parts, "lse_parts=NULL: want %d arrays", a->parts);
+    size_t real = attn__wide(a->dtype) ? sizeof(double) : sizeof(float);
     for (int32_t n = 0; n < a->parts; n++) {
         RETURN_IF_ERROR(
             attn__tensor_check("o_parts", &a->o_parts[n], a->batch, a->rows, a->heads, a->dim, a->dtype, false));
         INVALID_IF(!a->lse_parts[n], "lse_parts[%d]=NULL: want an array", n);
+        INVALID_IF((uintptr_t)a->lse_parts[n] % real, "lse_parts[%d]=%p: want it aligned to %zu bytes", n, a->lse_parts[n],
+                   real);
     }
+    INVALID_IF((uintptr_t)a->lse % real, "lse=%p: want it aligned to %zu bytes", a->lse, real);
     return attn__tensor_check("o", &a->o, a->batch, a->rows, a->heads, a->dim, a->out_dtype, true);
 }
 
@@ -116,6 +120,9 @@ attn_status attn__rotary_check(attn_rotary_args *a, const attn_rotary_args *args
     RETURN_IF_ERROR(attn__tensor_check("y", &a->y, batch, rows, a->heads, a->dim, a->dtype, true));
     INVALID_IF(a->rotary_len && !a->cos, "cos=NULL: want %d rows", a->rotary_len);
     INVALID_IF(a->rotary_len && !a->sin, "sin=NULL: want %d rows", a->rotary_len);
+    size_t element = attn_dtype_size(a->rotary_dtype);
+    INVALID_IF((uintptr_t)a->cos % element, "cos=%p: want it aligned to %zu bytes", a->cos, element);
+    INVALID_IF((uintptr_t)a->sin % element, "sin=%p: want it aligned to %zu bytes", a->sin, element);
     return host ? check_positions(a) : ATTN_OK;
 }
 
