@@ -14,9 +14,8 @@ endif()
 # Tile loops are compiled once per real type, micro-kernels also once per ISA; the rest once.
 set(src ${PROJECT_SOURCE_DIR}/src)
 file(GLOB attn_core CONFIGURE_DEPENDS ${src}/*.c ${src}/ref/*.c ${src}/cpu/*.c)
-file(GLOB attn_tiles CONFIGURE_DEPENDS 
-    ${src}/cpu/fwd.c ${src}/cpu/bwd.c ${src}/cpu/tile.c ${src}/cpu/probs.c)
-file(GLOB attn_micro CONFIGURE_DEPENDS ${src}/cpu/micro.c)
+set(attn_tiles ${src}/cpu/fwd.c ${src}/cpu/bwd.c ${src}/cpu/tile.c ${src}/cpu/probs.c)
+set(attn_micro ${src}/cpu/micro.c)
 list(REMOVE_ITEM attn_core ${attn_tiles} ${attn_micro})
 
 set(attn_isa_definitions "")
@@ -27,9 +26,6 @@ endforeach()
 
 # One object library; remaining arguments are its sources.
 function(attn_objects target)
-    if(NOT ARGN)
-        set(ARGN ${src}/fault.c)
-    endif()
     add_library(${target} OBJECT ${ARGN})
     target_include_directories(${target} PRIVATE ${PROJECT_SOURCE_DIR}/include ${src})
     target_compile_definitions(${target} PRIVATE ${attn_isa_definitions})
