@@ -50,13 +50,14 @@ INLINE vreal larger(vreal a, vreal b) { return select(a > b, a, b); }
 
 /* ---- products ---- */
 
-/* mr x nv vectors of c stay in registers over the whole of k. */
+/*
+ * mr x nv vectors of the product stay in registers over the whole of k. They start from zero and meet c only at the end: a sum
+ * over thousands of keys is so made of short sums, and its rounding error grows with their number, not with that of the keys.
+ */
 INLINE void block(const int mr, const int nv, real *c, int64_t ldc, const real *a, int64_t row, int64_t col, const real *b,
                   int64_t ldb, int32_t k, bool accumulate) {
     vreal acc[MR][NV];
-    UNROLL for (int i = 0; i < mr; i++) {
-        UNROLL for (int v = 0; v < nv; v++) acc[i][v] = accumulate ? load(c + i * ldc + v * VL) : (vreal){0};
-    }
+    UNROLL for (int i = 0; i < mr; i++) { UNROLL for (int v = 0; v < nv; v++) acc[i][v] = (vreal){0}; }
     for (int32_t n = 0; n < k; n++) {
         vreal bv[NV];
         UNROLL for (int v = 0; v < nv; v++) bv[v] = load(b + v * VL);
@@ -67,7 +68,12 @@ INLINE void block(const int mr, const int nv, real *c, int64_t ldc, const real *
         a += col;
         b += ldb;
     }
-    UNROLL for (int i = 0; i < mr; i++) { UNROLL for (int v = 0; v < nv; v++) store(c + i * ldc + v * VL, acc[i][v]); }
+    UNROLL for (int i = 0; i < mr; i++) {
+        UNROLL for (int v = 0; v < nv; v++) {
+            real *to = c + i * ldc + v * VL;
+            store(to, accumulate ? load(to) + acc[i][v] : acc[i][v]);
+        }
+    }
 }
 
 /* All rows for nv vectors of columns. */
