@@ -40,13 +40,13 @@ static void print_text(int version, const char *backend, int threads) {
     for (int i = 0; i < BACKENDS; i++)
         if (kernels_of(backends[i])) printf(" %s%s", backends[i], strcmp(backends[i], backend) == 0 ? " (chosen)" : "");
     printf("\nthreads   %d\ncpu       %s\n\n", threads, attn_cpu_features());
-    printf("%-6s %-18s %-9s %-11s %-10s %s\n", "kernel", "", "op", "tile", "available", "needs");
+    printf("%-8s %-16s %-9s %-7s %-10s %s\n", "backend", "kernel", "op", "tile", "available", "needs");
     attn_kernel_info k;
     for (int32_t i = 0; attn_kernel_get(i, &k) == ATTN_OK; i++) {
         char tile[32] = "-";
         if (k.rows) snprintf(tile, sizeof tile, "%dx%d", k.rows, k.cols);
-        printf("%-6s %-18s %-9s %-11s %-10s %s\n", k.backend, k.name, op_name(k.op), tile, k.available ? "yes" : "no",
-               k.needs);
+        printf("%-8s %-16s %-9s %-7s %-10s %s\n", k.backend, k.name, op_name(k.op), tile, k.available ? "yes" : "no",
+               *k.needs ? k.needs : "-");
     }
 }
 

@@ -6,8 +6,11 @@
 
 #include <math.h>
 #include <pthread.h>
+#include <sched.h>
+#include <stdatomic.h>
+#include <stdlib.h>
 
-#include "fault.h"
+#include "internal.h"
 #include "tool.h"
 
 #if defined(__x86_64__)
@@ -16,7 +19,7 @@
 #include <arm_neon.h>
 #endif
 
-enum { ACCUMULATORS = 12, MAX_THREADS = 1024 };
+enum { ACCUMULATORS = 12 };
 
 #define EACH(X) X(0) X(1) X(2) X(3) X(4) X(5) X(6) X(7) X(8) X(9) X(10) X(11)
 #define DECLARE(n) a##n = start,
@@ -85,33 +88,43 @@ static fma_loop choose(bool wide) {
 typedef struct worker {
     pthread_t thread;
     fma_loop loop;
+    const atomic_bool *go; /* all threads are there */
     double gflops;
 } worker;
 
-/* The rate of the fastest of some slices: a slice in which something else had the CPU says nothing about the CPU. */
+/*
+ * The rate of the fastest of some slices: one in which something else had the CPU says nothing about the CPU. The first and
+ * the last ones do not count, since other threads may not yet, or no longer, want their share of a core then.
+ */
 static void *work(void *arg) {
+    enum { ROUNDS = 100000, SLICES = 160 };
     worker *w = arg;
-    enum { ROUNDS = 200000, SLICES = 40 };
+    while (!atomic_load(w->go)) sched_yield();
     for (int slice = 0; slice < SLICES; slice++) {
         double begin = tool_seconds(), value = w->loop.run(ROUNDS), elapsed = tool_seconds() - begin;
         double rate = 2e-9 * ACCUMULATORS * w->loop.lanes * ROUNDS / elapsed;
-        if (isfinite(value) && rate > w->gflops) w->gflops = rate;
+        bool counts = slice >= SLICES / 4 && slice < SLICES - SLICES / 4 && isfinite(value);
+        if (counts && rate > w->gflops) w->gflops = rate;
     }
     return NULL;
 }
 
 double peak_gflops(int threads, bool wide) {
-    static worker workers[MAX_THREADS];
-    int started = 0, wanted = threads < MAX_THREADS ? threads : MAX_THREADS;
+    if (threads > attn__cpu_count()) threads = attn__cpu_count(); /* more would take turns, each at full speed */
+    worker *workers = tool_alloc(threads, sizeof *workers);
+    atomic_bool go = false;
+    int started = 0;
     double sum = 0;
-    for (; started < wanted; started++) {
-        workers[started] = (worker){.loop = choose(wide)};
+    for (; workers && started < threads; started++) {
+        workers[started] = (worker){.loop = choose(wide), .go = &go};
         if (attn__fault(ATTN_FAULT_THREAD) || pthread_create(&workers[started].thread, NULL, work, &workers[started]) != 0)
             break;
     }
+    atomic_store(&go, true);
     for (int i = 0; i < started; i++) {
         pthread_join(workers[i].thread, NULL);
         sum += workers[i].gflops;
     }
-    return started == wanted ? sum : -1;
+    free(workers);
+    return started == threads ? sum : -1;
 }

@@ -115,9 +115,9 @@ static int32_t tick_step(int32_t length, int most) {
     return (int32_t)step;
 }
 
-/* Powers of two where lengths are such, as they mostly are. */
-static int32_t axis_step(int32_t length, double pixels) {
-    int most = pixels < 40 ? 1 : (int)(pixels / 40);
+/* Powers of two where lengths are such, as they mostly are; ticks are at least `spacing` pixels apart. */
+static int32_t axis_step(int32_t length, double pixels, int spacing) {
+    int most = pixels < spacing ? 1 : (int)(pixels / spacing);
     if (length % 64) return tick_step(length, most);
     int32_t step = 64;
     while (length / step > most) step *= 2;
@@ -126,10 +126,10 @@ static int32_t axis_step(int32_t length, double pixels) {
 
 static void draw_axes(FILE *out, const grid *g) {
     const tile_summary *s = g->summary;
-    int32_t step = axis_step(s->cols, g->width);
+    int32_t step = axis_step(s->cols, g->width, 70);
     for (int64_t j = 0; j <= s->cols; j += step)
         fprintf(out, "<text x=\"%.1f\" y=\"%d\" text-anchor=\"middle\">%d</text>\n", x_of(g, (int32_t)j), TOP - 6, (int)j);
-    step = axis_step(s->rows, g->height);
+    step = axis_step(s->rows, g->height, 30);
     for (int64_t i = 0; i <= s->rows; i += step)
         fprintf(out, "<text x=\"%d\" y=\"%.1f\" text-anchor=\"end\">%d</text>\n", LEFT - 6, y_of(g, (int32_t)i) + 4,
                 (int)i);
@@ -157,18 +157,26 @@ static void draw_order(FILE *out, const grid *g) {
         last_text = middle;
         fprintf(out, "<text x=\"%.1f\" y=\"%.1f\">%d</text>\n", x + 15, middle, g->order[row]);
     }
-    fprintf(out, "<text x=\"%.1f\" y=\"%d\" class=\"axis\">order</text>\n", x, TOP - 6);
+    fprintf(out, "<text x=\"%.1f\" y=\"%d\" class=\"axis\">order</text>\n", x, TOP - 24);
 }
 
-/* Lines where the chunk changes from one cell to the next in the same row. */
+/* Lines where the chunk changes from one cell to the next in the same row, and in the first row the chunk's number. */
 static void draw_chunks(FILE *out, const grid *g) {
     if (g->summary->chunks < 2) return;
-    fprintf(out, "<path stroke=\"#c53030\" stroke-width=\"2\" stroke-dasharray=\"5 3\" d=\"");
+    fprintf(out, "<path stroke=\"#1a202c\" stroke-width=\"2.5\" d=\"");
     for (int32_t row = 0; row < g->rows; row++)
         for (int32_t col = 1; col < g->cols; col++)
             if (g->chunk[row * g->cols + col] != g->chunk[row * g->cols + col - 1])
                 fprintf(out, "M%.1f %.1fV%.1f", cell_x(g, col), cell_y(g, row), cell_y(g, row + 1));
     fprintf(out, "\"/>\n");
+    double y = (cell_y(g, 0) + cell_y(g, 1)) / 2 + 4;
+    for (int32_t col = 0, end; col < g->cols; col = end) {
+        for (end = col + 1; end < g->cols && g->chunk[end] == g->chunk[col];) end++;
+        double left = cell_x(g, col), right = cell_x(g, end);
+        if (right - left >= 16)
+            fprintf(out, "<text x=\"%.1f\" y=\"%.1f\" text-anchor=\"middle\" class=\"chunk\">%d</text>\n",
+                    (left + right) / 2, y, g->chunk[col]);
+    }
 }
 
 static void draw_legend(FILE *out, const grid *g) {
@@ -176,21 +184,21 @@ static void draw_legend(FILE *out, const grid *g) {
     double x = LEFT, y = TOP + g->height + 22;
     int64_t total = s->count[0] + s->count[1] + s->count[2];
     static const int shown[3] = {ATTN_TILE_FULL, ATTN_TILE_PARTIAL, ATTN_TILE_SKIP};
-    for (int i = 0; i < 3; i++, x += 150) {
+    for (int i = 0; i < 3; i++, x += 170) {
         double share = total ? 100.0 * (double)s->count[shown[i]] / (double)total : 0;
         fprintf(out, "<rect x=\"%.1f\" y=\"%.1f\" width=\"14\" height=\"14\" fill=\"%s\" stroke=\"#a0aec0\"/>\n", x, y,
                 classes[shown[i]].colour);
-        fprintf(out, "<text x=\"%.1f\" y=\"%.1f\">%s: %lld (%.0f%%)</text>\n", x + 20, y + 11, classes[shown[i]].name,
+        fprintf(out, "<text x=\"%.1f\" y=\"%.1f\">%s: %lld (%.1f%%)</text>\n", x + 20, y + 11, classes[shown[i]].name,
                 (long long)s->count[shown[i]], share);
     }
     fprintf(out, "<text x=\"%d\" y=\"%.1f\">tile %d x %d", LEFT, y + 34, s->tile_rows, s->tile_cols);
     if (g->tiles_per_cell > 1) fprintf(out, "; one cell is %d x %d tiles", g->tiles_per_cell, g->tiles_per_cell);
     fprintf(out, "; order: place of a row of tiles in the work list, dark first</text>\n");
     if (s->chunks > 1)
-        fprintf(
-            out,
-            "<text x=\"%d\" y=\"%.1f\" fill=\"#c53030\">dashed: the keys are split into %d chunks, worked apart</text>\n",
-            LEFT, y + 52, s->chunks);
+        fprintf(out,
+                "<text x=\"%d\" y=\"%.1f\">black lines: the keys are split into %d chunks, worked apart and merged in "
+                "order</text>\n",
+                LEFT, y + 52, s->chunks);
 }
 
 static void draw(FILE *out, const char *title, const attn_plan *plan, const grid *g) {
@@ -198,7 +206,8 @@ static void draw(FILE *out, const char *title, const attn_plan *plan, const grid
     fprintf(out,
             "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"%.0f\" height=\"%.0f\" viewBox=\"0 0 %.0f %.0f\" "
             "font-family=\"Helvetica, Arial, sans-serif\" font-size=\"12\" fill=\"#2d3748\">\n"
-            "<style>.axis{font-size:13px;font-weight:bold}.title{font-size:16px;font-weight:bold}</style>\n"
+            "<style>.axis{font-size:13px;font-weight:bold}.title{font-size:16px;font-weight:bold}"
+            ".chunk{font-size:10px;font-weight:bold;fill:#fff;stroke:#1a202c;stroke-width:2px;paint-order:stroke}</style>\n"
             "<rect width=\"100%%\" height=\"100%%\" fill=\"#fff\"/>\n"
             "<text x=\"%d\" y=\"30\" class=\"title\">%s</text>\n<text x=\"%d\" y=\"50\">kernel %s</text>\n"
             "<rect x=\"%d\" y=\"%d\" width=\"%.1f\" height=\"%.1f\" fill=\"%s\"/>\n",

@@ -64,7 +64,7 @@ def test_manual_has_every_option(command):
         (["bench", "--batch", "2/3"], "a number"),
         (["bench", "--dtype", "f31"], "f32"),
         (["bench", "--suite", "nonsense"], "demo"),
-        (["bench", "--backend", "tpu"], "ref or"),
+        (["bench", "--backend", "tpu"], "ref, cpu or"),
         (["plan", "--window", "3"], "two whole numbers"),
         (["plan", "--flashmask-pattern", "nonsense"], "no pattern 'nonsense'"),
         (["plan", "--flashmask-pattern", "document", "--causal"], "without --causal"),
