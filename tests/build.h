@@ -107,7 +107,10 @@ attn_context *make_context(attn_backend_id backend, int32_t threads);
 /* The instruction sets of the cpu backend that this machine has: "c", "avx2", ...; NULL past the end. */
 const char *cpu_isa(int index);
 
-/* A cpu context that is held to one of them. */
+/* Holds plans of the cpu backend to one of them, from here on; NULL: to none. */
+void use_isa(const char *isa);
+
+/* use_isa, and a cpu context that is seen to obey. */
 attn_context *make_cpu_context(const char *isa, int32_t threads);
 
 /* Checks o, lse and, with backward, d_q, d_k, d_v of all sequences, as far as both have keys, element by element. */

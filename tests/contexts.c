@@ -34,10 +34,23 @@ const char *cpu_isa(int index) {
     return NULL;
 }
 
+void use_isa(const char *isa) {
+    if (isa)
+        setenv("ATTN_CPU", isa, 1);
+    else
+        unsetenv("ATTN_CPU");
+}
+
 attn_context *make_cpu_context(const char *isa, int32_t threads) {
-    setenv("ATTN_CPU", isa, 1);
+    use_isa(isa);
     attn_context *context = make_context(ATTN_BACKEND_CPU, threads);
-    unsetenv("ATTN_CPU");
+    attn_problem p = problem(ATTN_F32, 1, 1, 1, 1, 1, 1);
+    attn_plan *plan;
+    if (!context || !CHECK_OK(attn_plan_create(&plan, context, &p))) return context;
+    char name[32];
+    snprintf(name, sizeof name, "fwd_%s_f32", isa);
+    CHECK_SAY(strcmp(attn_plan_kernel(plan), name) == 0, "ATTN_CPU=%s gives %s", isa, attn_plan_kernel(plan));
+    attn_plan_destroy(plan);
     return context;
 }
 
@@ -53,6 +66,7 @@ void each_cpu(void (*body)(attn_context *context, attn_dtype dtype)) {
             body(context, dtypes[d]);
         }
         attn_context_destroy(context);
+        use_isa(NULL);
     }
     test_context(NULL);
 }

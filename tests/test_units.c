@@ -1,78 +1,12 @@
 /*
- * The headers that C and CUDA share, by exhaustion where that is possible: number formats, tile classes; and the small public
- * functions that say what is in the library.
+ * Tile classes by exhaustion, the tile map of a plan, and the small public functions that say what is in the library.
  */
 #define _GNU_SOURCE
-#include <math.h>
-#include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 
 #include "build.h"
 #include "mask.h"
-#include "numeric.h"
 #include "test.h"
-
-/* ---- number formats ---- */
-
-/* Every value of a format goes to float and back; midpoints between neighbours round to even. */
-static void check_format(attn_dtype dtype, uint32_t values, uint32_t sign_bit) {
-    test_context("%s", attn_dtype_name(dtype));
-    uint16_t bits = 0, back = 0;
-    for (uint32_t n = 0; n < values; n++) {
-        if (attn_dtype_size(dtype) == 1)
-            *(uint8_t *)&bits = (uint8_t)n;
-        else
-            bits = (uint16_t)n;
-        double x = attn__load(dtype, &bits, 0);
-        attn__store(dtype, &back, 0, x);
-        if (isnan(x))
-            CHECK(isnan(attn__load(dtype, &back, 0)));
-        else if (isfinite(x)) /* an infinity saturates in fp8 */
-            CHECK_SAY(memcmp(&bits, &back, attn_dtype_size(dtype)) == 0, "value 0x%x", (unsigned)n);
-        uint16_t next_bits = (uint16_t)(n + 1);
-        double next = attn__load(dtype, &next_bits, 0);
-        if (n % sign_bit == sign_bit - 1 || !isfinite(x) || !isfinite(next)) continue;
-        const double points[] = {(x + next) / 2, (x + next) / 2 * (1 - 1e-12), (x + next) / 2 * (1 + 1e-12)};
-        for (int m = 0; m < 3; m++) { /* the middle to the even one, less to the one nearer zero, more to the other */
-            attn__store(dtype, &back, 0, points[m]);
-            uint32_t want = m == 1 ? n : m == 2 ? n + 1 : n + n % 2;
-            uint32_t got = attn_dtype_size(dtype) == 1 ? *(uint8_t *)&back : back;
-            CHECK_SAY(got == want, "%.17g gives 0x%x, want 0x%x", points[m], (unsigned)got, (unsigned)want);
-        }
-    }
-}
-
-TEST(number_formats_round_to_nearest_even) {
-    check_format(ATTN_F16, 65536, 32768);
-    check_format(ATTN_BF16, 65536, 32768);
-    check_format(ATTN_E4M3, 256, 128);
-    check_format(ATTN_E5M2, 256, 128);
-}
-
-TEST(number_formats_known_values) {
-    CHECK(attn__to_f16(1.0f) == 0x3c00 && attn__to_f16(65504) == 0x7bff && attn__to_f16(65520) == 0x7c00);
-    CHECK(attn__from_f16(0x0001) == 0x1p-24f && attn__from_f16(0xfc00) == -INFINITY);
-    CHECK(attn__to_bf16(1.0f) == 0x3f80 && attn__from_bf16(0xc000) == -2.0f && isnan(attn__from_bf16(attn__to_bf16(NAN))));
-    static const struct {
-        attn_dtype dtype;
-        uint8_t bits;
-        double value;
-    } bytes[] = {{ATTN_E4M3, 0x7e, 448},  {ATTN_E4M3, 0x01, 0x1p-9},   {ATTN_E4M3, 0x38, 1},  {ATTN_E5M2, 0x7b, 57344},
-                 {ATTN_E5M2, 0x3c, 1},    {ATTN_E5M2, 0x01, 0x1p-16},  {ATTN_I8, 0x80, -128}, {ATTN_I8, 0x7f, 127},
-                 {ATTN_E4M3, 0xb8, -1.0}, {ATTN_E5M2, 0xfc, -INFINITY}};
-    for (size_t n = 0; n < sizeof bytes / sizeof *bytes; n++)
-        CHECK(attn__load(bytes[n].dtype, &bytes[n].bits, 0) == bytes[n].value);
-    uint8_t byte;
-    attn__store(ATTN_E4M3, &byte, 0, 1e9);
-    CHECK(byte == 0x7e);
-    attn__store(ATTN_E5M2, &byte, 0, -INFINITY);
-    CHECK(byte == 0xfb);
-    attn__store(ATTN_I8, &byte, 0, NAN);
-    CHECK(byte == 0);
-    attn__store(ATTN_I8, &byte, 0, 2.5);
-    CHECK(byte == 2);
-}
 
 /* ---- tiles ---- */
 
