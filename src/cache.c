@@ -120,3 +120,7 @@ void attn__cache_put(attn_context *context, void *workspace) {
     pthread_mutex_unlock(&cache->mutex);
     if (extra) attn__free(context, header_of(extra)->memory);
 }
+
+void attn__cache_before_fork(attn_cache *cache) { pthread_mutex_lock(&cache->mutex); }
+
+void attn__cache_after_fork(attn_cache *cache) { pthread_mutex_unlock(&cache->mutex); }

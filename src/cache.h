@@ -14,4 +14,8 @@ attn_status attn__cache_plan(attn_plan **plan, attn_context *context, const attn
 attn_status attn__cache_take(void **workspace, attn_context *context, size_t bytes);
 void attn__cache_put(attn_context *context, void *workspace);
 
+/* Around fork: nobody changes the cache from `before` to `after`. */
+void attn__cache_before_fork(attn_cache *cache);
+void attn__cache_after_fork(attn_cache *cache);
+
 #endif

@@ -1,13 +1,10 @@
 /*
- * Context: which backend, whose memory, whose threads; and, for the one-shot calls, a cache of plans and of workspaces.
- *
- * The cache is a short list, most recently used first. A plan in use is held by a reference, so that another thread may push
- * it out of the list meanwhile. Workspaces that a call has finished with wait in the same way for the next call.
+ * Context: which backend, whose memory, whose threads; and what happens to all that when the process forks.
  */
-#define _GNU_SOURCE
 #include "cache.h"
 
 #include <errno.h>
+#include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -66,6 +63,56 @@ attn_status attn__parallel(const attn_context *context, int32_t slots, int64_t c
     return ATTN_OK;
 }
 
+/* ---- fork ---- */
+
+/*
+ * All contexts of the process. Around a fork every lock of every context is held, so that the child, in which only the forking
+ * thread exists, finds them free and what they guard whole.
+ */
+static pthread_mutex_t contexts_mutex = PTHREAD_MUTEX_INITIALIZER;
+static attn_context *contexts;
+
+static void before_fork(void) {
+    pthread_mutex_lock(&contexts_mutex);
+    for (attn_context *c = contexts; c; c = c->next) {
+        attn__cache_before_fork(c->cache);
+        if (c->pool) attn__pool_before_fork(c->pool);
+    }
+}
+
+static void after_fork(bool in_child) {
+    for (attn_context *c = contexts; c; c = c->next) {
+        if (c->pool) attn__pool_after_fork(c->pool, in_child);
+        attn__cache_after_fork(c->cache);
+    }
+    pthread_mutex_unlock(&contexts_mutex);
+}
+
+static void after_fork_in_parent(void) { after_fork(false); }
+static void after_fork_in_child(void) { after_fork(true); }
+static int fork_error;
+static void watch_forks(void) { fork_error = pthread_atfork(before_fork, after_fork_in_parent, after_fork_in_child); }
+
+static attn_status enlist(attn_context *context) {
+    static pthread_once_t once = PTHREAD_ONCE_INIT;
+    pthread_once(&once, watch_forks);
+    RETURN_IF(fork_error, ATTN_SYSTEM, "pthread_atfork=%d: %s", fork_error, strerror(fork_error));
+    pthread_mutex_lock(&contexts_mutex);
+    context->next = contexts;
+    contexts = context;
+    pthread_mutex_unlock(&contexts_mutex);
+    return ATTN_OK;
+}
+
+/* Does nothing for a context that was never in the list. */
+static void delist(attn_context *context) {
+    pthread_mutex_lock(&contexts_mutex);
+    attn_context **at = &contexts;
+    while (*at && *at != context) at = &(*at)->next;
+    if (*at) *at = context->next;
+    pthread_mutex_unlock(&contexts_mutex);
+}
+
 /* ---- creation ---- */
 
 static attn_status choose_backend(const attn_backend **backend, attn_backend_id id) {
@@ -120,6 +167,7 @@ attn_status attn_context_create(attn_context **out, const attn_config *config) {
     attn_status status = attn__cache_create(&context->cache, context);
     bool own_pool = !context->config.parallel_for && context->backend != &attn__backend_ref && context->config.threads > 1;
     if (status == ATTN_OK && own_pool) status = attn__pool_create(&context->pool, context, context->config.threads);
+    if (status == ATTN_OK) status = enlist(context);
     if (status != ATTN_OK) {
         attn_context_destroy(context);
         return status;
@@ -130,6 +178,7 @@ attn_status attn_context_create(attn_context **out, const attn_config *config) {
 
 void attn_context_destroy(attn_context *context) {
     if (!context) return;
+    delist(context);
     attn__pool_destroy(context->pool);
     attn__cache_destroy(context->cache, context);
     attn_context copy = *context; /* the allocator is needed once more */

@@ -89,8 +89,9 @@ typedef struct attn_cache attn_cache;
 struct attn_context {
     attn_config config; /* resolved: allocator, threads, parallel_for */
     const attn_backend *backend;
-    attn_pool *pool;   /* NULL with one thread or the caller's own parallel_for */
-    attn_cache *cache; /* plans and workspaces of the one-shot calls */
+    attn_pool *pool;    /* NULL with one thread or the caller's own parallel_for */
+    attn_cache *cache;  /* plans and workspaces of the one-shot calls */
+    attn_context *next; /* list of all contexts, for fork */
 };
 
 void *attn__alloc(const attn_context *context, size_t bytes); /* sets the detail text on failure */
@@ -107,6 +108,11 @@ attn_status attn__parallel(const attn_context *context, int32_t slots, int64_t c
 
 attn_status attn__pool_create(attn_pool **pool, attn_context *context, int32_t threads);
 void attn__pool_destroy(attn_pool *pool);
+/* Around fork: the pool is at rest from `before` to `after`. */
+void attn__pool_before_fork(attn_pool *pool);
+void attn__pool_after_fork(attn_pool *pool, bool in_child);
+
+/* A parallel_for, as attn_config's; sets the detail text when it fails. */
 int attn__pool_for(void *pool, void (*body)(void *body_arg, int32_t index), void *body_arg, int32_t count);
 int32_t attn__cpu_count(void);
 

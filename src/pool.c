@@ -5,8 +5,8 @@
  * whatever job is in the list. So several callers share the workers, a call never waits for another call's work to
  * begin, and a body may itself call into the pool: at worst it does its own job alone. Workers sleep on one condition.
  *
- * fork: the child has the pool's memory but none of its threads, and perhaps a locked mutex. The first call in the child sees
- * that the process id has changed, makes the primitives anew and starts threads of its own.
+ * fork: the child has the pool's memory but none of its threads. The context holds the mutex across the fork (context.c), so
+ * the child finds the pool consistent; it forgets the workers and jobs, and its first call starts workers of its own.
  */
 #define _GNU_SOURCE
 #include "internal.h"
@@ -33,9 +33,8 @@ struct attn_pool {
     pthread_cond_t done;   /* some job has lost its last running index */
     job *jobs;             /* those with unclaimed indices, oldest first */
     bool stop;
-    int32_t threads;     /* workers wanted: callers' threads excluded */
-    int32_t started;     /* workers running */
-    _Atomic pid_t owner; /* the process that the workers live in */
+    int32_t threads; /* workers wanted: callers' threads excluded */
+    int32_t started; /* workers running in this process */
     pthread_t workers[];
 };
 
@@ -75,35 +74,15 @@ static void *worker(void *arg) {
     return NULL;
 }
 
-/* Ends the workers that run. */
-static void stop_workers(attn_pool *pool) {
-    pthread_mutex_lock(&pool->mutex);
-    pool->stop = true;
-    pthread_cond_broadcast(&pool->work);
-    pthread_mutex_unlock(&pool->mutex);
-    for (int32_t n = 0; n < pool->started; n++) pthread_join(pool->workers[n], NULL);
-    pool->started = 0;
-    pool->stop = false;
-}
-
-/* Makes the primitives and starts the workers in this process. */
+/* Starts the workers that do not run yet. Called with the mutex held. */
 static attn_status start_workers(attn_pool *pool) {
-    pthread_mutex_init(&pool->mutex, NULL);
-    pthread_cond_init(&pool->work, NULL);
-    pthread_cond_init(&pool->done, NULL);
-    pool->jobs = NULL;
-    pool->stop = false;
-    for (pool->started = 0; pool->started < pool->threads; pool->started++) {
-        int error =
-            attn__fault(ATTN_FAULT_THREAD) ? EAGAIN : pthread_create(&pool->workers[pool->started], NULL, worker, pool);
-        if (error) {
-            int32_t got = pool->started;
-            stop_workers(pool);
-            return attn__fail(ATTN_SYSTEM, "threads=%d: thread %d could not be started: %s; use fewer", pool->threads + 1,
-                              got + 2, strerror(error));
-        }
+    while (pool->started < pool->threads) {
+        pthread_t *thread = &pool->workers[pool->started];
+        int error = attn__fault(ATTN_FAULT_THREAD) ? EAGAIN : pthread_create(thread, NULL, worker, pool);
+        RETURN_IF(error, ATTN_SYSTEM, "threads=%d: thread %d could not be started: %s; use fewer", pool->threads + 1,
+                  pool->started + 2, strerror(error));
+        pool->started++;
     }
-    atomic_store(&pool->owner, getpid());
     return ATTN_OK;
 }
 
@@ -114,47 +93,53 @@ attn_status attn__pool_create(attn_pool **out, attn_context *context, int32_t th
     memset(pool, 0, sizeof *pool);
     pool->context = context;
     pool->threads = workers;
+    pthread_mutex_init(&pool->mutex, NULL);
+    pthread_cond_init(&pool->work, NULL);
+    pthread_cond_init(&pool->done, NULL);
+    pthread_mutex_lock(&pool->mutex);
     attn_status status = start_workers(pool);
-    if (status != ATTN_OK) {
-        attn__free(context, pool);
-        return status;
-    }
-    *out = pool;
-    return ATTN_OK;
+    pthread_mutex_unlock(&pool->mutex);
+    if (status != ATTN_OK)
+        attn__pool_destroy(pool);
+    else
+        *out = pool;
+    return status;
 }
 
 void attn__pool_destroy(attn_pool *pool) {
     if (!pool) return;
-    if (atomic_load(&pool->owner) == getpid()) { /* in a forked child there is nothing to stop */
-        stop_workers(pool);
-        pthread_cond_destroy(&pool->done);
-        pthread_cond_destroy(&pool->work);
-        pthread_mutex_destroy(&pool->mutex);
-    }
+    pthread_mutex_lock(&pool->mutex);
+    pool->stop = true;
+    pthread_cond_broadcast(&pool->work);
+    pthread_mutex_unlock(&pool->mutex);
+    for (int32_t n = 0; n < pool->started; n++) pthread_join(pool->workers[n], NULL);
+    pthread_cond_destroy(&pool->done);
+    pthread_cond_destroy(&pool->work);
+    pthread_mutex_destroy(&pool->mutex);
     attn__free(pool->context, pool);
 }
 
-/* After fork, one of the child's threads restarts the pool while others that come at the same moment wait. */
-static attn_status revive(attn_pool *pool) {
-    static _Atomic pid_t reviving;
-    pid_t self = getpid();
-    for (;;) {
-        pid_t other = atomic_load(&reviving);
-        if (atomic_load(&pool->owner) == self) return ATTN_OK;
-        if (other != self && atomic_compare_exchange_strong(&reviving, &other, self)) break;
-        sched_yield();
+void attn__pool_before_fork(attn_pool *pool) { pthread_mutex_lock(&pool->mutex); }
+
+void attn__pool_after_fork(attn_pool *pool, bool in_child) {
+    if (in_child) {
+        pool->started = 0;
+        pool->jobs = NULL; /* their callers are the parent's */
+        pthread_cond_init(&pool->work, NULL);
+        pthread_cond_init(&pool->done, NULL);
     }
-    attn_status status = atomic_load(&pool->owner) == self ? ATTN_OK : start_workers(pool);
-    atomic_store(&reviving, 0);
-    return status;
+    pthread_mutex_unlock(&pool->mutex);
 }
 
 int attn__pool_for(void *arg, void (*body)(void *body_arg, int32_t index), void *body_arg, int32_t count) {
     attn_pool *pool = arg;
-    if (atomic_load(&pool->owner) != getpid() && revive(pool) != ATTN_OK) return -1;
     job j = {.body = body, .arg = body_arg, .count = count};
     if (count <= 0) return 0;
     pthread_mutex_lock(&pool->mutex);
+    if (start_workers(pool) != ATTN_OK) { /* after a fork; otherwise they run */
+        pthread_mutex_unlock(&pool->mutex);
+        return -1;
+    }
     job **at = &pool->jobs;
     while (*at) at = &(*at)->link;
     *at = &j;
