@@ -1,0 +1,274 @@
+/*
+ * Threads: the library's pool, one context used by many, plans and the plan cache under contention. All of it is run under
+ * ThreadSanitizer too, by the word "pool" in the names; what forks is in test_fork.c, for which ThreadSanitizer has no mind.
+ */
+#define _GNU_SOURCE
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "build.h"
+#include "test.h"
+
+enum { THREADS = 8, FORMS = 4 };
+
+/* A few problems of different shapes; number n is always the same one. */
+static rig form(int n) {
+    rig r = {.p = problem(ATTN_F32, 1 + n % 2, 4, 2, 20 + 30 * (n % 3), 90 + n, 16), .backward = n % 2 == 0};
+    r.p.flags = n % 2 ? ATTN_CAUSAL : 0;
+    if (n % FORMS == 3) {
+        r.p.max_q = 1; /* split over keys */
+        r.p.max_kv = 2100;
+    }
+    return r;
+}
+
+/* Runs `body` on so many threads at once; true when all of them returned true. */
+typedef struct crew_member {
+    bool (*body)(void *arg, int index);
+    void *arg;
+    int index;
+    bool good;
+} crew_member;
+
+static void *crew_main(void *arg) {
+    crew_member *m = arg;
+    m->good = m->body(m->arg, m->index);
+    return NULL;
+}
+
+static bool crew(int count, bool (*body)(void *arg, int index), void *arg) {
+    crew_member members[THREADS];
+    pthread_t ids[THREADS];
+    bool good = true;
+    int started = 0;
+    for (; started < count; started++) {
+        members[started] = (crew_member){body, arg, started, false};
+        if (pthread_create(&ids[started], NULL, crew_main, &members[started])) break;
+    }
+    for (int n = 0; n < started; n++) {
+        pthread_join(ids[n], NULL);
+        good = good && members[n].good;
+    }
+    return good && started == count;
+}
+
+/* What each form gives on one thread, to compare with. */
+typedef struct answers {
+    rig right[FORMS];
+    attn_context *context;
+    attn_plan *plan;
+} answers;
+
+static void answers_make(answers *a, attn_context *context) {
+    attn_context *alone = make_context(ATTN_BACKEND_CPU, 1);
+    a->context = context;
+    for (int n = 0; n < FORMS; n++) {
+        a->right[n] = form(n);
+        CHECK(rig_make(&a->right[n], 1));
+        CHECK_OK(rig_call(&a->right[n], alone));
+    }
+    attn_context_destroy(alone);
+}
+
+static void answers_free(answers *a) {
+    for (int n = 0; n < FORMS; n++) rig_free(&a->right[n]);
+}
+
+static bool call_all_forms(void *arg, int index) {
+    const answers *a = arg;
+    bool good = true;
+    for (int round = 0; round < 6; round++) {
+        int n = (index + round) % FORMS;
+        rig r = form(n);
+        good = rig_make(&r, 1) && rig_call(&r, a->context) == ATTN_OK && rig_same(&r, &a->right[n]) && good;
+        rig_free(&r);
+    }
+    return good;
+}
+
+TEST(pool_many_threads_on_one_context) {
+    answers a;
+    answers_make(&a, make_context(ATTN_BACKEND_CPU, 3));
+    CHECK(crew(THREADS, call_all_forms, &a));
+    attn_context_destroy(a.context);
+    answers_free(&a);
+}
+
+static bool own_context(void *arg, int index) {
+    answers mine = *(const answers *)arg;
+    mine.context = make_context(ATTN_BACKEND_CPU, 1 + index % 4);
+    bool good = mine.context && call_all_forms(&mine, index);
+    attn_context_destroy(mine.context);
+    return good;
+}
+
+TEST(pool_several_contexts_at_once) {
+    answers a;
+    answers_make(&a, NULL);
+    CHECK(crew(4, own_context, &a));
+    answers_free(&a);
+}
+
+/* ---- one plan, many threads ---- */
+
+static bool run_plan(void *arg, int index) {
+    const answers *a = arg;
+    size_t bytes = attn_plan_workspace(a->plan);
+    void *workspace = aligned_alloc(64, (bytes + 127) / 64 * 64);
+    bool good = workspace != NULL;
+    (void)index;
+    for (int round = 0; round < 10 && good; round++) {
+        rig r = form(1);
+        good = rig_make(&r, 1);
+        attn_buffers f = rig_forward_buffers(&r);
+        f.workspace = workspace;
+        f.workspace_size = bytes;
+        good = good && attn_run(a->plan, &f, NULL) == ATTN_OK && rig_same(&r, &a->right[1]);
+        rig_free(&r);
+    }
+    free(workspace);
+    return good;
+}
+
+TEST(pool_one_plan_used_from_8_threads) {
+    answers a;
+    answers_make(&a, make_context(ATTN_BACKEND_CPU, 2));
+    CHECK_OK(attn_plan_create(&a.plan, a.context, &a.right[1].p));
+    CHECK(crew(THREADS, run_plan, &a));
+    attn_plan_destroy(a.plan);
+    attn_context_destroy(a.context);
+    answers_free(&a);
+}
+
+/* ---- the plan cache of the one-shot calls ---- */
+
+static bool many_problems(void *arg, int index) {
+    attn_context *context = arg;
+    for (int n = 0; n < 160; n++) { /* more than the cache holds, in an order of each thread's own */
+        int length = 1 + (n * 37 + index * 11) % 160;
+        rig r = {.p = problem(ATTN_F32, 1, 1, 1, 2, length, 4)};
+        r.p.flags = ATTN_SCALE; /* scale 0: o is the mean of v, whatever the plan; so a wrong plan shows */
+        bool good = rig_make(&r, 2) && rig_call(&r, context) == ATTN_OK;
+        double sum = 0;
+        for (int j = 0; good && j < length; j++) sum += ((float *)r.f.v.data)[j * 4];
+        double off = good ? rig_o(&r, 0, 1, 0, 0) - sum / length : 1;
+        rig_free(&r);
+        if (off > 1e-5 || off < -1e-5) return false;
+    }
+    return true;
+}
+
+TEST(pool_plan_cache_under_contention) {
+    attn_context *context = make_context(ATTN_BACKEND_CPU, 2);
+    CHECK(crew(6, many_problems, context));
+    attn_context_destroy(context);
+}
+
+/* ---- a call from inside a call ---- */
+
+typedef struct nest {
+    attn_context *inner;
+    const answers *a;
+    _Atomic int good, calls;
+} nest;
+
+static int parallel_for_that_calls(void *user, void (*body)(void *arg, int32_t index), void *arg, int32_t count) {
+    nest *n = user;
+    for (int32_t i = 0; i < count; i++) {
+        rig r = form(1);
+        n->calls++;
+        n->good += rig_make(&r, 1) && rig_call(&r, n->inner) == ATTN_OK && rig_same(&r, &n->a->right[1]);
+        rig_free(&r);
+        body(arg, i);
+    }
+    return 0;
+}
+
+TEST(pool_call_from_inside_a_parallel_for) {
+    answers a;
+    answers_make(&a, make_context(ATTN_BACKEND_CPU, 3));
+    nest n = {.inner = a.context, .a = &a};
+    attn_config config = {.size = sizeof config,
+                          .backend = ATTN_BACKEND_CPU,
+                          .threads = 4,
+                          .parallel_for = parallel_for_that_calls,
+                          .parallel_user = &n};
+    answers outer = a;
+    if (!CHECK_OK(attn_context_create(&outer.context, &config))) return;
+    CHECK(call_all_forms(&outer, 0));
+    CHECK(n.calls > 0 && n.good == n.calls);
+    attn_context_destroy(outer.context);
+    attn_context_destroy(a.context);
+    answers_free(&a);
+}
+
+/* ---- life and size ---- */
+
+TEST(pool_destroyed_while_idle) {
+    for (int n = 0; n < 60; n++) {
+        attn_context *context = make_context(ATTN_BACKEND_CPU, 1 + n % 8);
+        if (!CHECK(context != NULL)) return;
+        CHECK(attn_context_threads(context) == 1 + n % 8);
+        if (n % 3 == 0) {
+            rig r = form(0);
+            CHECK(rig_make(&r, 1));
+            CHECK_OK(rig_call(&r, context));
+            rig_free(&r);
+        }
+        attn_context_destroy(context);
+    }
+}
+
+static int32_t threads_of(const char *environment, int32_t config_threads) {
+    if (environment)
+        setenv("ATTN_NUM_THREADS", environment, 1);
+    else
+        unsetenv("ATTN_NUM_THREADS");
+    attn_context *context = make_context(ATTN_BACKEND_CPU, config_threads);
+    int32_t threads = context ? attn_context_threads(context) : -1;
+    attn_context_destroy(context);
+    unsetenv("ATTN_NUM_THREADS");
+    return threads;
+}
+
+TEST(pool_size_from_environment) {
+    int32_t machine = threads_of(NULL, 0);
+    CHECK(machine >= 1 && machine <= sysconf(_SC_NPROCESSORS_CONF));
+    CHECK(threads_of("3", 0) == 3);
+    CHECK(threads_of("3", 2) == 2); /* the config goes first */
+    CHECK(threads_of("", 0) == machine);
+    static const char *const garbage[] = {"abc", "0", "-1", "3 threads", "1e3", "99999999999999999999", "4097"};
+    for (size_t n = 0; n < sizeof garbage / sizeof *garbage; n++) {
+        test_context("ATTN_NUM_THREADS=%s", garbage[n]);
+        setenv("ATTN_NUM_THREADS", garbage[n], 1);
+        attn_context *context;
+        char detail[64] = "ATTN_NUM_THREADS=";
+        strncat(detail, garbage[n], 40);
+        CHECK_STATUS(attn_context_create(&context, NULL), ATTN_INVALID, detail);
+        unsetenv("ATTN_NUM_THREADS");
+    }
+}
+
+/* ---- errors belong to their thread ---- */
+
+static bool own_error(void *arg, int index) {
+    attn_context *context = arg;
+    char wanted[32] = "batch=-0:";
+    wanted[7] = (char)('1' + index);
+    for (int n = 0; n < 200; n++) {
+        attn_problem p = problem(ATTN_F32, -1 - index, 1, 1, 1, 1, 1);
+        attn_plan *plan;
+        if (attn_plan_create(&plan, context, &p) != ATTN_INVALID) return false;
+        if (strncmp(attn_error_detail(), wanted, strlen(wanted)) != 0) return false;
+    }
+    return true;
+}
+
+TEST(pool_error_detail_belongs_to_its_thread) {
+    attn_context *context = make_context(ATTN_BACKEND_CPU, 2);
+    CHECK(crew(THREADS, own_error, context));
+    attn_context_destroy(context);
+}
