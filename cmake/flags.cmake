@@ -19,6 +19,7 @@ if(ATTN_FUZZ)
     endif()
     target_compile_options(attn_flags INTERFACE -fsanitize=fuzzer-no-link)
 endif()
+# The presets with gcc's sanitizers leave -Werror out: its flow warnings see ghosts in instrumented code.
 if(ATTN_SANITIZE)
     target_compile_options(attn_flags INTERFACE
         -fsanitize=${ATTN_SANITIZE} -fno-sanitize-recover=all -fno-omit-frame-pointer)
