@@ -28,7 +28,8 @@
  *
  * What is promised:
  *
- *   C1  A row with no allowed key gives o = 0, lse = -inf and exactly zero gradients. Never NaN. This holds with a sink too.
+ *   C1  A row with no allowed key, or whose scores are all -inf, gives o = 0, lse = -inf and exactly zero gradients, with a
+ *       sink too. Never NaN, unless an allowed input is NaN.
  *   C2  Results are bitwise independent of masked, padded or unused memory, NaN there included.
  *   C3  A bad argument returns an error that names the field, its value and what would do, before anything is written.
  *   C4  Every output element is written: padding rows of o with 0, of lse with -inf, of gradients with 0.

@@ -67,9 +67,12 @@ static void clear(const attn_rows *t, state *st) {
     }
 }
 
+/* Has the row met no score but -inf? (Scores of NaN leave the maximum where it was, and show in the sum.) */
+static bool is_empty(real max, real sum) { return max == (real)-INFINITY && sum == 0; }
+
 /* acc (one row) takes in another row of results over later keys. */
 static void fold_row(const attn_rows *t, real *o, real *max, real *sum, const real *o_part, real max_part, real sum_part) {
-    if (max_part == (real)-INFINITY) return; /* nothing there, and its o may be anything */
+    if (is_empty(max_part, sum_part)) return;
     real most = *max > max_part ? *max : max_part;
     real a = (real)exp2(*max - most), b = (real)exp2(max_part - most);
     for (int32_t x = 0; x < t->dim_v; x++) o[x] = o[x] * a + o_part[x] * b;
@@ -110,7 +113,7 @@ static void finish_row(const attn_rows *t, int32_t r, const real *o, real max, r
     char *to =
         (char *)f->o.data + attn__q_offset(p, &f->o, &t->s, t->i[r], t->h[r]) * (int64_t)attn_dtype_size(p->out_dtype);
     double lse = -INFINITY, factor = 0;
-    if (max == (real)-INFINITY) { /* C1: no key */
+    if (is_empty(max, sum)) { /* C1 */
         memset(to, 0, (size_t)p->dim_v * attn_dtype_size(p->out_dtype));
     } else {
         double total = sum, most = max;

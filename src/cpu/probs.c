@@ -71,7 +71,7 @@ static void to_lse(const attn_rows *t, scratch *m) {
             double sink = t->f->sink[t->h[r]] * ATTN_LOG2E, most = sink > lse ? sink : lse;
             lse = most + log2(exp2(lse - most) + exp2(sink - most));
         }
-        m->max[r] = m->max[r] == (real)-INFINITY ? (real)INFINITY : (real)lse;
+        m->max[r] = m->max[r] == (real)-INFINITY && m->sum[r] == 0 ? (real)INFINITY : (real)lse;
     }
 }
 

@@ -9,7 +9,7 @@
  */
 #include "ref.h"
 
-/* The row of d_o and the gradients of the scores of row i of head h. False where the row has no probability at all. */
+/* The row of d_o and the gradients of the scores of row i of head h. False for a row without keys, which lse tells. */
 static bool row_gradient(attn_ref *r, int32_t h, int32_t i) {
     const attn_problem *p = r->p;
     const attn_buffers *f = r->f;
@@ -17,7 +17,6 @@ static bool row_gradient(attn_ref *r, int32_t h, int32_t i) {
     double lse = attn__load(r->lse_dtype, f->lse, lse_at), o[ATTN_MAX_DIM];
     if (lse == -INFINITY) return false;
     attn__ref_scores(r, h, i);
-    if (r->count == 0) return false;
     attn__ref_row(p->out_dtype, f->o.data, attn__q_offset(p, &f->o, &r->s, i, h), p->dim_v, 1, o);
     attn__ref_row(p->out_dtype, f->d_o.data, attn__q_offset(p, &f->d_o, &r->s, i, h), p->dim_v, 1, r->d_o);
     double d_lse = f->d_lse ? attn__load(r->lse_dtype, f->d_lse, lse_at) : 0;
@@ -44,8 +43,9 @@ static void backward_row(attn_ref *r, int32_t h, int32_t i) {
     const attn_problem *p = r->p;
     const attn_buffers *f = r->f;
     double d_q[ATTN_MAX_DIM] = {0};
-    int32_t count = row_gradient(r, h, i) ? r->count : 0;
-    if (count) r->d_sink[h] += r->d_sink_row;
+    bool has_keys = row_gradient(r, h, i);
+    int32_t count = has_keys ? r->count : 0;
+    if (has_keys && (p->flags & ATTN_SINK)) r->d_sink[h] += r->d_sink_row;
     for (int32_t n = 0; n < count; n++) {
         int64_t j = r->key[n];
         double d_dot = r->d_score[n] * r->slope[n];

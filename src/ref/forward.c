@@ -4,19 +4,20 @@
 #include "ref.h"
 
 /*
- * Turns r->score into probabilities and returns lse. Scores of -inf (a bias may hold them) have probability zero even when
- * there are no others.
+ * Turns r->score into probabilities and returns lse. A row whose scores are all -inf (a bias may hold them) counts as one
+ * without keys, C1.
  */
 static double softmax(attn_ref *r, int32_t h) {
-    if (r->count == 0) return -INFINITY;
-    bool has_sink = (r->p->flags & ATTN_SINK) != 0;
+    bool has_sink = (r->p->flags & ATTN_SINK) != 0, has_key = false;
     double max = has_sink ? r->f->sink[h] : -INFINITY, sum = 0;
-    for (int32_t n = 0; n < r->count; n++)
+    for (int32_t n = 0; n < r->count; n++) {
+        if (r->score[n] != -INFINITY) has_key = true;
         if (r->score[n] > max) max = r->score[n];
-    if (max == -INFINITY) max = 0;
+    }
+    if (!has_key) max = 0;
     for (int32_t n = 0; n < r->count; n++) sum += r->score[n] = exp(r->score[n] - max);
+    if (!has_key) return -INFINITY;
     if (has_sink) sum += exp(r->f->sink[h] - max);
-    if (sum == 0) return -INFINITY;
     for (int32_t n = 0; n < r->count; n++) r->score[n] /= sum;
     return max + log(sum);
 }
