@@ -40,6 +40,15 @@ static void global_window(int32_t j, int32_t n, int32_t *v) {
     v[1] = n;
 }
 
+/* To both sides; the first keys are seen by all rows, and the first rows see all keys. */
+static void two_way_window(int32_t j, int32_t n, int32_t *v) {
+    int32_t first = n / 10;
+    v[0] = j < first ? n : j + n / 5;
+    v[1] = n;
+    v[2] = first;
+    v[3] = j - n / 5 + 1;
+}
+
 static void prefix(int32_t j, int32_t begin, int32_t end, int32_t *v) {
     v[0] = end;
     v[1] = j < begin + (end - begin) * 2 / 5 ? begin : j;
@@ -66,6 +75,7 @@ const pattern patterns[] = {
     {"share-question", "answers see their question, not each other", true, 1, share_question},
     {"sliding-window", "the last fifth", true, 1, sliding_window},
     {"global-window", "a window, and the first keys for everybody", true, 2, global_window},
+    {"two-way-window", "a window to both sides, and the first keys and rows", false, 4, two_way_window},
     {"prefix-lm", "a prefix seen by all, then causal", false, 2, prefix_lm},
     {"prefix-document", "the same in each document", false, 2, prefix_document},
     {"random-eviction", "keys leave at random", true, 1, random_eviction},

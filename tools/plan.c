@@ -33,8 +33,8 @@ static const command plan_command = {
     "Describes the plan of a problem: the kernel, its tiles, its splits, its workspace. The tile map says of\n"
     "every tile of the score matrix whether it is skipped, computed in full, or computed with its mask, and\n"
     "in which order.\n\n"
-    "FlashMask patterns: causal-document, document, share-question, sliding-window, global-window, prefix-lm,\n"
-    "prefix-document, random-eviction.\n",
+    "FlashMask patterns: causal-document, document, share-question, sliding-window, global-window,\n"
+    "two-way-window, prefix-lm, prefix-document, random-eviction.\n",
     "  attn plan --heads 32/8 --dim 128 --seqlen 4096 --causal\n"
     "  attn plan --seqlen 1024 --causal --window 255,0 --svg tiles.svg\n"
     "  attn plan --seqlen 2048 --flashmask-pattern share-question --svg tiles.svg\n"

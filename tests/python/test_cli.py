@@ -173,7 +173,7 @@ def test_plan_draws(tmp_path, options):
     assert svg_colours(picture)
 
 
-PATTERNS = "causal-document document share-question sliding-window global-window prefix-lm prefix-document random-eviction"
+PATTERNS = "causal-document document share-question sliding-window global-window two-way-window prefix-lm prefix-document random-eviction"
 
 
 @pytest.mark.parametrize("pattern", PATTERNS.split())
