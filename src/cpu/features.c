@@ -8,11 +8,20 @@
 #include <stdlib.h>
 #include <string.h>
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+
+/* Not every compiler's __builtin_cpu_supports knows this one. That the registers are saved comes with AVX2. */
+static int has_f16c(void) {
+    unsigned a, b, c, d;
+    return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
+}
+#endif
+
 static int32_t detect(void) {
     int32_t features = 0;
 #if defined(__x86_64__)
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"))
-        features |= ATTN_CPU_AVX2;
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c()) features |= ATTN_CPU_AVX2;
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512vl") && (features & ATTN_CPU_AVX2))
         features |= ATTN_CPU_AVX512;
@@ -45,7 +54,7 @@ static void write_text(void) {
     SAY("avx", "AVX");
     SAY("avx2", "AVX2");
     SAY("fma", "FMA");
-    SAY("f16c", "F16C");
+    if (has_f16c()) strncat(text, " F16C", sizeof text - strlen(text) - 1);
     SAY("avx512f", "AVX512F");
     SAY("avx512dq", "AVX512DQ");
     SAY("avx512bw", "AVX512BW");
