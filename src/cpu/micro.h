@@ -32,7 +32,7 @@ typedef struct REAL(micro) {
      */
     void (*softmax)(real *s, int32_t keys, int32_t width, real *max, real *sum, real *alpha);
 
-    /* s[key][row] = 2^(s - lse[row]); lse = +inf gives 0. */
+    /* s[key][row] = 2^(s - lse[row]); 0 where s = -inf, whatever lse is, and where lse = +inf. */
     void (*exp)(real *s, int32_t keys, int32_t width, const real *lse);
 
     /* s = cap * tanh(s / cap) over n elements; slope, if not NULL, receives the derivative. */
