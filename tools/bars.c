@@ -1,0 +1,143 @@
+/*
+ * `attn check --bars`: the accuracy that is promised, at one head of 4096 x 4096 x 128 with inputs from N(0,1).
+ *
+ * Truth is `ref` on the same inputs as doubles. Errors are relative RMS over the whole tensor, lse in absolute terms.
+ */
+#define _GNU_SOURCE /* M_PI */
+#include <math.h>
+#include <stdlib.h>
+
+#include "cases.h"
+#include "check.h"
+#include "numeric.h"
+#include "tool.h"
+
+enum { LENGTH = 4096, DIM = 128, COUNT = LENGTH * DIM };
+
+static const struct bar {
+    attn_dtype dtype;
+    double o, lse, gradient; /* 0: no bar */
+} bars[] = {{ATTN_F32, 1e-6, 2e-6, 5e-6}, {ATTN_F16, 2.9e-4, 2e-6, 0}, {ATTN_BF16, 2.3e-3, 2e-6, 0}};
+enum { BARS = sizeof bars / sizeof bars[0] };
+
+/* The tensors of one side, in one dtype. */
+typedef struct side {
+    attn_dtype dtype;
+    void *q, *k, *v, *o, *d_o, *d_q, *d_k, *d_v, *lse;
+} side;
+
+static side side_make(attn_dtype dtype) {
+    side s = {.dtype = dtype};
+    void **tensors[] = {&s.q, &s.k, &s.v, &s.o, &s.d_o, &s.d_q, &s.d_k, &s.d_v};
+    for (int n = 0; n < 8; n++) *tensors[n] = must_alloc(COUNT, attn_dtype_size(dtype));
+    s.lse = must_alloc(LENGTH, sizeof(double));
+    return s;
+}
+
+static void side_free(side *s) {
+    void *all[] = {s->q, s->k, s->v, s->o, s->d_o, s->d_q, s->d_k, s->d_v, s->lse};
+    for (int n = 0; n < 9; n++) free(all[n]);
+}
+
+/* Gaussian, by Box and Muller; the tested side gets it rounded to its dtype, and the true side what that rounding left. */
+static void fill(rng *r, const side *tested, void *to, void *exact) {
+    for (int n = 0; n < COUNT; n++) {
+        double radius = sqrt(-2 * log(((double)(rng_next(r) >> 11) + 0.5) * 0x1p-53));
+        attn__store(tested->dtype, to, n, radius * cos(2 * M_PI * (double)(rng_next(r) >> 11) * 0x1p-53));
+        ((double *)exact)[n] = attn__load(tested->dtype, to, n);
+    }
+}
+
+static attn_status run_side(const side *s, attn_context *context, attn_op op) {
+    attn_problem p = {.size = sizeof p,
+                      .op = op,
+                      .dtype = s->dtype,
+                      .batch = 1,
+                      .heads_q = 1,
+                      .heads_kv = 1,
+                      .dim_qk = DIM,
+                      .max_q = LENGTH,
+                      .max_kv = LENGTH};
+    attn_buffers f = {.size = sizeof f, .lse = s->lse};
+    f.q = attn_dense(s->q, LENGTH, 1, DIM);
+    f.k = attn_dense(s->k, LENGTH, 1, DIM);
+    f.v = attn_dense(s->v, LENGTH, 1, DIM);
+    f.o = attn_dense(s->o, LENGTH, 1, DIM);
+    if (op == ATTN_FORWARD) return attn_forward(context, &p, &f, NULL);
+    f.d_o = attn_dense(s->d_o, LENGTH, 1, DIM);
+    f.d_q = attn_dense(s->d_q, LENGTH, 1, DIM);
+    f.d_k = attn_dense(s->d_k, LENGTH, 1, DIM);
+    f.d_v = attn_dense(s->d_v, LENGTH, 1, DIM);
+    return attn_backward(context, &p, &f, NULL);
+}
+
+static double relative_rms(attn_dtype dtype, const void *got, const double *want) {
+    double error = 0, size = 0;
+    for (int n = 0; n < COUNT; n++) {
+        double off = attn__load(dtype, got, n) - want[n];
+        error += off * off;
+        size += want[n] * want[n];
+    }
+    return sqrt(error / size);
+}
+
+static double lse_error(const side *tested, const double *want) {
+    double most = 0;
+    for (int n = 0; n < LENGTH; n++) {
+        double off = fabs(attn__load(ATTN_F32, tested->lse, n) - want[n]);
+        if (!(off <= most)) most = off;
+    }
+    return most;
+}
+
+static void report(attn_dtype dtype, const char *what, double error, double bar, int *failed) {
+    bool holds = error <= bar;
+    progress_end();
+    printf("%-6s %-6s %12.3g %12.3g  %s\n", attn_dtype_name(dtype), what, error, bar, holds ? "pass" : "FAIL");
+    fflush(stdout);
+    *failed += !holds;
+}
+
+/* One row of the table; passed and failed count its lines. */
+static attn_status run_bar(const struct bar *bar, attn_context *ref, attn_context *tested, long *done, int *failed) {
+    rng r = rng_make(4096, (uint64_t)bar->dtype);
+    side a = side_make(bar->dtype), truth = side_make(ATTN_F64);
+    fill(&r, &a, a.q, truth.q);
+    fill(&r, &a, a.k, truth.k);
+    fill(&r, &a, a.v, truth.v);
+    fill(&r, &a, a.d_o, truth.d_o);
+    attn_status status = run_side(&a, tested, ATTN_FORWARD);
+    if (status == ATTN_OK) status = run_side(&truth, ref, ATTN_FORWARD);
+    if (status == ATTN_OK) {
+        report(bar->dtype, "o", relative_rms(a.dtype, a.o, truth.o), bar->o, failed);
+        report(bar->dtype, "lse", lse_error(&a, truth.lse), bar->lse, failed);
+        *done += 2;
+    }
+    if (status == ATTN_OK && bar->gradient > 0) status = run_side(&a, tested, ATTN_BACKWARD);
+    if (status == ATTN_OK && bar->gradient > 0) status = run_side(&truth, ref, ATTN_BACKWARD);
+    if (status == ATTN_OK && bar->gradient > 0) {
+        report(bar->dtype, "d_q", relative_rms(a.dtype, a.d_q, truth.d_q), bar->gradient, failed);
+        report(bar->dtype, "d_k", relative_rms(a.dtype, a.d_k, truth.d_k), bar->gradient, failed);
+        report(bar->dtype, "d_v", relative_rms(a.dtype, a.d_v, truth.d_v), bar->gradient, failed);
+        *done += 3;
+    }
+    side_free(&a);
+    side_free(&truth);
+    return status;
+}
+
+int check_bars(attn_context *ref, attn_context *tested) {
+    int failed = 0;
+    long done = 0;
+    printf("backend %s, %d threads, %d queries x %d keys x %d dims, one head, N(0,1)\n", attn_context_backend(tested),
+           attn_context_threads(tested), LENGTH, LENGTH, DIM);
+    printf("%-6s %-6s %12s %12s\n", "dtype", "result", "error", "bar");
+    for (int n = 0; n < BARS; n++) {
+        progress("bars", n, BARS);
+        attn_status status = run_bar(&bars[n], ref, tested, &done, &failed);
+        if (status != ATTN_OK) return tool_status("check --bars", status);
+    }
+    progress_end();
+    printf("%ld passed, %d failed\n", done - failed, failed);
+    return failed ? TOOL_FAILED : tool_flush();
+}

@@ -1,0 +1,334 @@
+/*
+ * `attn check`: random differential test of a backend against `ref`.
+ *
+ * For each number a case is drawn and its memory poisoned (cases.h), the oracle asked (compare.h), the backend run, and its
+ * result judged row by row. Some cases run a second time with another number of threads and must give the same bits. A
+ * failure prints the case in words and the command that repeats it alone.
+ */
+#define _POSIX_C_SOURCE 200809L
+#include "check.h"
+
+#include <signal.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "cases.h"
+#include "compare.h"
+#include "tool.h"
+
+enum { SHOWN = 10 }; /* failures that are described; the rest is counted */
+
+typedef struct check_settings {
+    settings base;
+    int32_t cases, only;
+    uint64_t seed;
+    bool seed_given, verbose, list, bars;
+    const char *features;
+    case_filter filter;
+} check_settings;
+
+/* Which features, dtypes and operations the cases had. */
+typedef struct coverage {
+    long by_size[FEATURES][4]; /* drawn alone, with one other, with two, with more */
+    uint64_t pairs[FEATURES];  /* bit b of pairs[a], a < b: drawn together */
+    uint64_t triples[FEATURES][FEATURES];
+    long kinds[3][ATTN_I8 + 1]; /* by operation and dtype */
+    long kv_kinds[ATTN_I8 + 1];
+} coverage;
+
+/* ---- one case ---- */
+
+typedef struct bench_of_judges {
+    attn_context *ref, *tested, *other; /* other: the same backend with another number of threads */
+} bench_of_judges;
+
+/* Is everything around the workspace as it was? */
+static bool margins_intact(const unsigned char *begin, size_t watched, const unsigned char *data, size_t bytes) {
+    for (const unsigned char *p = begin; p < begin + watched; p++) {
+        if ((p < data || p >= data + bytes) && *p != 0xff) return false;
+    }
+    return true;
+}
+
+static attn_status run_planned(check_case *c, attn_context *context, verdict *v) {
+    attn_plan *plan;
+    attn_status status = attn_plan_create(&plan, context, &c->given);
+    if (status != ATTN_OK) return status;
+    attn_buffers buffers = c->buffers;
+    unsigned char *begin;
+    size_t watched;
+    int guard = c->guard_next;
+    buffers.workspace_size = attn_plan_workspace(plan);
+    buffers.workspace = guarded_bytes(c, buffers.workspace_size, 64, &begin, &watched);
+    status = attn_run(plan, &buffers, NULL);
+    if (!margins_intact(begin, watched, buffers.workspace, buffers.workspace_size) && !v->failed) {
+        v->failed = true;
+        snprintf(v->why, sizeof v->why, "workspace: memory around its %zu bytes was changed", buffers.workspace_size);
+    }
+    c->guard_next = guard;
+    attn_plan_destroy(plan);
+    return status;
+}
+
+static attn_status run(check_case *c, attn_context *context, verdict *v) {
+    if (!c->one_shot) return run_planned(c, context, v);
+    return c->problem.op == ATTN_FORWARD    ? attn_forward(context, &c->given, &c->buffers, NULL)
+           : c->problem.op == ATTN_BACKWARD ? attn_backward(context, &c->given, &c->buffers, NULL)
+                                            : attn_kv_append(context, &c->given, &c->buffers, NULL);
+}
+
+static void refuse(verdict *v, const char *who, attn_status status) {
+    if (status == ATTN_OK || v->failed) return;
+    v->failed = true;
+    snprintf(v->why, sizeof v->why, "%s: %s: %s", who, attn_status_name(status), attn_error_detail());
+}
+
+/* Runs the case once more on the other context: the same bits? The case is left with the first result. */
+static void run_again(check_case *c, const bench_of_judges *j, verdict *v) {
+    unsigned char *first[CASE_BLOCKS] = {0};
+    for (int n = 0; n < c->block_count; n++) {
+        first[n] = must_alloc((int64_t)c->blocks[n].bytes, 1);
+        memcpy(first[n], c->blocks[n].begin, c->blocks[n].bytes);
+    }
+    case_restore(c);
+    refuse(v, attn_context_backend(j->other), run(c, j->other, v));
+    for (int n = 0; n < c->block_count; n++) {
+        block *b = &c->blocks[n];
+        if (memcmp(b->begin, first[n], b->bytes) != 0 && !v->failed) {
+            v->failed = true;
+            snprintf(v->why, sizeof v->why, "%s: other bits with %d threads than with %d", b->name,
+                     attn_context_threads(j->other), attn_context_threads(j->tested));
+        }
+        memcpy(b->begin, first[n], b->bytes);
+        free(first[n]);
+    }
+}
+
+static void check_case_run(check_case *c, const bench_of_judges *j, verdict *v) {
+    oracle o;
+    case_fill(c);
+    refuse(v, "ref", oracle_run(&o, c, j->ref));
+    case_seal(c);
+    if (!v->failed) v->failed = !oracle_bound(&o, c, v->why, sizeof v->why);
+    if (!v->failed) refuse(v, attn_context_backend(j->tested), run(c, j->tested, v));
+    if (!v->failed && rng_chance(&c->rng, 15)) run_again(c, j, v);
+    if (!v->failed) compare(v, c, &o);
+    oracle_free(&o);
+}
+
+/* ---- report ---- */
+
+/* The command that repeats one case, kept ready for the signal handler. */
+static char repeat[512];
+
+static void say_repeat(const check_settings *s, const char *backend, long number) {
+    int at = snprintf(repeat, sizeof repeat, "  repeat: attn check --backend %s --threads %d --seed %llu --only %ld",
+                      backend, s->base.config.threads, (unsigned long long)s->seed, number);
+    if (s->filter.op >= 0)
+        at += snprintf(repeat + at, sizeof repeat - (size_t)at, " --op %s", op_name((attn_op)s->filter.op));
+    if (s->filter.dtype)
+        at += snprintf(repeat + at, sizeof repeat - (size_t)at, " --dtype %s", attn_dtype_name(s->filter.dtype));
+    if (s->features) snprintf(repeat + at, sizeof repeat - (size_t)at, " --feature %.200s", s->features);
+}
+
+/* A kernel that runs into a guard page takes the program with it, but not without a word. */
+static void on_signal(int signal) {
+    static const char text[] = "\nattn: a kernel touched memory that is not its own\n";
+    ssize_t done = write(STDERR_FILENO, text, sizeof text - 1);
+    done = write(STDERR_FILENO, repeat, strlen(repeat));
+    done = write(STDERR_FILENO, "\n", 1);
+    (void)done;
+    (void)signal;
+    _exit(TOOL_FAILED);
+}
+
+static void count_coverage(coverage *k, const check_case *c) {
+    int drawn = 0;
+    for (int n = 0; n < FEATURES; n++) drawn += (c->drawn >> n) & 1;
+    for (int a = 0; a < FEATURES; a++) {
+        if (!(c->drawn & FEATURE_BIT(a))) continue;
+        k->by_size[a][drawn > 4 ? 3 : drawn - 1]++;
+        for (int b = a + 1; b < FEATURES; b++) {
+            if (!(c->drawn & FEATURE_BIT(b))) continue;
+            k->pairs[a] |= FEATURE_BIT(b);
+            k->triples[a][b] |= c->drawn & ~((FEATURE_BIT(b) << 1) - 1);
+        }
+    }
+    k->kinds[c->problem.op][c->problem.dtype]++;
+    k->kv_kinds[c->problem.kv_dtype]++;
+}
+
+/* How many pairs and triples can be combined at all, and how many of them were. */
+static void print_combinations(const coverage *k) {
+    long pairs = 0, triples = 0, pairs_seen = 0, triples_seen = 0;
+    for (int a = 0; a < FEATURES; a++) {
+        for (int b = a + 1; b < FEATURES; b++) {
+            if (!feature_combines(FEATURE_BIT(a) | FEATURE_BIT(b))) continue;
+            pairs++;
+            pairs_seen += (k->pairs[a] >> b) & 1;
+            for (int c = b + 1; c < FEATURES; c++) {
+                if (!feature_combines(FEATURE_BIT(a) | FEATURE_BIT(b) | FEATURE_BIT(c))) continue;
+                triples++;
+                triples_seen += (k->triples[a][b] >> c) & 1;
+            }
+        }
+    }
+    printf("pairs reached: %ld of %ld; triples reached: %ld of %ld\n\n", pairs_seen, pairs, triples_seen, triples);
+}
+
+static void print_coverage(const coverage *k) {
+    printf("%-15s %8s %8s %8s %8s\n", "feature", "alone", "pairs", "triples", "more");
+    for (int n = 0; n < FEATURES; n++) {
+        const long *counts = k->by_size[n];
+        printf("%-15s %8ld %8ld %8ld %8ld\n", feature_name((feature_id)n), counts[0], counts[1], counts[2], counts[3]);
+    }
+    print_combinations(k);
+    printf("%-15s %8s %8s %8s %8s\n", "dtype", "forward", "backward", "append", "as kv");
+    for (int d = ATTN_F32; d <= ATTN_I8; d++) {
+        printf("%-15s %8ld %8ld %8ld %8ld\n", attn_dtype_name((attn_dtype)d), k->kinds[ATTN_FORWARD][d],
+               k->kinds[ATTN_BACKWARD][d], k->kinds[ATTN_KV_APPEND][d], k->kv_kinds[d]);
+    }
+}
+
+static void print_case(const check_case *c, const verdict *v, double ms) {
+    static char text[CASE_TEXT];
+    case_describe(c, text, sizeof text);
+    progress_end();
+    printf("case %ld: %s, %.1f ms\n%s", c->number, v->failed ? "FAILED" : "passed", ms, text);
+    if (v->failed) printf("  %s\n%s\n", v->why, repeat);
+}
+
+/* ---- the command ---- */
+
+static const char *parse_filter_op(const char *text, void *target) {
+    attn_op op;
+    const char *wanted = parse_op(text, &op);
+    if (!wanted) *(int *)target = (int)op;
+    return wanted;
+}
+
+static const char *parse_seed(const char *text, void *target) {
+    check_settings *s = (check_settings *)((char *)target - offsetof(check_settings, seed));
+    s->seed_given = true;
+    return parse_u64(text, target);
+}
+
+#define AT(field) offsetof(check_settings, field)
+static const option options_check[] = {
+    {"cases", "N", "how many cases (default 2000)", parse_int, AT(cases), 0},
+    {"seed", "N", "seed; default: a new one each time, which is printed", parse_seed, AT(seed), 0},
+    {"only", "N", "case N alone", parse_int, AT(only), 0},
+    {"op", "NAME", "forward, backward or append only", parse_filter_op, AT(filter.op), 0},
+    {"dtype", "NAME", "this dtype of q only", parse_dtype, AT(filter.dtype), 0},
+    {"feature", "A,B...", "only cases that have all of these features", parse_text, AT(features), 0},
+    {"list-features", NULL, "the features and what they are", parse_switch, AT(list), 0},
+    {"verbose", NULL, "describe every case, not only the failing ones", parse_switch, AT(verbose), 0},
+    {"bars", NULL, "the accuracy bars at 4096 x 4096 x 128 instead of random cases", parse_switch, AT(bars), 0},
+    {0},
+};
+
+static const command check_command = {
+    .name = "check",
+    .usage = "[--backend cpu] [--cases 2000] [--seed N] [options]",
+    .summary =
+        "Runs random problems on a backend and compares every row with the `ref` backend. Memory that does not matter\n"
+        "is NaN, arrays lie against guard pages. The last line is `N passed, N failed`.\n",
+    .examples = "attn check --backend cpu --cases 20000 --seed 1\n"
+                "attn check --backend cpu --feature causal,dropout --op backward\n"
+                "attn check --backend cpu --seed 1 --only 4711\n"
+                "attn check --backend cpu --bars\n",
+    .groups = {{"Which", options_check}, {"Machine", options_machine}, {NULL, NULL}},
+};
+
+static int parse_features(check_settings *s) {
+    const char *at = s->features ? s->features : "";
+    while (*at) {
+        size_t length = strcspn(at, ",");
+        feature_id id;
+        if (!feature_find(at, length, &id))
+            return tool_error(TOOL_USAGE, "--feature: no feature is called %.*s; attn check --list-features names them",
+                              (int)length, at);
+        s->filter.features |= FEATURE_BIT(id);
+        at += length + (at[length] == ',');
+    }
+    return TOOL_OK;
+}
+
+static attn_status open_contexts(const check_settings *s, bench_of_judges *j) {
+    attn_config ref = {.size = sizeof ref, .backend = ATTN_BACKEND_REF, .threads = 1}, tested = s->base.config;
+    tested.size = sizeof tested;
+    attn_status status = attn_context_create(&j->ref, &ref);
+    if (status == ATTN_OK) status = attn_context_create(&j->tested, &tested);
+    if (status != ATTN_OK) return status;
+    tested.threads = attn_context_threads(j->tested) == 3 ? 1 : 3;
+    return attn_context_create(&j->other, &tested);
+}
+
+static double now_ms(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec * 1e3 + (double)t.tv_nsec * 1e-6;
+}
+
+static int run_cases(const check_settings *s, const bench_of_judges *j) {
+    static coverage reached;
+    static check_case c;
+    const char *backend = attn_context_backend(j->tested);
+    long first = s->only >= 0 ? s->only : 0, end = s->only >= 0 ? first + 1 : s->cases, passed = 0, failed = 0;
+    double worst = 0;
+    printf("backend %s, %d threads, seed %llu\n", backend, attn_context_threads(j->tested), (unsigned long long)s->seed);
+    fflush(stdout);
+    for (long n = first; n < end; n++) {
+        verdict v = {.failed = false};
+        double start = now_ms();
+        say_repeat(s, backend, n);
+        if (!case_draw(&c, &s->filter, s->seed, n))
+            return tool_error(TOOL_USAGE, "--feature, --op, --dtype: no case can have all of these");
+        check_case_run(&c, j, &v);
+        count_coverage(&reached, &c);
+        if (v.worst > worst) worst = v.worst;
+        v.failed ? failed++ : passed++;
+        if (s->verbose || (v.failed && failed <= SHOWN)) print_case(&c, &v, now_ms() - start);
+        case_free(&c);
+        progress("check", n + 1 - first, end - first);
+    }
+    progress_end();
+    print_coverage(&reached);
+    printf("\nlargest error of a passing element, rounding of the result apart: %.2f of what is allowed\n", worst);
+    printf("%ld passed, %ld failed\n", passed, failed);
+    return failed ? TOOL_FAILED : tool_flush();
+}
+
+static void list_features(void) {
+    for (int n = 0; n < FEATURES; n++) printf("%-15s %s\n", feature_name((feature_id)n), feature_help((feature_id)n));
+}
+
+int cmd_check(int argc, char **argv) {
+    check_settings s = {.cases = 2000, .only = -1, .filter = {.op = -1}};
+    int code = options_parse(&check_command, &s, argc, argv);
+    if (code != OPTIONS_GO) return code;
+    code = parse_features(&s);
+    if (code != TOOL_OK) return code;
+    if (s.list) {
+        list_features();
+        return tool_flush();
+    }
+    if (!s.seed_given) s.seed = (uint64_t)time(NULL) * 1000003u + (uint64_t)getpid();
+    bench_of_judges j = {NULL, NULL, NULL};
+    attn_status status = open_contexts(&s, &j);
+    if (status != ATTN_OK) {
+        code = tool_status("check", status);
+    } else if (s.bars) {
+        code = check_bars(j.ref, j.tested);
+    } else {
+        signal(SIGSEGV, on_signal);
+        signal(SIGBUS, on_signal);
+        code = run_cases(&s, &j);
+    }
+    attn_context_destroy(j.other);
+    attn_context_destroy(j.tested);
+    attn_context_destroy(j.ref);
+    return code;
+}

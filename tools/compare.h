@@ -1,0 +1,40 @@
+/*
+ * The oracle of `attn check`, and the judgement of a result against it: per row, with bounds from an error analysis.
+ */
+#ifndef ATTN_COMPARE_H
+#define ATTN_COMPARE_H
+
+#include "cases.h"
+
+/*
+ * What `ref` says. Results are dense, whatever the strides of the case: rows counted through the tensor, [row][head][dim];
+ * lse as in attn.h; matrices [batch][heads_q][max_q][max_kv]. An `_error` is how far a result computed in the case's own
+ * precision may lie off before it is rounded to its dtype: one number for each row and head (lse, matrices: each element).
+ */
+typedef struct oracle {
+    attn_problem problem; /* as ref gets it: in f64, unless rounding to the case's dtypes is part of what is computed */
+    attn_buffers buffers;
+    attn_dtype real;           /* dtype of the raw results */
+    void *memory[CASE_BLOCKS]; /* what buffers points to: a copy of each block */
+    double *o, *lse, *probs, *d_q, *d_k, *d_v, *d_bias, *d_sink;
+    double *o_error, *lse_error, *probs_error, *d_q_error, *d_k_error, *d_v_error, *d_bias_error, *d_sink_error;
+} oracle;
+
+/* Runs ref; fills in o and lse of a backward case. On failure attn_error_detail says why. */
+attn_status oracle_run(oracle *o, check_case *c, attn_context *ref);
+
+/* Works out the bounds. False, with the reason, when the oracle's own result cannot be right. */
+bool oracle_bound(oracle *o, const check_case *c, char *why, size_t size);
+
+void oracle_free(oracle *o);
+
+typedef struct verdict {
+    bool failed;
+    double worst;  /* largest error so far, in units of what is allowed */
+    char why[512]; /* the first failing tensor's worst element */
+} verdict;
+
+/* Judges what a run has left in the case's outputs, and wipes them. */
+void compare(verdict *v, check_case *c, const oracle *o);
+
+#endif
