@@ -101,8 +101,9 @@ static int64_t lay_out(check_case *c, const int64_t *size, int dims, int64_t inn
     for (int n = dims - 1; n >= 0; n--) {
         int d = order[n];
         stride[d] = flat & 1u << d ? 0 : step;
+        if (stride[d] == 0) continue; /* one element, even of none */
         if (size[d] == 0) empty = true;
-        if (stride[d] == 0 || size[d] == 0) continue;
+        if (empty) continue;
         count += stride[d] * (size[d] - 1);
         step = step * size[d] + (loose ? rng_range(&c->rng, 0, 9) : 0);
         if (negative && rng_chance(&c->rng, 50)) {

@@ -18,8 +18,8 @@ static double roundoff(attn_dtype dtype) {
     return dtype == ATTN_F64 ? 0x1p-53 : dtype == ATTN_F32 ? 0x1p-24 : dtype == ATTN_F16 ? 0x1p-11 : 0x1p-8;
 }
 
-/* What may be lost below the smallest normal number; float32 arithmetic may flush there. */
-static double underflow(attn_dtype dtype) { return dtype == ATTN_F64 ? 0x1p-1022 : dtype == ATTN_F16 ? 0x1p-25 : 0x1p-126; }
+/* What may be lost where the exponents end: probabilities below the smallest normal number, times what they multiply. */
+static double underflow(attn_dtype dtype) { return dtype == ATTN_F64 ? 0x1p-1014 : dtype == ATTN_F16 ? 0x1p-25 : 0x1p-118; }
 
 /* What the rounding of the result does not explain, in units of what is allowed: at most 1 is right. */
 static double judge(attn_dtype dtype, double got, double want, double error) {

@@ -24,7 +24,7 @@
 
 static double dot_constant(double d) { return 2 + sqrt(d) / 2; }
 static double sum_constant(double n) { return 4 + sqrt(n) / 2; }
-static const double add_constant = 2;
+static const double add_constant = 4;
 
 /* ---- ref ---- */
 
