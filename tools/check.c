@@ -277,7 +277,8 @@ static int run_cases(const check_settings *s, const bench_of_judges *j) {
     static check_case c;
     const char *backend = attn_context_backend(j->tested);
     long first = s->only >= 0 ? s->only : 0, end = s->only >= 0 ? first + 1 : s->cases, passed = 0, failed = 0;
-    double worst = 0;
+    verdict closest = {.worst_name = "none"};
+    long closest_case = 0;
     printf("backend %s, %d threads, seed %llu\n", backend, attn_context_threads(j->tested), (unsigned long long)s->seed);
     fflush(stdout);
     for (long n = first; n < end; n++) {
@@ -288,7 +289,10 @@ static int run_cases(const check_settings *s, const bench_of_judges *j) {
             return tool_error(TOOL_USAGE, "--feature, --op, --dtype: no case can have all of these");
         check_case_run(&c, j, &v);
         count_coverage(&reached, &c);
-        if (v.worst > worst) worst = v.worst;
+        if (v.worst > closest.worst) {
+            closest = v;
+            closest_case = n;
+        }
         v.failed ? failed++ : passed++;
         if (s->verbose || (v.failed && failed <= SHOWN)) print_case(&c, &v, now_ms() - start);
         case_free(&c);
@@ -296,7 +300,8 @@ static int run_cases(const check_settings *s, const bench_of_judges *j) {
     }
     progress_end();
     print_coverage(&reached);
-    printf("\nlargest error of a passing element, rounding of the result apart: %.2f of what is allowed\n", worst);
+    printf("\nlargest error that passed, rounding of the result apart: %.2f of what is allowed (%s of case %ld)\n",
+           closest.worst, closest.worst_name, closest_case);
     printf("%ld passed, %ld failed\n", passed, failed);
     return failed ? TOOL_FAILED : tool_flush();
 }

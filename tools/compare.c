@@ -18,17 +18,22 @@ static double roundoff(attn_dtype dtype) {
     return dtype == ATTN_F64 ? 0x1p-53 : dtype == ATTN_F32 ? 0x1p-24 : dtype == ATTN_F16 ? 0x1p-11 : 0x1p-8;
 }
 
-/* What may be lost where the exponents end: probabilities below the smallest normal number, times what they multiply. */
-static double underflow(attn_dtype dtype) { return dtype == ATTN_F64 ? 0x1p-1014 : dtype == ATTN_F16 ? 0x1p-25 : 0x1p-118; }
+/*
+ * What may be lost where exponents end: probabilities below the smallest normal number of the arithmetic, times what they
+ * multiply; or half of the smallest number of the dtype.
+ */
+static double underflow(const check_case *c, attn_dtype dtype) {
+    return dtype == ATTN_F16 ? 0x1p-25 : c->problem.dtype == ATTN_F64 && dtype == ATTN_F64 ? 0x1p-1014 : 0x1p-118;
+}
 
 /* What the rounding of the result does not explain, in units of what is allowed: at most 1 is right. */
-static double judge(attn_dtype dtype, double got, double want, double error) {
+static double judge(const check_case *c, attn_dtype dtype, double got, double want, double error) {
     if (want == -INFINITY) return got == want ? 0 : INFINITY;
     double off = fabs(got - want);
     if (off == 0) return 0;
     if (!(off < INFINITY) || (error == 0 && want == 0)) return INFINITY;
-    double rest = off - roundoff(dtype) * fabs(want) - underflow(dtype), allowed = error * (1 + roundoff(dtype));
-    return rest <= 0 ? 0 : rest / allowed;
+    double rest = off - roundoff(dtype) * fabs(want) - underflow(c, dtype);
+    return rest <= 0 ? 0 : rest / (error * (1 + roundoff(dtype)));
 }
 
 /* The worst element of a tensor. */
@@ -43,7 +48,10 @@ static void note(worst *w, double ratio, double got, double want, double error, 
 }
 
 static void conclude(verdict *v, const worst *w, const char *name, const char *axes) {
-    if (w->ratio <= 1 && w->ratio > v->worst) v->worst = w->ratio;
+    if (w->ratio <= 1 && w->ratio > v->worst) {
+        v->worst = w->ratio;
+        v->worst_name = name;
+    }
     if (w->ratio <= 1 || v->failed) return;
     v->failed = true;
     snprintf(v->why, sizeof v->why,
@@ -68,7 +76,7 @@ static void compare_tensor(verdict *v, const check_case *c, const char *name, co
                 int64_t line = (n * rows + row) * heads + h;
                 for (int64_t x = 0; x < dim; x++) {
                     double got = attn__load(b->dtype, t->data, at + x);
-                    double ratio = judge(b->dtype, got, want[line * dim + x], error[line]);
+                    double ratio = judge(c, b->dtype, got, want[line * dim + x], error[line]);
                     note(&w, ratio, got, want[line * dim + x], error[line], (const int64_t[4]){n, row, h, x});
                 }
                 block_wipe(b, (char *)t->data + at * (int64_t)element, (size_t)dim * element);
@@ -101,7 +109,7 @@ static void compare_array(verdict *v, const check_case *c, const char *name, int
     worst w = {0};
     for (int64_t n = 0; n < count; n++) {
         double got = attn__load(b->dtype, b->data, n);
-        note(&w, judge(b->dtype, got, want[n], error[n]), got, want[n], error[n], (const int64_t[4]){n, 0, 0, 0});
+        note(&w, judge(c, b->dtype, got, want[n], error[n]), got, want[n], error[n], (const int64_t[4]){n, 0, 0, 0});
         block_wipe(b, b->data + n * (int64_t)element, element);
     }
     conclude(v, &w, name, "index");
@@ -120,7 +128,7 @@ static void compare_probs(verdict *v, const check_case *c, const oracle *o) {
         int64_t h = bh % p->heads_q, b = bh / p->heads_q;
         int64_t at = b * m->stride[0] + h * m->stride[1] + i * m->stride[2] + j * m->stride[3];
         double got = attn__load(array->dtype, m->data, at), want = o->probs[n];
-        double ratio = judge(array->dtype, got, want, o->probs_error[n]);
+        double ratio = judge(c, array->dtype, got, want, o->probs_error[n]);
         note(&w, ratio, got, want, o->probs_error[n], (const int64_t[4]){b, h, i, j});
         block_wipe(array, (char *)m->data + at * (int64_t)element, element);
     }
@@ -170,7 +178,7 @@ static void compare_d_bias(verdict *v, const check_case *c, const oracle *o) {
         }
         double got = attn__load(array->dtype, m->data, at), want, error;
         sum_bias(p, o, spans, &want, &error);
-        note(&w, judge(array->dtype, got, want, error), got, want, error, index);
+        note(&w, judge(c, array->dtype, got, want, error), got, want, error, index);
         block_wipe(array, (char *)m->data + at * (int64_t)element, element);
     }
     conclude(v, &w, "d_bias", "batch, head, row, key");

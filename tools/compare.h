@@ -30,8 +30,9 @@ void oracle_free(oracle *o);
 
 typedef struct verdict {
     bool failed;
-    double worst;  /* largest error so far, in units of what is allowed */
-    char why[512]; /* the first failing tensor's worst element */
+    double worst;           /* largest error that passed, in units of what is allowed */
+    const char *worst_name; /* its tensor */
+    char why[512];          /* the first failing tensor's worst element */
 } verdict;
 
 /* Judges what a run has left in the case's outputs, and wipes them. */

@@ -23,7 +23,8 @@
 #include "numeric.h"
 
 static double dot_constant(double d) { return 2 + sqrt(d) / 2; }
-static double sum_constant(double n) { return 4 + sqrt(n) / 2; }
+/* Where strides of zero repeat a value, the roundings of a sum repeat too, and add up instead of cancelling. */
+static double sum_constant(const check_case *c, double n) { return 4 + (has(c, F_BROADCAST) ? n / 4 : sqrt(n) / 2); }
 static const double add_constant = 4;
 
 /* ---- ref ---- */
@@ -184,6 +185,13 @@ void oracle_free(oracle *o) {
 
 /* ---- bounds ---- */
 
+/* A probability too small for a double still leaves traces: it counts as the smallest one here. Zero: the key is masked. */
+static double present(const check_case *c, int b, int h, int i, int j, double probability) {
+    const double smallest = 1e-280;
+    probability = fabs(probability);
+    return probability >= smallest ? probability : case_allowed(c, b, h, i, j) ? smallest : 0;
+}
+
 /* Euclidean norm and largest magnitude of a row. */
 typedef struct magnitude {
     double norm, most;
@@ -239,7 +247,7 @@ static void bound_gradients(analysis *a, int i, magnitude q, const double *probs
     double d_lse = f->d_lse ? fabs(((const double *)f->d_lse)[lse_at]) : 0, factor = fabs(p->scale);
     double dots = a->unit * dot_constant(p->dim_v);
     for (int j = 0; j < c->seq[a->b].sk; j++) {
-        double probability = probs[j];
+        double probability = present(c, a->b, a->h, i, j, probs[j]);
         if (probability == 0) continue;
         double e = a->e[j] + dots, g = d_o.norm * (a->keep * a->v[j].norm + out.norm) + d_lse;
         if (p->softcap > 0) e += a->unit * dot_constant(p->dim_qk) * factor * q.norm * a->k[j].norm / p->softcap;
@@ -251,7 +259,7 @@ static void bound_gradients(analysis *a, int i, magnitude q, const double *probs
         if (o->d_bias_error) o->d_bias_error[(((int64_t)a->b * p->heads_q + a->h) * p->max_q + i) * p->max_kv + j] = off;
     }
     if (!o->d_sink_error || !isfinite(c->buffers.sink[a->h])) return;
-    double size = add_constant * (fabs(c->buffers.sink[a->h]) + fabs(o->lse[lse_at])) + sum_constant((double)c->rows_q);
+    double size = add_constant * (fabs(c->buffers.sink[a->h]) + fabs(o->lse[lse_at])) + sum_constant(c, (double)c->rows_q);
     o->d_sink_error[a->h] +=
         exp(c->buffers.sink[a->h] - o->lse[lse_at]) * (d_o.norm * out.norm + d_lse) * (a->unit * size + dots);
 }
@@ -266,13 +274,13 @@ static void bound_row(analysis *a, int i) {
     double *probs = o->probs + line, lse = o->lse[lse_at], dot = dot_constant(p->dim_qk);
     if (lse == -INFINITY) return; /* exact: zeros */
     int longer = s->sq * (p->heads_q / p->heads_kv) > s->sk ? s->sq * (p->heads_q / p->heads_kv) : s->sk;
-    double q_scale = case_descale(c, c->buffers.q_descale, a->b, a->kv_head), sum = sum_constant(longer);
+    double q_scale = case_descale(c, c->buffers.q_descale, a->b, a->kv_head), sum = sum_constant(c, longer);
     magnitude q = measure(oracle_dtype(c, p->dtype), o->buffers.q.data, case_q_at(c, &o->buffers.q, a->b, i, a->h),
                           p->dim_qk, q_scale);
     double mean = 0, weight = 0, weighted = 0, left = 1;
     for (int j = 0; j < s->sk; j++) {
-        double probability = fabs(probs[j]);
-        probs[j] = c->problem.op == ATTN_BACKWARD ? probability : probs[j];
+        double probability = present(c, a->b, a->h, i, j, probs[j]);
+        a->e[j] = 0;
         if (probability == 0) continue;
         double x = fabs(p->scale) * q.norm * a->k[j].norm, score = log(probability) + lse;
         a->e[j] = a->unit * (dot * x + add_constant * (fabs(score) + fabs(lse)) + sum);
@@ -285,7 +293,7 @@ static void bound_row(analysis *a, int i) {
         mean += fabs(left) * a->unit * (add_constant * (fabs(c->buffers.sink[a->h]) + fabs(lse)) + sum);
     o->o_error[row] = a->keep * (weighted + mean * weight);
     o->lse_error[lse_at] = mean + a->unit * (add_constant * fabs(lse) + sum);
-    for (int j = 0; j < s->sk; j++) o->probs_error[line + j] = probs[j] == 0 ? 0 : fabs(probs[j]) * (a->e[j] + mean);
+    for (int j = 0; j < s->sk; j++) o->probs_error[line + j] = present(c, a->b, a->h, i, j, probs[j]) * (a->e[j] + mean);
     if (p->op == ATTN_BACKWARD) bound_gradients(a, i, q, probs);
 }
 
