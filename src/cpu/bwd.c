@@ -282,7 +282,7 @@ static attn_status run_bias(job *j) {
     const int64_t full[4] = {p->batch, p->heads_q, p->max_q, p->max_kv};
     for (int n = 0; n < 4; n++) {
         j->size[n] = j->f->d_bias.stride[n] == 0 ? 1 : full[n];
-        if (full[n] == 0) return ATTN_OK; /* no element */
+        if (j->size[n] == 0) return ATTN_OK; /* no element */
     }
     int64_t tiles = attn__ceil_div(j->size[2], ATTN_TILE_ROWS) * attn__ceil_div(j->size[3], ATTN_TILE_COLS);
     return attn__parallel(j->plan->context, j->plan->slots, j->size[0] * j->size[1] * tiles, work_bias, j);
