@@ -146,6 +146,8 @@ INLINE vreal tanh_vector(vreal x) {
 
 #else
 
+typedef uint32_t vbits __attribute__((vector_size(VECTOR_BYTES)));
+
 /*
  * 2^x for x <= 126. Adding 1.5 * 2^23 leaves the nearest integer in the low bits; a polynomial of degree 6 (minimax on
  * [-1/2, 1/2], relative error 2e-9) does the rest. Below 2^-126 the result is 0: no subnormals, which are slow. NaN stays
@@ -160,7 +162,7 @@ INLINE vreal exp2_vector(vreal x) {
     y = y * f + 2.40226468906e-1f;
     y = y * f + 6.93147205737e-1f;
     y = y * f + 1.0f;
-    y = (vreal)((vint)y + ((vint)shifted << 23));
+    y = (vreal)((vbits)y + ((vbits)shifted << 23)); /* unsigned: it wraps for what is set to 0 below */
     return (vreal)(~(vint)(x < splat(-126.0f)) & (vint)(y + (x - x)));
 }
 
