@@ -111,7 +111,8 @@ TEST(fault_in_each_step_of_attn_plan) {
 }
 
 TEST(fault_in_each_step_of_attn_bench) {
-    SWEEP(cmd_bench, "bench", "--seqlen", "64", "--repeat", "1", "--check", "--threads", "2", "--op", "backward");
+    SWEEP(cmd_bench, "bench", "--heads", "1", "--dim", "16", "--seqlen", "64", "--repeat", "1", "--check", "--threads", "2",
+          "--op", "backward");
 }
 
 TEST(fault_in_each_step_of_attn_info) { SWEEP(cmd_info, "info", "--threads", "2"); }

@@ -204,11 +204,11 @@ static double cached_peak(int threads, bool wide) {
         int threads;
         double gflops;
     } known[2];
-    if (known[wide].threads != threads) {
-        known[wide].threads = threads;
-        known[wide].gflops = peak_gflops(threads, wide);
-    }
-    return known[wide].gflops;
+    if (known[wide].threads == threads) return known[wide].gflops;
+    double gflops = peak_gflops(threads, wide);
+    known[wide].threads = gflops > 0 ? threads : 0;
+    known[wide].gflops = gflops;
+    return gflops;
 }
 
 static int fill_rates(result *r, const attn_problem *p, const data *d) {
