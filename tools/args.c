@@ -182,7 +182,12 @@ static void print_help(const command *c) {
             printf("  %-24s %s\n", left, o->help);
         }
     }
-    printf("  %-24s %s\n\nExamples:\n%s", "--help", "this text", c->examples);
+    printf("  %-24s %s\n\nExamples:\n", "--help", "this text");
+    for (const char *line = c->examples; *line;) {
+        int length = (int)strcspn(line, "\n");
+        printf("  %.*s\n", length, line);
+        line += length + (line[length] == '\n');
+    }
 }
 
 /* name: as typed, without the dashes and without "=value". */

@@ -66,10 +66,10 @@ static const command bench = {
     "Times attention on random data. Sizes and dtypes may be lists with commas: every combination is run.\n"
     "The time is the median of the runs after a first one; peak is the share of the arithmetic peak that a\n"
     "loop of multiply-adds reaches on this machine with as many threads.\n",
-    "  attn bench --heads 32/8 --dim 128 --seqlen 512,1024,2048 --causal\n"
-    "  attn bench --heads 32/8 --dim 128 --seqlen 1/32768 --dtype bf16 --threads 2 --json\n"
-    "  attn bench --op backward --seqlen 1024 --check\n"
-    "  attn bench --suite demo --check\n",
+    "attn bench --heads 32/8 --dim 128 --seqlen 512,1024,2048 --causal\n"
+    "attn bench --heads 32/8 --dim 128 --seqlen 1/32768 --dtype bf16 --threads 2 --json\n"
+    "attn bench --op backward --seqlen 1024 --check\n"
+    "attn bench --suite demo --check\n",
     {{"Options", options_bench},
      {"Sizes", options_sizes},
      {"Mask and scores", options_problem},

@@ -19,8 +19,8 @@ static const command info = {
     "[OPTION]...",
     "Prints the version, the backends, the features of this CPU and the table of kernels. The last kernel\n"
     "of an operation and type that is available is the one that is used.\n",
-    "  attn info\n"
-    "  attn info --json | python3 -m json.tool\n",
+    "attn info\n"
+    "attn info --json | python3 -m json.tool\n",
     {{"Options", options_info}, {"Machine", options_machine}, {0}},
 };
 

@@ -35,10 +35,10 @@ static const command plan_command = {
     "in which order.\n\n"
     "FlashMask patterns: causal-document, document, share-question, sliding-window, global-window,\n"
     "two-way-window, prefix-lm, prefix-document, random-eviction.\n",
-    "  attn plan --heads 32/8 --dim 128 --seqlen 4096 --causal\n"
-    "  attn plan --seqlen 1024 --causal --window 255,0 --svg tiles.svg\n"
-    "  attn plan --seqlen 2048 --flashmask-pattern share-question --svg tiles.svg\n"
-    "  attn plan --batch 4 --seqlen 1/32768 --used-kv used.npy --sequence 2 --svg tiles.svg\n",
+    "attn plan --heads 32/8 --dim 128 --seqlen 4096 --causal\n"
+    "attn plan --seqlen 1024 --causal --window 255,0 --svg tiles.svg\n"
+    "attn plan --seqlen 2048 --flashmask-pattern share-question --svg tiles.svg\n"
+    "attn plan --batch 4 --seqlen 1/32768 --used-kv used.npy --sequence 2 --svg tiles.svg\n",
     {{"Options", options_plan},
      {"Sizes", options_sizes},
      {"Mask and scores", options_problem},

@@ -49,11 +49,11 @@ static const command run = {
     "--q FILE --k FILE --v FILE --o FILE [OPTION]...",
     "Computes attention of arrays in .npy files. Tensors are f2, f4 or f8, bf16 as u2 with --bf16, fp8 as u1\n"
     "with --fp8, and for k and v i1. Other numbers are f4 or f8, integers i4 or i8.\n",
-    "  attn run --q q.npy --k k.npy --v v.npy --o o.npy --lse lse.npy --causal\n"
-    "  attn run --q q.npy --k k.npy --v v.npy --o o.npy --cu-q cu.npy --cu-kv cu.npy --window 255,0\n"
-    "  attn run --op backward --q q.npy --k k.npy --v v.npy --d-o do.npy --d-q dq.npy --d-k dk.npy --d-v dv.npy\n"
-    "  attn run --q q.npy --k cache_k.npy --v cache_v.npy --used-kv used.npy --page-table pages.npy --o o.npy\n"
-    "  attn run --op append --k ck.npy --v cv.npy --used-kv n.npy --k-new k.npy --v-new v.npy --k-out ck.npy --v-out "
+    "attn run --q q.npy --k k.npy --v v.npy --o o.npy --lse lse.npy --causal\n"
+    "attn run --q q.npy --k k.npy --v v.npy --o o.npy --cu-q cu.npy --cu-kv cu.npy --window 255,0\n"
+    "attn run --op backward --q q.npy --k k.npy --v v.npy --d-o do.npy --d-q dq.npy --d-k dk.npy --d-v dv.npy\n"
+    "attn run --q q.npy --k cache_k.npy --v cache_v.npy --used-kv used.npy --page-table pages.npy --o o.npy\n"
+    "attn run --op append --k ck.npy --v cv.npy --used-kv n.npy --k-new k.npy --v-new v.npy --k-out ck.npy --v-out "
     "cv.npy\n",
     {{"Tensors", options_tensors},
      {"Operation", options_run},
