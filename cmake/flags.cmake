@@ -6,7 +6,8 @@ find_package(Threads REQUIRED)
 add_library(attn_flags INTERFACE)
 target_compile_features(attn_flags INTERFACE c_std_11)
 target_compile_options(attn_flags INTERFACE
-    -ffp-contract=off # products and sums are rounded as written, on every compiler; micro-kernels ask for more
+    # Products and sums are rounded as written, on every compiler; targets with ATTN_FUSE, the micro-kernels, may fuse them.
+    -ffp-contract=$<IF:$<BOOL:$<TARGET_PROPERTY:ATTN_FUSE>>,fast,off>
     -Wall -Wextra -Wpedantic -Wshadow -Wstrict-prototypes -Wmissing-prototypes
     $<$<BOOL:${ATTN_WERROR}>:-Werror>)
 set(CMAKE_C_EXTENSIONS OFF)

@@ -43,8 +43,8 @@ function(attn_library_objects tag)
         foreach(isa IN LISTS ATTN_ISAS)
             attn_objects(${tag}_micro_${isa}_${real} ${attn_micro})
             target_compile_definitions(${tag}_micro_${isa}_${real} PRIVATE ATTN_ISA=${isa})
-            # Fused multiply-add where the ISA has it: -std=c11 makes gcc refrain from it otherwise.
-            target_compile_options(${tag}_micro_${isa}_${real} PRIVATE ${ATTN_ISA_FLAGS_${isa}} -ffp-contract=fast)
+            target_compile_options(${tag}_micro_${isa}_${real} PRIVATE ${ATTN_ISA_FLAGS_${isa}})
+            set_target_properties(${tag}_micro_${isa}_${real} PROPERTIES ATTN_FUSE ON) # multiply-add, where the ISA has it
             list(APPEND kernels ${tag}_micro_${isa}_${real})
         endforeach()
         foreach(target IN LISTS kernels)
