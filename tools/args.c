@@ -49,13 +49,19 @@ const char *parse_switch(const char *text, void *target) {
     return NULL;
 }
 
-const char *parse_int(const char *text, void *target) {
+/* The number that text begins with; what follows it, or NULL if there is none that fits. */
+static const char *take_int(const char *text, int32_t *number) {
     char *end;
     errno = 0;
     long value = strtol(text, &end, 10);
-    if (end == text || *end || errno || value < INT32_MIN || value > INT32_MAX) return "a whole number";
-    *(int32_t *)target = (int32_t)value;
-    return NULL;
+    if (end == text || errno || value < INT32_MIN || value > INT32_MAX) return NULL;
+    *number = (int32_t)value;
+    return end;
+}
+
+const char *parse_int(const char *text, void *target) {
+    text = take_int(text, target);
+    return text && !*text ? NULL : "a whole number";
 }
 
 const char *parse_u64(const char *text, void *target) {
@@ -104,18 +110,18 @@ const char *parse_op(const char *text, void *target) {
 }
 
 const char *parse_pairs(const char *text, void *target) {
+    static const char *const wanted = "a number, a pair such as 32/8, or a list of them";
     int_pairs *pairs = target;
     pairs->count = 0;
     do {
         if (pairs->count == MAX_PAIRS) return "a shorter list";
         int32_t *pair = pairs->at[pairs->count++];
-        int used = 0;
-        if (sscanf(text, "%d%n", &pair[0], &used) != 1) return "a number, a pair such as 32/8, or a list of them";
-        text += used;
+        text = take_int(text, &pair[0]);
         pair[1] = pair[0];
-        if (*text == '/' && sscanf(text, "/%d%n", &pair[1], &used) == 1) text += used;
-    } while (*text++ == ',');
-    return text[-1] ? "a number, a pair such as 32/8, or a list of them" : NULL;
+        if (text && *text == '/') text = take_int(text + 1, &pair[1]);
+        if (!text || (*text && *text != ',')) return wanted;
+    } while (*text++);
+    return NULL;
 }
 
 static const char *parse_counts(const char *text, void *target) {
@@ -135,10 +141,9 @@ static const char *parse_backend(const char *text, void *target) {
 
 static const char *parse_window(const char *text, void *target) {
     attn_problem *p = target;
-    int end = 0;
-    if (sscanf(text, "%d%*[,/]%d%n", &p->window_left, &p->window_right, &end) != 2 || text[end])
-        return "two whole numbers such as 255,0 (-1: open)";
-    return NULL;
+    text = take_int(text, &p->window_left);
+    if (text) text = *text == ',' || *text == '/' ? take_int(text + 1, &p->window_right) : NULL;
+    return text && !*text ? NULL : "two whole numbers such as 255,0 (-1: open)";
 }
 
 /* ---- shared options ---- */

@@ -16,6 +16,8 @@
 #include "fault.h"
 #include "npy.h"
 
+_Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "elements are used as they are in the file: little-endian");
+
 static const struct {
     const char *name;
     size_t size;

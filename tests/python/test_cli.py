@@ -61,6 +61,8 @@ def test_manual_has_every_option(command):
         (["bench", "--dim", "577"], "577"),
         (["bench", "--seqlen", "-5"], "-5"),
         (["bench", "--seqlen", "1,,2"], "a number, a pair"),
+        (["bench", "--seqlen", "1,2,"], "a number, a pair"),
+        (["bench", "--seqlen", "99999999999"], "a number, a pair"),
         (["bench", "--batch", "2/3"], "a number"),
         (["bench", "--dtype", "f31"], "f32"),
         (["bench", "--suite", "nonsense"], "demo"),
