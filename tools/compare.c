@@ -18,12 +18,9 @@ static double roundoff(attn_dtype dtype) {
     return dtype == ATTN_F64 ? 0x1p-53 : dtype == ATTN_F32 ? 0x1p-24 : dtype == ATTN_F16 ? 0x1p-11 : 0x1p-8;
 }
 
-/*
- * What may be lost where exponents end: probabilities below the smallest normal number of the arithmetic, times what they
- * multiply; or half of the smallest number of the dtype.
- */
+/* What a result near zero may lose: half of the smallest f16, or what the arithmetic flushes to zero on its way there. */
 static double underflow(const check_case *c, attn_dtype dtype) {
-    return dtype == ATTN_F16 ? 0x1p-25 : c->problem.dtype == ATTN_F64 && dtype == ATTN_F64 ? 0x1p-1014 : 0x1p-118;
+    return dtype == ATTN_F16 ? 0x1p-25 : c->problem.dtype == ATTN_F64 && dtype == ATTN_F64 ? 0x1p-1020 : 0x1p-124;
 }
 
 /* What the rounding of the result does not explain, in units of what is allowed: at most 1 is right. */

@@ -15,6 +15,7 @@
  * dot, add and sum below are small constants. Keys that ref gives no probability to contribute nothing: one wrong key among
  * n shows as an error of 1/n, some orders of magnitude above these bounds.
  */
+#include <float.h>
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -185,13 +186,6 @@ void oracle_free(oracle *o) {
 
 /* ---- bounds ---- */
 
-/* A probability too small for a double still leaves traces: it counts as the smallest one here. Zero: the key is masked. */
-static double present(const check_case *c, int b, int h, int i, int j, double probability) {
-    const double smallest = 1e-280;
-    probability = fabs(probability);
-    return probability >= smallest ? probability : case_allowed(c, b, h, i, j) ? smallest : 0;
-}
-
 /* Euclidean norm and largest magnitude of a row. */
 typedef struct magnitude {
     double norm, most;
@@ -213,9 +207,10 @@ typedef struct analysis {
     oracle *o;
     const check_case *c;
     double unit;      /* roundoff of the arithmetic */
+    double least;     /* its smallest normal number: probabilities below may vanish */
     double keep;      /* 1 / (1 - dropout) */
     magnitude *k, *v; /* [max_kv] of this sequence and KV head */
-    double *e;        /* [max_kv]: e_ij of this row */
+    double *e;        /* [max_kv]: e_ij of this row; 0: masked */
     int b, h, kv_head;
 } analysis;
 
@@ -247,15 +242,14 @@ static void bound_gradients(analysis *a, int i, magnitude q, const double *probs
     double d_lse = f->d_lse ? fabs(((const double *)f->d_lse)[lse_at]) : 0, factor = fabs(p->scale);
     double dots = a->unit * dot_constant(p->dim_v);
     for (int j = 0; j < c->seq[a->b].sk; j++) {
-        double probability = present(c, a->b, a->h, i, j, probs[j]);
-        if (probability == 0) continue;
-        double e = a->e[j] + dots, g = d_o.norm * (a->keep * a->v[j].norm + out.norm) + d_lse;
+        if (a->e[j] == 0) continue;
+        double probability = fabs(probs[j]), e = a->e[j] + dots, g = d_o.norm * (a->keep * a->v[j].norm + out.norm) + d_lse;
         if (p->softcap > 0) e += a->unit * dot_constant(p->dim_qk) * factor * q.norm * a->k[j].norm / p->softcap;
-        double off = probability * g * e;
+        double off = (probability * e + a->least) * g;
         int64_t kv = case_kv_row(c, a->b, c->seq[a->b].leftpad + j) * p->heads_kv + a->kv_head;
         o->d_q_error[row] += factor * off * a->k[j].most;
         o->d_k_error[kv] += factor * off * q.most;
-        o->d_v_error[kv] += a->keep * probability * a->e[j] * d_o.most;
+        o->d_v_error[kv] += a->keep * (probability * a->e[j] + a->least) * d_o.most;
         if (o->d_bias_error) o->d_bias_error[(((int64_t)a->b * p->heads_q + a->h) * p->max_q + i) * p->max_kv + j] = off;
     }
     if (!o->d_sink_error || !isfinite(c->buffers.sink[a->h])) return;
@@ -271,7 +265,8 @@ static void bound_row(analysis *a, int i) {
     const sequence *s = &c->seq[a->b];
     int64_t row = case_q_row(c, a->b, i) * p->heads_q + a->h, lse_at = case_lse_at(c, a->b, i, a->h);
     int64_t line = (((int64_t)a->b * p->heads_q + a->h) * p->max_q + i) * p->max_kv;
-    double *probs = o->probs + line, lse = o->lse[lse_at], dot = dot_constant(p->dim_qk);
+    const double *probs = o->probs + line;
+    double lse = o->lse[lse_at], dot = dot_constant(p->dim_qk);
     if (lse == -INFINITY) return; /* exact: zeros */
     int longer = s->sq * (p->heads_q / p->heads_kv) > s->sk ? s->sq * (p->heads_q / p->heads_kv) : s->sk;
     double q_scale = case_descale(c, c->buffers.q_descale, a->b, a->kv_head), sum = sum_constant(c, longer);
@@ -279,21 +274,23 @@ static void bound_row(analysis *a, int i) {
                           p->dim_qk, q_scale);
     double mean = 0, weight = 0, weighted = 0, left = 1;
     for (int j = 0; j < s->sk; j++) {
-        double probability = present(c, a->b, a->h, i, j, probs[j]);
+        double probability = fabs(probs[j]);
         a->e[j] = 0;
-        if (probability == 0) continue;
-        double x = fabs(p->scale) * q.norm * a->k[j].norm, score = log(probability) + lse;
+        if (probability == 0 && !case_allowed(c, a->b, a->h, i, j)) continue;
+        double x = fabs(p->scale) * q.norm * a->k[j].norm, score = log(fmax(probability, DBL_MIN)) + lse;
         a->e[j] = a->unit * (dot * x + add_constant * (fabs(score) + fabs(lse)) + sum);
         mean += probability * a->e[j];
         weight += probability * a->v[j].most;
-        weighted += probability * a->v[j].most * a->e[j];
+        weighted += (probability * a->e[j] + a->least) * a->v[j].most;
         left -= probability;
     }
     if ((p->flags & ATTN_SINK) && isfinite(c->buffers.sink[a->h]))
         mean += fabs(left) * a->unit * (add_constant * (fabs(c->buffers.sink[a->h]) + fabs(lse)) + sum);
     o->o_error[row] = a->keep * (weighted + mean * weight);
     o->lse_error[lse_at] = mean + a->unit * (add_constant * fabs(lse) + sum);
-    for (int j = 0; j < s->sk; j++) o->probs_error[line + j] = present(c, a->b, a->h, i, j, probs[j]) * (a->e[j] + mean);
+    for (int j = 0; j < s->sk; j++) {
+        if (a->e[j] > 0) o->probs_error[line + j] = fabs(probs[j]) * (a->e[j] + mean) + a->least;
+    }
     if (p->op == ATTN_BACKWARD) bound_gradients(a, i, q, probs);
 }
 
@@ -347,7 +344,9 @@ bool oracle_bound(oracle *o, const check_case *c, char *why, size_t size) {
     o->d_v_error = must_alloc(rows_kv, sizeof(double));
     if (o->d_bias) o->d_bias_error = must_alloc(pairs(c), sizeof(double));
     if (o->d_sink) o->d_sink_error = must_alloc(p->heads_q, sizeof(double));
-    analysis a = {.o = o, .c = c, .unit = p->dtype == ATTN_F64 ? 0x1p-52 : 0x1p-24, .keep = 1 / (1 - p->dropout)};
+    bool wide = p->dtype == ATTN_F64; /* then ref is no more exact than what it judges */
+    analysis a = {.o = o, .c = c, .unit = wide ? 0x1p-52 : 0x1p-24, .least = wide ? DBL_MIN : FLT_MIN};
+    a.keep = 1 / (1 - p->dropout);
     a.k = must_alloc(p->max_kv, sizeof *a.k);
     a.v = must_alloc(p->max_kv, sizeof *a.v);
     a.e = must_alloc(p->max_kv, sizeof *a.e);
