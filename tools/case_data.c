@@ -307,9 +307,7 @@ static void fill_rotary(check_case *c) {
     const attn_problem *p = &c->problem;
     int64_t pairs = p->rotary_dim / 2;
     void *cosine = add_block(c, "rotary_cos", AT(rotary_cos), p->rotary_dtype, BLOCK_IN, p->rotary_len * pairs, 0);
-    c->blocks[c->block_count - 1].fixed = true;
     void *sine = add_block(c, "rotary_sin", AT(rotary_sin), p->rotary_dtype, BLOCK_IN, p->rotary_len * pairs, 0);
-    c->blocks[c->block_count - 1].fixed = true;
     for (int64_t row = 0; row < p->rotary_len; row++) {
         bool wanted = false;
         for (int b = 0; b < p->batch; b++) {

@@ -181,17 +181,17 @@ static void compare_d_bias(verdict *v, const check_case *c, const oracle *o) {
     conclude(v, &w, "d_bias", "batch, head, row, key");
 }
 
-/* Caches after an append: bit for bit what ref has, and what was not appended is as it was. */
+/* Caches after an append: bit for bit what attn.h says, and what was not appended is as it was. */
 static void compare_cache(verdict *v, const check_case *c, const oracle *o, const char *name, const attn_tensor *t,
                           int64_t dim) {
     const block *array = block_find(c, name);
     const attn_problem *p = &c->problem;
     size_t element = attn_dtype_size(array->dtype);
-    const unsigned char *want = o->memory[array - c->blocks];
+    const unsigned char *want = o->cache[array - c->blocks];
     for (int64_t n = 0; n < array->count && !v->failed; n++) {
         if (memcmp(array->data + n * (int64_t)element, want + n * (int64_t)element, element) == 0) continue;
         v->failed = true;
-        snprintf(v->why, sizeof v->why, "%s: element %lld of its memory is %.9g, and ref has %.9g", name, (long long)n,
+        snprintf(v->why, sizeof v->why, "%s: element %lld of its memory is %.9g, and should be %.9g", name, (long long)n,
                  attn__load(array->dtype, array->data, n), attn__load(array->dtype, want, n));
     }
     for (int b = 0; b < p->batch; b++) {

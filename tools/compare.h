@@ -12,10 +12,11 @@
  * precision may lie off before it is rounded to its dtype: one number for each row and head (lse, matrices: each element).
  */
 typedef struct oracle {
-    attn_problem problem; /* as ref gets it: in f64, unless rounding to the case's dtypes is part of what is computed */
+    attn_problem problem; /* as ref gets it: in f64, after the append */
     attn_buffers buffers;
-    attn_dtype real;           /* dtype of the raw results */
-    void *memory[CASE_BLOCKS]; /* what buffers points to: a copy of each block */
+    void *memory[CASE_BLOCKS];         /* what buffers points to: a copy of each block */
+    unsigned char *cache[CASE_BLOCKS]; /* what a cache must hold after the append, in its own dtype */
+    double *q;                         /* rotated queries, dense; NULL: not rotated */
     double *o, *lse, *probs, *d_q, *d_k, *d_v, *d_bias, *d_sink;
     double *o_error, *lse_error, *probs_error, *d_q_error, *d_k_error, *d_v_error, *d_bias_error, *d_sink_error;
 } oracle;
@@ -23,10 +24,12 @@ typedef struct oracle {
 /* Runs ref; fills in o and lse of a backward case. On failure attn_error_detail says why. */
 attn_status oracle_run(oracle *o, check_case *c, attn_context *ref);
 
-/* Works out the bounds. False, with the reason, when the oracle's own result cannot be right. */
+/* Works out the bounds (bounds.c). False, with the reason, when the oracle's own result cannot be right. */
 bool oracle_bound(oracle *o, const check_case *c, char *why, size_t size);
 
 void oracle_free(oracle *o);
+
+int64_t case_pairs(const check_case *c); /* elements of a dense matrix */
 
 typedef struct verdict {
     bool failed;

@@ -1,0 +1,206 @@
+/*
+ * How far off a correct result may be: the error analysis behind `attn check`.
+ *
+ * Let u be the unit roundoff of the arithmetic (2^-24; f64 problems 2^-53). A kernel computes
+ * x = scale * q.k with an error of about u sqrt(d) |scale| |q| |k| (rounding errors of a sum add up like a random walk; |q||k|
+ * bounds the sum of absolute products), then adds, caps and subtracts lse, which costs u times the size of these numbers.
+ * An absolute error of a score is a relative error of its probability:
+ *
+ *     e_ij = u (dot(d) |scale| |q_i| |k_j| + add (|s_ij| + |lse_i|) + sum(n))         p_ij is off by p_ij (e_ij + e_i)
+ *     e_i  = sum_j p_ij e_ij                                                         lse_i is off by e_i
+ *     o_i is off by sum_j p_ij (e_ij + e_i) max|v_j|
+ *     d_s_ij is off by b_ij = p_ij g_ij (e_ij + u dot(d_v)),   g_ij = |d_o_i| (|v_j| + |o_i|) + |d_lse_i|
+ *     d_q_i by |scale| sum_j b_ij max|k_j|     d_k_j by |scale| sum_i b_ij max|q_i|     d_v_j by sum_i p_ij e_ij max|d_o_i|
+ *
+ * dot, add and sum below are small constants. Keys that ref gives no probability to contribute nothing: one wrong key among
+ * n shows as an error of 1/n, some orders of magnitude above these bounds.
+ */
+#include <float.h>
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "compare.h"
+
+static double dot_constant(double d) { return 2 + sqrt(d) / 2; }
+/* Where strides of zero repeat a value, the roundings of a sum repeat too, and add up instead of cancelling. */
+static double sum_constant(const check_case *c, double n) { return 4 + (has(c, F_BROADCAST) ? n / 4 : sqrt(n) / 2); }
+static const double add_constant = 4;
+
+/* Euclidean norm and largest magnitude of a row. */
+typedef struct magnitude {
+    double norm, most;
+} magnitude;
+
+static magnitude measure(const attn_tensor *t, int64_t at, int32_t n, double factor) {
+    magnitude m = {0, 0};
+    for (int32_t x = 0; x < n; x++) {
+        double value = fabs(((const double *)t->data)[at + x] * factor);
+        m.norm += value * value;
+        m.most = value > m.most ? value : m.most;
+    }
+    m.norm = sqrt(m.norm);
+    return m;
+}
+
+/* The state of the analysis: one sequence and query head at a time. */
+typedef struct analysis {
+    oracle *o;
+    const check_case *c;
+    double unit;      /* roundoff of the arithmetic */
+    double least;     /* its smallest normal number: probabilities below may vanish */
+    double keep;      /* 1 / (1 - dropout) */
+    magnitude *k, *v; /* [max_kv] of this sequence and KV head */
+    double *e;        /* [max_kv]: e_ij of this row; 0: masked */
+    int b, h, kv_head;
+} analysis;
+
+static void measure_kv(analysis *a) {
+    const check_case *c = a->c;
+    const attn_problem *p = &c->problem;
+    const attn_buffers *f = &a->o->buffers;
+    double k_scale = case_descale(c, c->buffers.k_descale, a->b, a->kv_head);
+    double v_scale = case_descale(c, c->buffers.v_descale, a->b, a->kv_head);
+    for (int j = 0; j < c->seq[a->b].sk; j++) {
+        int position = c->seq[a->b].leftpad + j;
+        a->k[j] = measure(&f->k, case_kv_at(c, &f->k, a->b, position, a->kv_head), p->dim_qk, k_scale);
+        a->v[j] = measure(&f->v, case_kv_at(c, &f->v, a->b, position, a->kv_head), p->dim_v, v_scale);
+    }
+}
+
+/* What the gradients of row i allow; `q` and the e_ij are those of the row. */
+static void bound_gradients(analysis *a, int i, magnitude q, const double *probs) {
+    oracle *o = a->o;
+    const check_case *c = a->c;
+    const attn_problem *p = &c->problem;
+    const attn_buffers *f = &o->buffers;
+    int64_t row = case_q_row(c, a->b, i) * p->heads_q + a->h, lse_at = case_lse_at(c, a->b, i, a->h);
+    magnitude d_o = measure(&f->d_o, case_q_at(c, &f->d_o, a->b, i, a->h), p->dim_v, 1);
+    magnitude out = measure(&f->o, case_q_at(c, &f->o, a->b, i, a->h), p->dim_v, 1);
+    double d_lse = f->d_lse ? fabs(((const double *)f->d_lse)[lse_at]) : 0, factor = fabs(p->scale);
+    double dots = a->unit * dot_constant(p->dim_v);
+    for (int j = 0; j < c->seq[a->b].sk; j++) {
+        if (a->e[j] == 0) continue;
+        double probability = fabs(probs[j]), e = a->e[j] + dots, g = d_o.norm * (a->keep * a->v[j].norm + out.norm) + d_lse;
+        if (p->softcap > 0) e += a->unit * dot_constant(p->dim_qk) * factor * q.norm * a->k[j].norm / p->softcap;
+        double off = (probability * e + a->least) * g;
+        int64_t kv = case_kv_row(c, a->b, c->seq[a->b].leftpad + j) * p->heads_kv + a->kv_head;
+        o->d_q_error[row] += factor * off * a->k[j].most;
+        o->d_k_error[kv] += factor * off * q.most;
+        o->d_v_error[kv] += a->keep * (probability * a->e[j] + a->least) * d_o.most;
+        if (o->d_bias_error) o->d_bias_error[(((int64_t)a->b * p->heads_q + a->h) * p->max_q + i) * p->max_kv + j] = off;
+    }
+    if (!o->d_sink_error || !isfinite(c->buffers.sink[a->h])) return;
+    double size = add_constant * (fabs(c->buffers.sink[a->h]) + fabs(o->lse[lse_at])) + sum_constant(c, (double)c->rows_q);
+    o->d_sink_error[a->h] +=
+        exp(c->buffers.sink[a->h] - o->lse[lse_at]) * (d_o.norm * out.norm + d_lse) * (a->unit * size + dots);
+}
+
+static void bound_row(analysis *a, int i) {
+    oracle *o = a->o;
+    const check_case *c = a->c;
+    const attn_problem *p = &c->problem;
+    const sequence *s = &c->seq[a->b];
+    int64_t row = case_q_row(c, a->b, i) * p->heads_q + a->h, lse_at = case_lse_at(c, a->b, i, a->h);
+    int64_t line = (((int64_t)a->b * p->heads_q + a->h) * p->max_q + i) * p->max_kv;
+    const double *probs = o->probs + line;
+    double lse = o->lse[lse_at], dot = dot_constant(p->dim_qk);
+    if (lse == -INFINITY) return; /* exact: zeros */
+    int longer = s->sq * (p->heads_q / p->heads_kv) > s->sk ? s->sq * (p->heads_q / p->heads_kv) : s->sk;
+    double q_scale = case_descale(c, c->buffers.q_descale, a->b, a->kv_head), sum = sum_constant(c, longer);
+    magnitude q = measure(&o->buffers.q, case_q_at(c, &o->buffers.q, a->b, i, a->h), p->dim_qk, q_scale);
+    double mean = 0, weight = 0, weighted = 0, left = 1;
+    for (int j = 0; j < s->sk; j++) {
+        double probability = fabs(probs[j]);
+        a->e[j] = 0;
+        if (probability == 0 && !case_allowed(c, a->b, a->h, i, j)) continue;
+        double x = fabs(p->scale) * q.norm * a->k[j].norm, score = log(fmax(probability, DBL_MIN)) + lse;
+        a->e[j] = a->unit * (dot * x + add_constant * (fabs(score) + fabs(lse)) + sum);
+        mean += probability * a->e[j];
+        weight += probability * a->v[j].most;
+        weighted += (probability * a->e[j] + a->least) * a->v[j].most;
+        left -= probability;
+    }
+    if ((p->flags & ATTN_SINK) && isfinite(c->buffers.sink[a->h]))
+        mean += fabs(left) * a->unit * (add_constant * (fabs(c->buffers.sink[a->h]) + fabs(lse)) + sum);
+    o->o_error[row] = a->keep * (weighted + mean * weight);
+    o->lse_error[lse_at] = mean + a->unit * (add_constant * fabs(lse) + sum);
+    for (int j = 0; j < s->sk; j++) {
+        if (a->e[j] > 0) o->probs_error[line + j] = fabs(probs[j]) * (a->e[j] + mean) + a->least;
+    }
+    if (p->op == ATTN_BACKWARD) bound_gradients(a, i, q, probs);
+}
+
+/* Does ref see the keys that attn.h says it should? Where a probability cannot have vanished, both ways. */
+static bool mask_agrees(const analysis *a, int i, char *why, size_t size) {
+    const check_case *c = a->c;
+    const attn_problem *p = &c->problem;
+    const double *probs = a->o->probs + (((int64_t)a->b * p->heads_q + a->h) * p->max_q + i) * p->max_kv;
+    bool may_vanish = (p->flags & (ATTN_ALIBI | ATTN_BIAS)) || c->q_size > 1;
+    for (int j = 0; j < p->max_kv; j++) {
+        bool allowed = i < c->seq[a->b].sq && j < c->seq[a->b].sk && case_allowed(c, a->b, a->h, i, j);
+        if (!(probs[j] == probs[j]) || (probs[j] != 0 && !allowed) || (probs[j] == 0 && allowed && !may_vanish)) {
+            snprintf(why, size, "ref: batch %d, head %d, row %d gives key %d, which it may%s see, probability %g", a->b,
+                     a->h, i, j, allowed ? "" : " not", probs[j]);
+            return false;
+        }
+    }
+    return true;
+}
+
+static bool all_numbers(const double *x, int64_t count, const char *name, char *why, size_t size) {
+    for (int64_t n = 0; x && n < count; n++) {
+        if (isfinite(x[n]) || (x[n] == -INFINITY && strcmp(name, "lse") == 0)) continue;
+        snprintf(why, size, "ref: element %lld of %s is %g", (long long)n, name, x[n]);
+        return false;
+    }
+    return true;
+}
+
+static bool results_sane(const oracle *o, const check_case *c, char *why, size_t size) {
+    const attn_problem *p = &c->problem;
+    int64_t rows_q = c->rows_q * p->heads_q, rows_kv = c->rows_kv * p->heads_kv;
+    return all_numbers(o->o, rows_q * p->dim_v, "o", why, size) && all_numbers(o->lse, rows_q, "lse", why, size) &&
+           all_numbers(o->probs, case_pairs(c), "probs", why, size) &&
+           all_numbers(o->d_q, rows_q * p->dim_qk, "d_q", why, size) &&
+           all_numbers(o->d_k, rows_kv * p->dim_qk, "d_k", why, size) &&
+           all_numbers(o->d_v, rows_kv * p->dim_v, "d_v", why, size) &&
+           all_numbers(o->d_bias, case_pairs(c), "d_bias", why, size) &&
+           all_numbers(o->d_sink, p->heads_q, "d_sink", why, size);
+}
+
+bool oracle_bound(oracle *o, const check_case *c, char *why, size_t size) {
+    const attn_problem *p = &c->problem;
+    if (p->op == ATTN_KV_APPEND) return true;
+    if (!results_sane(o, c, why, size)) return false;
+    int64_t rows_q = c->rows_q * p->heads_q, rows_kv = c->rows_kv * p->heads_kv;
+    o->o_error = must_alloc(rows_q, sizeof(double));
+    o->lse_error = must_alloc(rows_q, sizeof(double));
+    o->probs_error = must_alloc(case_pairs(c), sizeof(double));
+    o->d_q_error = must_alloc(rows_q, sizeof(double));
+    o->d_k_error = must_alloc(rows_kv, sizeof(double));
+    o->d_v_error = must_alloc(rows_kv, sizeof(double));
+    if (o->d_bias) o->d_bias_error = must_alloc(case_pairs(c), sizeof(double));
+    if (o->d_sink) o->d_sink_error = must_alloc(p->heads_q, sizeof(double));
+    bool wide = p->dtype == ATTN_F64; /* then ref is no more exact than what it judges */
+    analysis a = {.o = o, .c = c, .unit = wide ? 0x1p-52 : 0x1p-24, .least = wide ? DBL_MIN : FLT_MIN};
+    a.keep = 1 / (1 - p->dropout);
+    a.k = must_alloc(p->max_kv, sizeof *a.k);
+    a.v = must_alloc(p->max_kv, sizeof *a.v);
+    a.e = must_alloc(p->max_kv, sizeof *a.e);
+    bool sane = true;
+    for (a.b = 0; sane && a.b < p->batch; a.b++) {
+        for (a.h = 0; sane && a.h < p->heads_q; a.h++) {
+            a.kv_head = a.h / (p->heads_q / p->heads_kv);
+            if (a.h % (p->heads_q / p->heads_kv) == 0) measure_kv(&a);
+            for (int i = 0; sane && i < p->max_q; i++) {
+                sane = mask_agrees(&a, i, why, size);
+                if (sane && i < c->seq[a.b].sq) bound_row(&a, i);
+            }
+        }
+    }
+    free(a.k);
+    free(a.v);
+    free(a.e);
+    return sane;
+}
