@@ -237,8 +237,8 @@ static inline attn_tensor attn_dense(void *data, int64_t rows, int64_t heads, in
  * Two sequences of an append may not share the memory they write.
  *
  * Rotary: k_new row r is rotated for position pos + r, q row i for position pos + i when causal or window is set and for pos
- * otherwise, where pos is rotary_pos[b], else used_kv[b]. Values are rotated in float32 (F64: in double) and rounded to
- * the dtype. The cache holds rotated keys. q itself is not changed.
+ * otherwise, where pos is rotary_pos[b], else used_kv[b]. Values are rotated in float32 (F64: in double) and rounded once:
+ * q to dtype, keys to the kv_dtype of the cache, which holds them rotated. q itself is not changed.
  *
  * When kv_dtype differs from dtype, k_new and v_new are converted: divided by k_descale, v_descale and rounded to nearest,
  * saturating for E4M3, E5M2 and I8; when the dtypes are equal the descale cancels and the numbers are stored as they are.
