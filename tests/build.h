@@ -40,6 +40,7 @@ typedef struct rig {
     bool backward;        /* rig_run goes on with the backward pass */
     bool probs;           /* allocate probs too */
     bool clean_workspace; /* workspace of zeros instead of NaNs */
+    size_t limit;         /* most bytes that rig_make may allocate; 0: 256 MiB */
     attn_problem full;    /* p with every default filled in; set by rig_make */
     uint64_t random;      /* state of the generator */
     int blocks;
@@ -50,7 +51,7 @@ typedef struct rig {
 attn_problem problem(attn_dtype dtype, int32_t batch, int32_t heads_q, int32_t heads_kv, int32_t max_q, int32_t max_kv,
                      int32_t dim);
 
-/* False, and nothing is held, when the problem is not legal or its buffers would take more than 256 MiB. */
+/* False, and nothing is held, when the problem is not legal or its buffers would go over the limit. */
 bool rig_make(rig *r, uint64_t seed);
 void rig_free(rig *r);
 
@@ -96,7 +97,7 @@ double rig_lse(const rig *r, int32_t b, int32_t i, int32_t h);
 /* Writes NaN over the dims of a row. */
 void fill_nan(attn_dtype dtype, void *row, int32_t dim);
 
-/* Random numbers: 64 bits, N(0,1), an integer in [low, high]. */
+/* Random numbers: 64 bits, N(0,1) nearly, an integer in [low, high]. */
 uint64_t random_bits(uint64_t *state);
 double random_normal(uint64_t *state);
 int32_t random_range(uint64_t *state, int32_t low, int32_t high);

@@ -122,7 +122,7 @@ static bool without_threads(attn_context *context, const rig *right) {
     return good && calls_and_destroys(context, right);
 }
 
-TEST(fork_child_without_threads_is_an_error_and_then_works) {
+TEST(fork_child_that_gets_no_workers_says_so_and_then_works) {
     attn_context *context = make_context(ATTN_BACKEND_CPU, 3);
     rig right = form();
     CHECK(rig_make(&right, 1));
