@@ -24,14 +24,14 @@ enum { VL = VECTOR_BYTES / sizeof(real) };
 
 #ifdef ATTN_REAL_F64
 typedef int64_t integer;
-typedef uint64_t bits;
+typedef uint64_t natural;
 #else
 typedef int32_t integer;
-typedef uint32_t bits;
+typedef uint32_t natural;
 #endif
 typedef real vreal __attribute__((vector_size(VECTOR_BYTES)));
 typedef integer vint __attribute__((vector_size(VECTOR_BYTES))); /* what comparisons give */
-typedef bits vbits __attribute__((vector_size(VECTOR_BYTES)));
+typedef natural vbits __attribute__((vector_size(VECTOR_BYTES)));
 
 #ifdef __clang__
 #define UNROLL _Pragma("unroll")
