@@ -75,7 +75,8 @@ fi
 stage "build, Address- and UndefinedBehaviorSanitizer" build asan attn-tests
 stage "tests, Address- and UndefinedBehaviorSanitizer" build-asan/attn-tests
 stage "build, ThreadSanitizer" build tsan attn-tests
-stage "tests of threads, ThreadSanitizer" build-tsan/attn-tests pool thread
+# Not the fork_ tests: ThreadSanitizer does not follow threads into a child.
+stage "tests of threads, ThreadSanitizer" build-tsan/attn-tests pool_ c5_threads callers_ fault_in_each_thread
 
 if has_clang; then
     stage "build, clang" build clang
