@@ -4,12 +4,13 @@ set(THREADS_PREFER_PTHREAD_FLAG OFF)
 find_package(Threads REQUIRED)
 
 add_library(attn_flags INTERFACE)
-target_compile_features(attn_flags INTERFACE c_std_11)
 target_compile_options(attn_flags INTERFACE
     # Products and sums are rounded as written, on every compiler; targets with ATTN_FUSE, the micro-kernels, may fuse them.
     -ffp-contract=$<IF:$<BOOL:$<TARGET_PROPERTY:ATTN_FUSE>>,fast,off>
     -Wall -Wextra -Wpedantic -Wshadow -Wstrict-prototypes -Wmissing-prototypes
     $<$<BOOL:${ATTN_WERROR}>:-Werror>)
+set(CMAKE_C_STANDARD 11) # -std=c11 itself; a compile feature would be content with anything later
+set(CMAKE_C_STANDARD_REQUIRED ON)
 set(CMAKE_C_EXTENSIONS OFF)
 set(CMAKE_C_VISIBILITY_PRESET hidden)
 set(CMAKE_POSITION_INDEPENDENT_CODE ON)
