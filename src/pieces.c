@@ -115,7 +115,7 @@ attn_status attn__rotary_check(attn_rotary_args *a, const attn_rotary_args *args
     INVALID_IF(!a->cu && a->total, "total=%lld: want 0 without cu", (long long)a->total);
     INVALID_IF(a->total < 0 || a->total > INT32_MAX, "total=%lld: want 0 to 2^31 - 1", (long long)a->total);
     int64_t batch = a->cu ? a->batch > 0 : a->batch, rows = a->cu ? a->total : a->rows;
-    if (batch == 0 || rows == 0) return ATTN_OK;
+    if (batch == 0 || rows == 0) return host && a->cu ? check_positions(a) : ATTN_OK;
     RETURN_IF_ERROR(attn__tensor_check("x", &a->x, batch, rows, a->heads, a->dim, a->dtype, false));
     RETURN_IF_ERROR(attn__tensor_check("y", &a->y, batch, rows, a->heads, a->dim, a->dtype, true));
     INVALID_IF(a->rotary_len && !a->cos, "cos=NULL: want %d rows", a->rotary_len);
