@@ -79,13 +79,14 @@ void REAL(tile_load_rows)(const attn_rows *t, real *x, real *x_t, const attn_ten
 static void load_kv(const attn_rows *t, real *to, const attn_tensor *from, int32_t dim, int32_t padded, int32_t j0,
                     int32_t keys) {
     const attn_problem *p = t->p;
-    int64_t size = (int64_t)attn_dtype_size(p->kv_dtype), step = from->stride[1] * size;
-    const char *row = NULL;
-    for (int32_t j = 0; j < keys; j++, row += step, to += padded) {
+    int64_t size = (int64_t)attn_dtype_size(p->kv_dtype), start = 0, row = 0;
+    for (int32_t j = 0; j < keys; j++, row++, to += padded) {
         int32_t at = t->s.leftpad + j0 + j;
-        if (j == 0 || (p->page_size && at % p->page_size == 0))
-            row = (const char *)from->data + attn__kv_offset(p, t->f, from, &t->s, at, t->kv_head) * size;
-        t->micro->load(to, row, p->kv_dtype, dim);
+        if (j == 0 || (p->page_size && at % p->page_size == 0)) {
+            start = attn__kv_offset(p, t->f, from, &t->s, at, t->kv_head);
+            row = 0;
+        }
+        t->micro->load(to, (const char *)from->data + (start + row * from->stride[1]) * size, p->kv_dtype, dim);
         for (int32_t x = dim; x < padded; x++) to[x] = 0;
     }
 }
