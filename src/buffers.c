@@ -149,7 +149,7 @@ static attn_status check_kv(const attn_problem *p, const attn_buffers *f) {
     bool packed = p->flags & ATTN_VARLEN_KV, append = p->flags & ATTN_APPEND;
     int64_t batch = p->page_size ? p->num_pages : packed ? 1 : p->cache_batch;
     int64_t rows = p->page_size ? p->page_size : packed ? p->total_kv : p->max_kv;
-    if (p->batch == 0) return ATTN_OK;
+    if (p->batch == 0 && !(packed && p->op == ATTN_BACKWARD)) return ATTN_OK; /* packed gradients are written even so */
     RETURN_IF_ERROR(attn__tensor_check("k", &f->k, batch, rows, p->heads_kv, p->dim_qk, p->kv_dtype, append));
     RETURN_IF_ERROR(attn__tensor_check("v", &f->v, batch, rows, p->heads_kv, p->dim_v, p->kv_dtype, append));
     if (p->op != ATTN_BACKWARD) return ATTN_OK;
