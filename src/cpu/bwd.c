@@ -123,6 +123,9 @@ static void load_rows(const attn_rows *t, scratch *m, bool with_q) {
         int64_t at = attn__lse_index(t->p, &t->s, t->i[r], t->h[r]);
         m->lse[r] = lse[at] == (real)-INFINITY ? (real)INFINITY : (real)(lse[at] * ATTN_LOG2E); /* no key: p = 0 */
         m->delta[r] = delta[at];
+        if (r >= t->rows || lse[at] != (real)-INFINITY) continue;
+        memset(m->d_o + (int64_t)r * t->dim_v, 0, (size_t)t->dim_v * sizeof(real)); /* NaN there must not meet p = 0 (C1) */
+        if (with_q) memset(m->q + (int64_t)r * t->dim_qk, 0, (size_t)t->dim_qk * sizeof(real));
     }
 }
 
