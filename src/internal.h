@@ -1,7 +1,7 @@
 /*
  * What the parts of the library know of each other: context, plan, backend, kernel row, errors, allocation.
  *
- *   attn_run (api.c) -> attn__buffers_check (problem.c) -> plan->backend->run -> kernel
+ *   attn_run (api.c) -> attn__buffers_check (buffers.c) -> plan->backend->run -> kernel
  */
 #ifndef ATTN_INTERNAL_H
 #define ATTN_INTERNAL_H
@@ -37,7 +37,7 @@ typedef struct attn_kernel {
     attn_op op;
     bool wide;          /* computes in double: for F64 problems; ref computes everything so */
     uint32_t cpu;       /* CPU feature bits that it needs (cpu/features.h) */
-    const void *impl;   /* the backend's own description; cpu: struct attn_isa */
+    const void *impl;   /* the backend's own; cpu: the ISA's table of micro-kernels */
     int32_t rows, cols; /* tile of the score matrix */
 } attn_kernel;
 

@@ -17,27 +17,13 @@ int64_t attn__bwd_scratch_f64(const attn_problem *p);
 attn_status attn__fwd_run_f64(const attn_plan *plan, const attn_buffers *f);
 attn_status attn__bwd_run_f64(const attn_plan *plan, const attn_buffers *f);
 
-/* ISA, what it needs in bits and in words. One line here and one in the build make an ISA. */
-#define ISA_C(X) X(c, 0, "")
-#ifdef ATTN_HAVE_AVX2
-#define ISA_AVX2(X) X(avx2, ATTN_CPU_AVX2, "AVX2, FMA, F16C")
-#else
-#define ISA_AVX2(X)
-#endif
-#ifdef ATTN_HAVE_AVX512
-#define ISA_AVX512(X) X(avx512, ATTN_CPU_AVX2 | ATTN_CPU_AVX512, "AVX-512 F, DQ, BW, VL")
-#else
-#define ISA_AVX512(X)
-#endif
-#define ISAS(X) ISA_C(X) ISA_AVX2(X) ISA_AVX512(X)
-
 /* The tables of the two number types are of different types; only the kernels of that type look inside. */
 struct attn__micro_f64;
-#define DECLARE(isa, bits, words)                                                                                          \
+#define ISA(isa, bits, words)                                                                                              \
     extern const struct attn__micro_f32 attn__micro_##isa##_f32;                                                           \
     extern const struct attn__micro_f64 attn__micro_##isa##_f64;
-ISAS(DECLARE)
-#undef DECLARE
+#include "isa.def"
+#undef ISA
 
 #define ROW(op_name, op_id, isa, real_name, is_wide, bits, words)                                                          \
     {.name = #op_name "_" #isa "_" #real_name,                                                                             \
@@ -48,13 +34,18 @@ ISAS(DECLARE)
      .impl = &attn__micro_##isa##_##real_name,                                                                             \
      .rows = ATTN_TILE_ROWS,                                                                                               \
      .cols = ATTN_TILE_COLS},
-#define ROWS(isa, bits, words)                                                                                             \
+#define ISA(isa, bits, words)                                                                                              \
     ROW(fwd, ATTN_FORWARD, isa, f32, false, bits, words)                                                                   \
     ROW(fwd, ATTN_FORWARD, isa, f64, true, bits, words)                                                                    \
     ROW(bwd, ATTN_BACKWARD, isa, f32, false, bits, words)                                                                  \
     ROW(bwd, ATTN_BACKWARD, isa, f64, true, bits, words)
 
-static const attn_kernel kernels[] = {{.name = "append_c", .needs = "", .op = ATTN_KV_APPEND}, ISAS(ROWS)};
+static const attn_kernel kernels[] = {
+    {.name = "append_c", .needs = "", .op = ATTN_KV_APPEND},
+#include "isa.def"
+};
+#undef ISA
+#undef ROW
 
 enum { KERNELS = sizeof kernels / sizeof kernels[0] };
 

@@ -33,7 +33,11 @@ int32_t attn__cpu_features(void) {
     static const struct {
         const char *name;
         int32_t features;
-    } limits[] = {{"c", 0}, {"avx2", ATTN_CPU_AVX2}, {"avx512", ATTN_CPU_AVX2 | ATTN_CPU_AVX512}};
+    } limits[] = {
+#define ISA(name, bits, words) {#name, bits},
+#include "isa.def"
+#undef ISA
+    };
     int32_t here = detect();
     const char *limit = getenv("ATTN_CPU");
     if (!limit || !*limit) return here;

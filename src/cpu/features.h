@@ -10,7 +10,7 @@ enum {
 };
 
 /*
- * Features that kernels may use. The environment's ATTN_CPU limits them, for tests: "c" to plain C, "avx2" to AVX2. An unknown
+ * Features that kernels may use. The environment's ATTN_CPU limits them to those of one ISA (isa.def), for tests. An unknown
  * name gives -1, and so does one that this machine does not have.
  */
 int32_t attn__cpu_features(void);
