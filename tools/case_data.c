@@ -385,10 +385,29 @@ static void fill_cache(check_case *c) {
     }
 }
 
+/* One element of one row of a tensor becomes NaN; i8 has none. */
+static void fill_nan(check_case *c, const attn_tensor *t, attn_dtype dtype, int64_t at, int32_t dim) {
+    if (dtype != ATTN_I8) attn__store(dtype, t->data, at + rng_range(&c->rng, 0, dim - 1), NAN);
+}
+
+static void fill_nans(check_case *c) {
+    const attn_problem *p = &c->problem;
+    const attn_buffers *f = &c->buffers;
+    for (int b = 0; b < p->batch; b++) {
+        const sequence *s = &c->seq[b];
+        int which = rng_range(&c->rng, 0, 3), h = rng_range(&c->rng, 0, p->heads_kv - 1);
+        int position = s->sk > 0 ? s->leftpad + rng_range(&c->rng, 0, s->sk - 1) : 0;
+        if (which == 0 && s->sk > 0) fill_nan(c, &f->k, p->kv_dtype, case_kv_at(c, &f->k, b, position, h), p->dim_qk);
+        if (which == 1 && s->sk > 0) fill_nan(c, &f->v, p->kv_dtype, case_kv_at(c, &f->v, b, position, h), p->dim_v);
+        if (which == 2 && s->sq > 0)
+            fill_nan(c, &f->q, p->dtype, case_q_at(c, &f->q, b, rng_range(&c->rng, 0, s->sq - 1), h), p->dim_qk);
+    }
+}
+
 static void fill_bias(check_case *c) {
     const attn_problem *p = &c->problem;
     const attn_matrix *m = &c->buffers.bias;
-    bool holes = rng_chance(&c->rng, 10); /* -inf in a bias masks */
+    bool holes = rng_chance(&c->rng, 10) && !has(c, F_NAN); /* -inf in a bias masks */
     for (int b = 0; b < p->batch; b++) {
         for (int h = 0; h < p->heads_q; h++) {
             for (int i = 0; i < c->seq[b].sq; i++) {
@@ -486,6 +505,7 @@ void case_fill(check_case *c) {
         c->buffers.seed = rng_next(&c->rng);
         c->buffers.offset = rng_next(&c->rng) >> (rng_chance(&c->rng, 50) ? 0 : 40);
     }
+    if (has(c, F_NAN)) fill_nans(c);
     if (p->op == ATTN_BACKWARD) fill_backward(c);
 }
 

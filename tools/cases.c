@@ -202,6 +202,8 @@ static const struct feature {
     [F_D_SINK] = {"d_sink", BWD, BIT(F_SINK), 0, NULL, memory_only, "gradient of the sinks"},
     [F_SOME_GRADIENTS] = {"some_gradients", BWD, 0, 0, NULL, memory_only, "some of d_q, d_k, d_v not wanted"},
     [F_RING] = {"ring", BWD, 0, 0, NULL, memory_only, "o and lse of a softmax over more keys than are here"},
+    [F_NAN] = {"nan", FWD | BWD, 0, BIT(F_APPEND) | BIT(F_DROPOUT) | BIT(F_ALIBI), NULL, memory_only,
+               "NaN in rows and keys that count: it reaches those who see them, and nobody else"},
     [F_LAYOUT] = {"layout", FWD | BWD | APP, 0, 0, NULL, memory_only, "permuted and padded tensors"},
     [F_NEGATIVE] = {"negative", FWD | BWD | APP, 0, 0, NULL, memory_only, "negative strides"},
     [F_BROADCAST] = {"broadcast", FWD | BWD | APP, 0, 0, NULL, memory_only, "zero strides of inputs"},
@@ -449,7 +451,7 @@ bool case_draw(check_case *c, const case_filter *filter, uint64_t seed, long num
     settle_defaults(c);
     c->strict = rng_chance(&c->rng, 50);
     c->one_shot = rng_chance(&c->rng, 25);
-    c->q_size = rng_chance(&c->rng, 85) ? 1 : rng_chance(&c->rng, 50) ? 4 : 20;
+    c->q_size = rng_chance(&c->rng, 85) || has(c, F_NAN) ? 1 : rng_chance(&c->rng, 50) ? 4 : 20;
     return true;
 }
 

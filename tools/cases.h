@@ -68,6 +68,7 @@ typedef enum feature_id {
     F_D_SINK,
     F_SOME_GRADIENTS,
     F_RING,
+    F_NAN,
     F_LAYOUT,
     F_NEGATIVE,
     F_BROADCAST,

@@ -40,9 +40,9 @@ typedef struct coverage {
 
 /* ---- one case ---- */
 
-typedef struct bench_of_judges {
+typedef struct contexts {
     attn_context *ref, *tested, *other; /* other: the same backend with another number of threads */
-} bench_of_judges;
+} contexts;
 
 /* Is everything around the workspace as it was? */
 static bool margins_intact(const unsigned char *begin, size_t watched, const unsigned char *data, size_t bytes) {
@@ -86,7 +86,7 @@ static void refuse(verdict *v, const char *who, attn_status status) {
 }
 
 /* Runs the case once more on the other context: the same bits? The case is left with the first result. */
-static void run_again(check_case *c, const bench_of_judges *j, verdict *v) {
+static void run_again(check_case *c, const contexts *j, verdict *v) {
     unsigned char *first[CASE_BLOCKS] = {0};
     for (int n = 0; n < c->block_count; n++) {
         first[n] = must_alloc((int64_t)c->blocks[n].bytes, 1);
@@ -106,7 +106,7 @@ static void run_again(check_case *c, const bench_of_judges *j, verdict *v) {
     }
 }
 
-static void check_case_run(check_case *c, const bench_of_judges *j, verdict *v) {
+static void check_case_run(check_case *c, const contexts *j, verdict *v) {
     oracle o;
     case_fill(c);
     refuse(v, "ref", oracle_run(&o, c, j->ref));
@@ -124,13 +124,13 @@ static void check_case_run(check_case *c, const bench_of_judges *j, verdict *v) 
 static char repeat[512];
 
 static void say_repeat(const check_settings *s, const char *backend, long number) {
-    int at = snprintf(repeat, sizeof repeat, "  repeat: attn check --backend %s --threads %d --seed %llu --only %ld",
-                      backend, s->base.config.threads, (unsigned long long)s->seed, number);
-    if (s->filter.op >= 0)
-        at += snprintf(repeat + at, sizeof repeat - (size_t)at, " --op %s", op_name((attn_op)s->filter.op));
-    if (s->filter.dtype)
-        at += snprintf(repeat + at, sizeof repeat - (size_t)at, " --dtype %s", attn_dtype_name(s->filter.dtype));
-    if (s->features) snprintf(repeat + at, sizeof repeat - (size_t)at, " --feature %.200s", s->features);
+    char threads[32] = "", op[32] = "", dtype[32] = "";
+    if (s->base.config.threads) snprintf(threads, sizeof threads, " --threads %d", s->base.config.threads);
+    if (s->filter.op >= 0) snprintf(op, sizeof op, " --op %s", op_name((attn_op)s->filter.op));
+    if (s->filter.dtype) snprintf(dtype, sizeof dtype, " --dtype %s", attn_dtype_name(s->filter.dtype));
+    snprintf(repeat, sizeof repeat, "  repeat: attn check --backend %s%s --seed %llu --only %ld%s%s%s%.200s", backend,
+             threads, (unsigned long long)s->seed, number, op, dtype, s->features ? " --feature " : "",
+             s->features ? s->features : "");
 }
 
 /* A kernel that runs into a guard page takes the program with it, but not without a word. */
@@ -256,7 +256,7 @@ static int parse_features(check_settings *s) {
     return TOOL_OK;
 }
 
-static attn_status open_contexts(const check_settings *s, bench_of_judges *j) {
+static attn_status open_contexts(const check_settings *s, contexts *j) {
     attn_config ref = {.size = sizeof ref, .backend = ATTN_BACKEND_REF, .threads = 1}, tested = s->base.config;
     tested.size = sizeof tested;
     attn_status status = attn_context_create(&j->ref, &ref);
@@ -272,7 +272,7 @@ static double now_ms(void) {
     return (double)t.tv_sec * 1e3 + (double)t.tv_nsec * 1e-6;
 }
 
-static int run_cases(const check_settings *s, const bench_of_judges *j) {
+static int run_cases(const check_settings *s, const contexts *j) {
     static coverage reached;
     static check_case c;
     const char *backend = attn_context_backend(j->tested);
@@ -321,7 +321,7 @@ int cmd_check(int argc, char **argv) {
         return tool_flush();
     }
     if (!s.seed_given) s.seed = (uint64_t)time(NULL) * 1000003u + (uint64_t)getpid();
-    bench_of_judges j = {NULL, NULL, NULL};
+    contexts j = {NULL, NULL, NULL};
     attn_status status = open_contexts(&s, &j);
     if (status != ATTN_OK) {
         code = tool_status("check", status);

@@ -26,6 +26,7 @@ static double underflow(const check_case *c, attn_dtype dtype) {
 /* What the rounding of the result does not explain, in units of what is allowed: at most 1 is right. */
 static double judge(const check_case *c, attn_dtype dtype, double got, double want, double error) {
     if (want == -INFINITY) return got == want ? 0 : INFINITY;
+    if (want != want) return got != got ? 0 : INFINITY;
     double off = fabs(got - want);
     if (off == 0) return 0;
     if (!(off < INFINITY) || (error == 0 && want == 0)) return INFINITY;
