@@ -299,7 +299,7 @@ static int run_cases(const check_settings *s, const contexts *j) {
         progress("check", n + 1 - first, end - first);
     }
     progress_end();
-    print_coverage(&reached);
+    if (s->only < 0) print_coverage(&reached);
     printf("\nlargest error that passed, rounding of the result apart: %.2f of what is allowed (%s of case %ld)\n",
            closest.worst, closest.worst_name, closest_case);
     printf("%ld passed, %ld failed\n", passed, failed);
