@@ -149,8 +149,6 @@ INLINE vreal tanh_vector(vreal x) {
 
 #else
 
-typedef uint32_t vbits __attribute__((vector_size(VECTOR_BYTES)));
-
 /*
  * 2^x for x <= 126. Adding 1.5 * 2^23 leaves the nearest integer in the low bits; a polynomial of degree 6 (minimax on
  * [-1/2, 1/2], relative error 2e-9) does the rest. Below 2^-126 the result is 0: no subnormals, which are slow. NaN stays
