@@ -37,9 +37,9 @@
  *       however many threads there are.
  *   C6  Extra memory is O(sq + sk): nothing of size sq x sk is ever stored, except where you ask for it (probs, d_bias).
  *
- * Strides are counted in elements. Every struct begins with its size, so that it can grow: set it to sizeof, zero the
- * rest (a zero field is a default), then fill in what you need. Thread safety: one context and one plan may be used from
- * many threads at once, each call with buffers and workspace of its own.
+ * Strides are counted in elements. A struct that you fill in begins with its size, so that it can grow: set it to sizeof, zero
+ * the rest (a zero field is a default), then fill in what you need. Thread safety: one context and one plan may be used from
+ * many threads at once, each call with buffers and workspace of its own. 64-bit machines only.
  */
 #ifndef ATTN_H
 #define ATTN_H
@@ -194,8 +194,8 @@ typedef struct attn_problem {
     int64_t total_new;         /* ATTN_VARLEN_NEW: rows of the packed k_new */
     int32_t rotary_dim;        /* ATTN_ROTARY: how many of the dims are rotated; even, at most dim_qk */
     int32_t rotary_len;        /* ATTN_ROTARY: rows of rotary_cos */
-    double scale;              /* ATTN_SCALE: any finite number */
-    double softcap;            /* 0: none */
+    double scale;              /* ATTN_SCALE: any number from -1e30 to 1e30 */
+    double softcap;            /* 0: none; otherwise 1e-30 to 1e30 */
     double dropout;            /* probability of dropping, 0 <= dropout < 1 */
 } attn_problem;
 
@@ -242,6 +242,9 @@ static inline attn_tensor attn_dense(void *data, int64_t rows, int64_t heads, in
  *
  * When kv_dtype differs from dtype, k_new and v_new are converted: divided by k_descale, v_descale and rounded to nearest,
  * saturating for E4M3, E5M2 and I8; when the dtypes are equal the descale cancels and the numbers are stored as they are.
+ *
+ * Backward: p comes from the lse that is given and delta from the given o, so they may belong to a softmax over more keys than
+ * are here (ring attention); an lse of -inf is what marks a row without keys.
  *
  * FlashMask: for key j of sequence b, masked query rows are half-open intervals of flashmask[b][head][j][...]:
  *   causal, 1 vector:   rows >= v0                       full, 2 vectors: rows >= v0, or rows < v1
@@ -314,7 +317,8 @@ ATTN_API attn_status attn_run(const attn_plan *plan, const attn_buffers *buffers
 
 /*
  * The same in one call, with plans and workspace kept inside the context. A workspace in the buffers is used if it is large
- * enough and ignored otherwise. attn_forward wants op ATTN_FORWARD and so on.
+ * enough and ignored otherwise. A few workspaces, the largest ones, wait in the context for the next call until it is destroyed.
+ * attn_forward wants op ATTN_FORWARD and so on.
  */
 ATTN_API attn_status attn_forward(attn_context *context, const attn_problem *problem, const attn_buffers *buffers,
                                   void *stream);
@@ -335,7 +339,7 @@ typedef struct attn_tile {
 /*
  * Calls visit for every tile of one sequence and query head, in the order in which they are worked; skipped tiles too. A non-
  * zero return value of visit stops it. Forward plans of the cpu backend; others give ATTN_UNSUPPORTED. From the buffers
- * only lengths and flashmask are read.
+ * only lengths, page table and flashmask are read; tensors may be NULL, what flags announce may not.
  */
 ATTN_API attn_status attn_plan_tiles(const attn_plan *plan, const attn_buffers *buffers, int32_t batch, int32_t head,
                                      int (*visit)(void *user, const attn_tile *tile), void *user);
@@ -344,7 +348,8 @@ ATTN_API attn_status attn_plan_tiles(const attn_plan *plan, const attn_buffers *
 
 /*
  * Merges partial results of the same queries over disjoint sets of keys: lse = log(sum exp(lse_p)), o = sum exp(lse_p - lse)
- * o_p, in the order of the parts. A part with lse = -inf counts nothing, whatever its o holds. Outputs may not overlap inputs.
+ * o_p, in the order of the parts. A part with lse = -inf counts nothing, whatever its o holds. A sink belongs
+ * into one of the parts only. Outputs may not overlap inputs.
  */
 typedef struct attn_merge_args {
     size_t size;          /* sizeof(attn_merge_args) */
@@ -388,8 +393,8 @@ typedef struct attn_kernel_info {
     int32_t available;  /* 1: this machine can run it */
 } attn_kernel_info;
 
-/* Row `index` of the kernel table; ATTN_INVALID past its end. */
-ATTN_API attn_status attn_kernel_get(int32_t index, attn_kernel_info *info);
+/* Row `index` of the kernel table, into the first `size` (sizeof *info) bytes of *info; ATTN_INVALID past its end. */
+ATTN_API attn_status attn_kernel_get(int32_t index, attn_kernel_info *info, size_t size);
 
 /* "x86-64: SSE2 AVX2 FMA ..." of this machine; the same text for the life of the process. */
 ATTN_API const char *attn_cpu_features(void);

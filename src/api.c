@@ -91,7 +91,7 @@ attn_status attn_rotary(attn_context *context, const attn_rotary_args *args, voi
     return context->backend->rotary(context, &checked, stream);
 }
 
-attn_status attn_kernel_get(int32_t index, attn_kernel_info *info) {
+attn_status attn_kernel_get(int32_t index, attn_kernel_info *info, size_t size) {
     static const attn_backend *const backends[] = {&attn__backend_ref, &attn__backend_cpu};
     RETURN_IF(!info, ATTN_INVALID, "info=NULL: want an attn_kernel_info");
     int32_t at = index;
@@ -101,13 +101,14 @@ attn_status attn_kernel_get(int32_t index, attn_kernel_info *info) {
         int32_t rows = 0;
         while ((k = backends[n]->kernel(rows, &available)) && rows < at) rows++;
         if (k) {
-            *info = (attn_kernel_info){.name = k->name,
-                                       .backend = backends[n]->name,
-                                       .needs = k->needs,
-                                       .op = k->op,
-                                       .rows = k->rows,
-                                       .cols = k->cols,
-                                       .available = available};
+            attn_kernel_info row = {.name = k->name,
+                                    .backend = backends[n]->name,
+                                    .needs = k->needs,
+                                    .op = k->op,
+                                    .rows = k->rows,
+                                    .cols = k->cols,
+                                    .available = available};
+            memcpy(info, &row, size < sizeof row ? size : sizeof row);
             return ATTN_OK;
         }
         at -= rows;

@@ -7,8 +7,6 @@
 #include <stdio.h>
 #include <string.h>
 
-#define INVALID_IF(condition, ...) RETURN_IF(condition, ATTN_INVALID, __VA_ARGS__)
-
 /* Distance in elements from the lowest to one past the highest element, or -1 when it leaves the address space. */
 static int64_t extent(const int64_t *stride, const int64_t *size, int dims, int64_t inner, size_t element) {
     int64_t sum = inner;
@@ -245,8 +243,8 @@ static attn_status check_places(const attn_problem *p, const attn_buffers *f, co
     if (p->page_size && s->sk > 0) {
         const int32_t *row = f->page_table + s->slot * attn__pages_per_slot(p, f);
         for (int32_t n = s->leftpad / p->page_size; n <= (s->leftpad + s->sk - 1) / p->page_size; n++)
-            INVALID_IF(row[n] < 0 || row[n] >= p->num_pages, "page_table[%d][%d]=%d: want 0 to %d", s->slot, n, row[n],
-                       p->num_pages - 1);
+            INVALID_IF(row[n] < 0 || row[n] >= p->num_pages, "page_table[%d][%d]=%d: want less than num_pages=%d", s->slot,
+                       n, row[n], p->num_pages);
     }
     if (p->flags & ATTN_ROTARY) {
         int64_t first = attn__rotary_pos(p, f, s), rows = s->appended;

@@ -86,10 +86,14 @@ attn_status attn__cache_take(void **workspace, attn_context *context, size_t byt
     attn_cache *cache = context->cache;
     *workspace = NULL;
     pthread_mutex_lock(&cache->mutex);
-    for (int32_t n = 0; n < cache->blocks && !*workspace; n++) {
-        if (header_of(cache->idle[n])->bytes < bytes) continue;
-        *workspace = cache->idle[n];
-        cache->idle[n] = cache->idle[--cache->blocks];
+    int32_t best = -1; /* the smallest that is large enough */
+    for (int32_t n = 0; n < cache->blocks; n++) {
+        size_t size = header_of(cache->idle[n])->bytes;
+        if (size >= bytes && (best < 0 || size < header_of(cache->idle[best])->bytes)) best = n;
+    }
+    if (best >= 0) {
+        *workspace = cache->idle[best];
+        cache->idle[best] = cache->idle[--cache->blocks];
     }
     pthread_mutex_unlock(&cache->mutex);
     if (*workspace) return ATTN_OK;

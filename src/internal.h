@@ -22,6 +22,7 @@ attn_status attn__fail(attn_status status, const char *format, ...) __attribute_
     do {                                                                                                                   \
         if (condition) return attn__fail((status), __VA_ARGS__);                                                           \
     } while (0)
+#define INVALID_IF(condition, ...) RETURN_IF(condition, ATTN_INVALID, __VA_ARGS__)
 #define RETURN_IF_ERROR(expression)                                                                                        \
     do {                                                                                                                   \
         attn_status status_ = (expression);                                                                                \
@@ -133,6 +134,11 @@ enum {
 /* Copies a struct that begins with its size into one of `known` bytes: a shorter one is completed with zeros, a longer one
    (from a newer header) is taken if what we do not know of is zero. */
 attn_status attn__struct_load(void *to, const void *from, size_t known, size_t first, const char *name);
+
+/* f32, f16, bf16, f64: the dtypes that outputs and tables may have. */
+static inline bool attn__is_float(attn_dtype d) {
+    return d == ATTN_F32 || d == ATTN_F16 || d == ATTN_BF16 || d == ATTN_F64;
+}
 
 /* Copies *problem into *resolved with every default filled in, or says what is wrong with it. */
 attn_status attn__problem_resolve(attn_problem *resolved, const attn_problem *problem);

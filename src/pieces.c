@@ -4,10 +4,6 @@
 
 #include <math.h>
 
-#define INVALID_IF(condition, ...) RETURN_IF(condition, ATTN_INVALID, __VA_ARGS__)
-
-static bool is_float(attn_dtype d) { return d == ATTN_F32 || d == ATTN_F16 || d == ATTN_BF16 || d == ATTN_F64; }
-
 static attn_status check_shape(int32_t batch, int32_t rows, int32_t heads, int32_t dim) {
     INVALID_IF(batch < 0, "batch=%d: want 0 or more", batch);
     INVALID_IF(rows < 0, "rows=%d: want 0 or more", rows);
@@ -21,9 +17,9 @@ static attn_status check_shape(int32_t batch, int32_t rows, int32_t heads, int32
 attn_status attn__merge_check(attn_merge_args *a, const attn_merge_args *args) {
     INVALID_IF(!args, "args=NULL: want an attn_merge_args");
     RETURN_IF_ERROR(attn__struct_load(a, args, sizeof *a, ATTN_MERGE_FIRST_SIZE, "attn_merge_args"));
-    INVALID_IF(!is_float(a->dtype), "dtype=%d: want ATTN_F32, F16, BF16 or F64", (int)a->dtype);
+    INVALID_IF(!attn__is_float(a->dtype), "dtype=%d: want ATTN_F32, F16, BF16 or F64", (int)a->dtype);
     if (a->out_dtype == ATTN_DTYPE_DEFAULT) a->out_dtype = a->dtype;
-    INVALID_IF(!is_float(a->out_dtype), "out_dtype=%d: want ATTN_F32, F16, BF16 or F64", (int)a->out_dtype);
+    INVALID_IF(!attn__is_float(a->out_dtype), "out_dtype=%d: want ATTN_F32, F16, BF16 or F64", (int)a->out_dtype);
     INVALID_IF((a->out_dtype == ATTN_F64) != (a->dtype == ATTN_F64),
                "out_dtype=%s: f64 goes with dtype f64 only, which is %s", attn_dtype_name(a->out_dtype),
                attn_dtype_name(a->dtype));
@@ -103,9 +99,9 @@ static attn_status check_positions(const attn_rotary_args *a) {
 attn_status attn__rotary_check(attn_rotary_args *a, const attn_rotary_args *args, bool host) {
     INVALID_IF(!args, "args=NULL: want an attn_rotary_args");
     RETURN_IF_ERROR(attn__struct_load(a, args, sizeof *a, ATTN_ROTARY_FIRST_SIZE, "attn_rotary_args"));
-    INVALID_IF(!is_float(a->dtype), "dtype=%d: want ATTN_F32, F16, BF16 or F64", (int)a->dtype);
+    INVALID_IF(!attn__is_float(a->dtype), "dtype=%d: want ATTN_F32, F16, BF16 or F64", (int)a->dtype);
     if (a->rotary_dtype == ATTN_DTYPE_DEFAULT) a->rotary_dtype = a->dtype;
-    INVALID_IF(!is_float(a->rotary_dtype), "rotary_dtype=%d: want ATTN_F32, F16, BF16 or F64", (int)a->rotary_dtype);
+    INVALID_IF(!attn__is_float(a->rotary_dtype), "rotary_dtype=%d: want ATTN_F32, F16, BF16 or F64", (int)a->rotary_dtype);
     RETURN_IF_ERROR(check_shape(a->batch, a->rows, a->heads, a->dim));
     INVALID_IF(a->rotary_dim < 2 || a->rotary_dim % 2 || a->rotary_dim > a->dim,
                "rotary_dim=%d: want an even number from 2 to dim, which is %d", a->rotary_dim, a->dim);

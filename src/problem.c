@@ -10,14 +10,13 @@
 #include "host.h"
 
 enum { MAX_LENGTH = 1 << 30 };
+#define MAX_NUMBER 1e30 /* of scale and softcap: far inside the range of float */
 
 #define ALL_FLAGS ((ATTN_DESCALE << 1) - 1)
 #define APPEND_FLAGS                                                                                                       \
     (ATTN_CAUSAL | ATTN_WINDOW | ATTN_SCALE | ATTN_VARLEN_KV | ATTN_USED_KV | ATTN_LEFTPAD | ATTN_BATCH_INDEX |            \
      ATTN_APPEND | ATTN_VARLEN_NEW | ATTN_ROTARY | ATTN_ROTARY_INTERLEAVED | ATTN_ROTARY_POS | ATTN_DESCALE)
 
-/* Shorthand of this file: INVALID_IF(bad, "field=%d: ...", value). */
-#define INVALID_IF(condition, ...) RETURN_IF(condition, ATTN_INVALID, __VA_ARGS__)
 #define UNSUPPORTED_IF(condition, ...) RETURN_IF(condition, ATTN_UNSUPPORTED, __VA_ARGS__)
 
 attn_status attn__struct_load(void *to, const void *from, size_t known, size_t first, const char *name) {
@@ -35,11 +34,10 @@ attn_status attn__struct_load(void *to, const void *from, size_t known, size_t f
     return ATTN_OK;
 }
 
-static bool is_float(attn_dtype d) { return d == ATTN_F32 || d == ATTN_F16 || d == ATTN_BF16 || d == ATTN_F64; }
 static bool is_fp8(attn_dtype d) { return d == ATTN_E4M3 || d == ATTN_E5M2; }
 
 static attn_status resolve_dtypes(attn_problem *p) {
-    INVALID_IF(!is_float(p->dtype) && !is_fp8(p->dtype), "dtype=%d: want ATTN_F32, F16, BF16, F64, E4M3 or E5M2",
+    INVALID_IF(!attn__is_float(p->dtype) && !is_fp8(p->dtype), "dtype=%d: want ATTN_F32, F16, BF16, F64, E4M3 or E5M2",
                (int)p->dtype);
     if (p->kv_dtype == ATTN_DTYPE_DEFAULT) p->kv_dtype = p->dtype;
     INVALID_IF(attn_dtype_size(p->kv_dtype) == 0, "kv_dtype=%d: no such dtype", (int)p->kv_dtype);
@@ -47,15 +45,15 @@ static attn_status resolve_dtypes(attn_problem *p) {
                "kv_dtype=%s: f64 goes with dtype f64 only, which is %s", attn_dtype_name(p->kv_dtype),
                attn_dtype_name(p->dtype));
     if (p->out_dtype == ATTN_DTYPE_DEFAULT) p->out_dtype = is_fp8(p->dtype) ? ATTN_BF16 : p->dtype;
-    INVALID_IF(!is_float(p->out_dtype), "out_dtype=%d: want ATTN_F32, F16, BF16 or F64", (int)p->out_dtype);
+    INVALID_IF(!attn__is_float(p->out_dtype), "out_dtype=%d: want ATTN_F32, F16, BF16 or F64", (int)p->out_dtype);
     INVALID_IF((p->out_dtype == ATTN_F64) != (p->dtype == ATTN_F64),
                "out_dtype=%s: f64 goes with dtype f64 only, which is %s", attn_dtype_name(p->out_dtype),
                attn_dtype_name(p->dtype));
     attn_dtype table = is_fp8(p->dtype) ? ATTN_F32 : p->dtype;
     if (p->bias_dtype == ATTN_DTYPE_DEFAULT) p->bias_dtype = table;
-    INVALID_IF(!is_float(p->bias_dtype), "bias_dtype=%d: want ATTN_F32, F16, BF16 or F64", (int)p->bias_dtype);
+    INVALID_IF(!attn__is_float(p->bias_dtype), "bias_dtype=%d: want ATTN_F32, F16, BF16 or F64", (int)p->bias_dtype);
     if (p->rotary_dtype == ATTN_DTYPE_DEFAULT) p->rotary_dtype = table;
-    INVALID_IF(!is_float(p->rotary_dtype), "rotary_dtype=%d: want ATTN_F32, F16, BF16 or F64", (int)p->rotary_dtype);
+    INVALID_IF(!attn__is_float(p->rotary_dtype), "rotary_dtype=%d: want ATTN_F32, F16, BF16 or F64", (int)p->rotary_dtype);
     bool narrow = is_fp8(p->dtype) || is_fp8(p->kv_dtype) || p->kv_dtype == ATTN_I8;
     UNSUPPORTED_IF(narrow && p->op == ATTN_BACKWARD, "kv_dtype=%s: 8-bit dtypes have no backward; use f32, f16 or bf16",
                    attn_dtype_name(p->kv_dtype));
@@ -176,14 +174,15 @@ static attn_status resolve_cache(attn_problem *p) {
 
 static attn_status resolve_numbers(attn_problem *p) {
     if (p->flags & ATTN_SCALE) {
-        INVALID_IF(!isfinite(p->scale), "scale=%g: want a finite number", p->scale);
+        INVALID_IF(!(fabs(p->scale) <= MAX_NUMBER), "scale=%g: want a number from -%g to %g", p->scale, MAX_NUMBER,
+                   MAX_NUMBER);
     } else {
         INVALID_IF(p->scale != 0, "scale=%g: want 0 without ATTN_SCALE", p->scale);
         p->scale = 1.0 / sqrt(p->dim_qk);
         p->flags |= ATTN_SCALE;
     }
-    INVALID_IF(!(p->softcap >= 0) || !isfinite(p->softcap), "softcap=%g: want 0 (none) or a finite positive number",
-               p->softcap);
+    INVALID_IF(p->softcap != 0 && !(p->softcap >= 1 / MAX_NUMBER && p->softcap <= MAX_NUMBER),
+               "softcap=%g: want 0 (none) or a number from %g to %g", p->softcap, 1 / MAX_NUMBER, MAX_NUMBER);
     INVALID_IF(!(p->dropout >= 0 && p->dropout < 1), "dropout=%g: want 0 to below 1", p->dropout);
     INVALID_IF(p->op == ATTN_KV_APPEND && p->softcap > 0, "softcap=%g: means nothing to ATTN_KV_APPEND", p->softcap);
     INVALID_IF(p->op == ATTN_KV_APPEND && p->dropout > 0, "dropout=%g: means nothing to ATTN_KV_APPEND", p->dropout);

@@ -20,8 +20,6 @@ typedef struct attn_seq {
     int64_t new_row;  /* packed: first row in k_new; otherwise 0 */
 } attn_seq;
 
-ATTN_HD int attn__appends(const attn_problem *p) { return p->op == ATTN_KV_APPEND || (p->flags & ATTN_APPEND) != 0; }
-
 ATTN_HD attn_seq attn__seq(const attn_problem *p, const attn_buffers *f, int32_t b) {
     attn_seq s;
     s.b = b;
@@ -33,7 +31,7 @@ ATTN_HD attn_seq attn__seq(const attn_problem *p, const attn_buffers *f, int32_t
              : p->flags & ATTN_VARLEN_KV ? f->cu_kv[b + 1] - f->cu_kv[b]
                                          : p->max_kv;
     s.new_row = p->flags & ATTN_VARLEN_NEW ? f->cu_new[b] : 0;
-    s.appended = !attn__appends(p) ? 0 : p->flags & ATTN_VARLEN_NEW ? f->cu_new[b + 1] - f->cu_new[b] : p->max_new;
+    s.appended = !(p->flags & ATTN_APPEND) ? 0 : p->flags & ATTN_VARLEN_NEW ? f->cu_new[b + 1] - f->cu_new[b] : p->max_new;
     s.leftpad = p->flags & ATTN_LEFTPAD ? f->leftpad[b] : 0;
     s.sk = s.used + s.appended - s.leftpad;
     return s;

@@ -142,7 +142,7 @@ static bool want_lengths(rig *r) {
     const attn_problem *p = &r->full;
     attn_buffers *f = &r->f;
     uint32_t flags = p->flags;
-    bool appends = attn__appends(p);
+    bool appends = p->op == ATTN_KV_APPEND || (p->flags & ATTN_APPEND);
     int32_t batch = p->batch, room = p->max_kv - (appends ? p->max_new : 0);
     int64_t slots = flags & ATTN_BATCH_INDEX ? p->cache_batch : batch;
     return want_ints(r, &f->cu_q, flags & ATTN_VARLEN_Q, (int64_t)batch + 1, 0,
@@ -200,7 +200,7 @@ static bool want_tensors(rig *r) {
     int64_t k_count = p->page_size ? p->num_pages : packed_kv ? 1 : slots;
     int64_t k_rows = p->page_size ? p->page_size : packed_kv ? p->total_kv : p->max_kv;
     int64_t new_count = packed_new ? 1 : p->batch, new_rows = packed_new ? p->total_new : p->max_new;
-    bool appends = attn__appends(p), attends = p->op != ATTN_KV_APPEND;
+    bool appends = p->op == ATTN_KV_APPEND || (p->flags & ATTN_APPEND), attends = p->op != ATTN_KV_APPEND;
     attn_dtype lse_dtype = attn__wide(p->dtype) ? ATTN_F64 : ATTN_F32;
     if (q_rows > INT32_MAX || q_count * q_rows > INT32_MAX) return false;
     int64_t lse_count = q_count * q_rows * p->heads_q;

@@ -22,7 +22,7 @@ static bool isa_available(const char *isa) {
     char middle[32];
     snprintf(middle, sizeof middle, "_%s_", isa);
     attn_kernel_info info;
-    for (int32_t i = 0; attn_kernel_get(i, &info) == ATTN_OK; i++)
+    for (int32_t i = 0; attn_kernel_get(i, &info, sizeof info) == ATTN_OK; i++)
         if (strcmp(info.backend, "cpu") == 0 && info.available && strstr(info.name, middle)) return true;
     return false;
 }

@@ -400,7 +400,7 @@ static int32_t whole_tiles(attn_context *context, attn_problem p) {
         if (!CHECK_OK(attn_plan_create(&plan, context, &p))) return 0;
         attn_kernel_info info = {0};
         int32_t n = 0;
-        while (attn_kernel_get(n, &info) == ATTN_OK && strcmp(info.name, attn_plan_kernel(plan)) != 0) n++;
+        while (attn_kernel_get(n, &info, sizeof info) == ATTN_OK && strcmp(info.name, attn_plan_kernel(plan)) != 0) n++;
         attn_plan_destroy(plan);
         if (!CHECK(info.rows > 0 && info.cols > 0)) return 0;
         while (length % info.rows || length % info.cols) length++;

@@ -27,7 +27,7 @@ TEST(c3_null_arguments) {
     CHECK_STATUS(attn_forward(context, &r.p, NULL, NULL), ATTN_INVALID, "buffers=NULL");
     CHECK_STATUS(attn_merge(context, NULL, NULL), ATTN_INVALID, "args=NULL");
     CHECK_STATUS(attn_rotary(context, NULL, NULL), ATTN_INVALID, "args=NULL");
-    CHECK_STATUS(attn_kernel_get(0, NULL), ATTN_INVALID, "info=NULL");
+    CHECK_STATUS(attn_kernel_get(0, NULL, sizeof(attn_kernel_info)), ATTN_INVALID, "info=NULL");
     attn_context_destroy(NULL);
     attn_plan_destroy(NULL);
     rig_free(&r);

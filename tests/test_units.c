@@ -110,18 +110,18 @@ TEST(names_and_versions) {
 TEST(kernel_table_is_well_formed) {
     attn_kernel_info info;
     int32_t count = 0, available = 0;
-    for (; attn_kernel_get(count, &info) == ATTN_OK; count++) {
+    for (; attn_kernel_get(count, &info, sizeof info) == ATTN_OK; count++) {
         CHECK(info.name && info.name[0] && info.needs && (!strcmp(info.backend, "ref") || !strcmp(info.backend, "cpu")));
         available += info.available;
         for (int32_t n = 0; n < count; n++) { /* names are unique */
             attn_kernel_info other;
-            CHECK_OK(attn_kernel_get(n, &other));
+            CHECK_OK(attn_kernel_get(n, &other, sizeof other));
             CHECK_SAY(strcmp(other.name, info.name) != 0, "%s twice", info.name);
         }
     }
     CHECK(count > 0 && available > 0);
-    CHECK_STATUS(attn_kernel_get(count, &info), ATTN_INVALID, "index=");
-    CHECK_STATUS(attn_kernel_get(-1, &info), ATTN_INVALID, "index=-1");
+    CHECK_STATUS(attn_kernel_get(count, &info, sizeof info), ATTN_INVALID, "index=");
+    CHECK_STATUS(attn_kernel_get(-1, &info, sizeof info), ATTN_INVALID, "index=-1");
 }
 
 TEST(plan_describes_itself) {

@@ -28,7 +28,7 @@ static const command info = {
 static int kernels_of(const char *backend) {
     attn_kernel_info k;
     int count = 0;
-    for (int32_t i = 0; attn_kernel_get(i, &k) == ATTN_OK; i++) count += strcmp(k.backend, backend) == 0;
+    for (int32_t i = 0; attn_kernel_get(i, &k, sizeof k) == ATTN_OK; i++) count += strcmp(k.backend, backend) == 0;
     return count;
 }
 
@@ -42,7 +42,7 @@ static void print_text(int version, const char *backend, int threads) {
     printf("\nthreads   %d\ncpu       %s\n\n", threads, attn_cpu_features());
     printf("%-8s %-16s %-9s %-7s %-10s %s\n", "backend", "kernel", "op", "tile", "available", "needs");
     attn_kernel_info k;
-    for (int32_t i = 0; attn_kernel_get(i, &k) == ATTN_OK; i++) {
+    for (int32_t i = 0; attn_kernel_get(i, &k, sizeof k) == ATTN_OK; i++) {
         char tile[32] = "-";
         if (k.rows) snprintf(tile, sizeof tile, "%dx%d", k.rows, k.cols);
         printf("%-8s %-16s %-9s %-7s %-10s %s\n", k.backend, k.name, op_name(k.op), tile, k.available ? "yes" : "no",
@@ -57,7 +57,7 @@ static void print_json(int version, const char *backend, int threads) {
     printf("], \"chosen\": \"%s\", \"threads\": %d, \"cpu\": \"%s\", \"kernels\": [", backend, threads,
            attn_cpu_features());
     attn_kernel_info k;
-    for (int32_t i = 0; attn_kernel_get(i, &k) == ATTN_OK; i++)
+    for (int32_t i = 0; attn_kernel_get(i, &k, sizeof k) == ATTN_OK; i++)
         printf("%s{\"name\": \"%s\", \"backend\": \"%s\", \"op\": \"%s\", \"rows\": %d, \"cols\": %d, \"needs\": \"%s\", "
                "\"available\": %s}",
                i ? ", " : "", k.name, k.backend, op_name(k.op), k.rows, k.cols, k.needs, k.available ? "true" : "false");

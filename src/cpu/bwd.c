@@ -115,9 +115,7 @@ static void work_sink(void *arg, int64_t h, int32_t slot) {
 static void load_rows(const attn_rows *t, scratch *m, bool with_q) {
     const real *delta = attn__part(t->plan, t->f, CPU_DELTA), *lse = t->f->lse;
     REAL(tile_load_q)(t, m->q_t, m->row);
-    if (with_q) { /* the transpose goes where nobody looks yet */
-        REAL(tile_load_rows)(t, m->q, m->guard, &t->f->q, t->p->dtype, t->p->dim_qk);
-    }
+    if (with_q) REAL(tile_load_rows)(t, m->q, NULL, &t->f->q, t->p->dtype, t->p->dim_qk);
     REAL(tile_load_rows)(t, m->d_o, m->d_o_t, &t->f->d_o, t->p->out_dtype, t->p->dim_v);
     for (int32_t r = 0; r < t->width; r++) {
         int64_t at = attn__lse_index(t->p, &t->s, t->i[r], t->h[r]);

@@ -82,6 +82,14 @@ static void choose_split(attn_plan *plan) {
     plan->partials = split ? rows * chunks : 0;
 }
 
+/* No more threads, and scratch for them, than there are pieces of work in a pass. */
+static void limit_threads(attn_plan *plan) {
+    const attn_problem *p = &plan->problem;
+    int64_t rows = attn__work_rows_most(plan) * p->heads_q, keys = attn__work_keys_most(plan) * p->heads_kv;
+    int64_t most = p->op == ATTN_BACKWARD && keys > rows ? keys : rows;
+    if (plan->slots > most) plan->slots = most > 1 ? (int32_t)most : 1;
+}
+
 static attn_status lay_out(attn_plan *plan) {
     const attn_problem *p = &plan->problem;
     bool wide = p->dtype == ATTN_F64, forward = p->op == ATTN_FORWARD;
@@ -96,16 +104,18 @@ static attn_status lay_out(attn_plan *plan) {
                 attn__plan_reserve(plan, CPU_SCRATCH, plan->slots, scratch) &&
                 attn__plan_reserve(plan, CPU_PARTIAL, plan->partials, partial) &&
                 attn__plan_reserve(plan, CPU_DELTA, forward ? 0 : lse, real_bytes);
-    RETURN_IF(!fits, ATTN_INVALID, "max_kv=%d: the workspace does not fit into memory", p->max_kv);
+    RETURN_IF(!fits, ATTN_INVALID, "max_q=%d, max_kv=%d: the workspace does not fit into memory", p->max_q, p->max_kv);
     return ATTN_OK;
 }
 
 static attn_status plan_cpu(attn_plan *plan) {
     RETURN_IF_ERROR(choose_kernel(plan));
     plan->slots = plan->context->config.threads;
-    attn__plan_say(plan, "kernel: %s\nthreads: %d\n", plan->kernel->name, plan->slots);
+    attn__plan_say(plan, "kernel: %s\n", plan->kernel->name);
     if (plan->problem.op == ATTN_KV_APPEND) return ATTN_OK;
     choose_split(plan);
+    limit_threads(plan);
+    attn__plan_say(plan, "threads: %d\n", plan->slots);
     attn__plan_say(plan, "tiles: %d rows x %d keys\n", ATTN_TILE_ROWS, ATTN_TILE_COLS);
     attn__plan_say(plan, "split: sequences of at most %d rows in chunks of %d keys%s\n", ATTN_SPLIT_ROWS, ATTN_CHUNK,
                    plan->partials ? ", over all threads" : ", each on one thread");

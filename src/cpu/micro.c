@@ -122,12 +122,12 @@ static void micro_load(real *restrict to, const void *from, attn_dtype dtype, in
 static void micro_store(void *to, attn_dtype dtype, const real *from, real factor, int32_t n) {
     if (dtype == REAL_DTYPE) {
         real *y = to;
-        for (int32_t i = 0; i < n; i++) y[i] = from[i] * factor;
+        for (int32_t i = 0; i < n; i++) y[i] = from[i] * factor + 0;
     } else if (dtype == ATTN_BF16) {
         uint16_t *y = to;
-        for (int32_t i = 0; i < n; i++) y[i] = attn__to_bf16((float)(from[i] * factor));
+        for (int32_t i = 0; i < n; i++) y[i] = attn__to_bf16((float)(from[i] * factor + 0));
     } else {
-        for (int32_t i = 0; i < n; i++) attn__store(dtype, to, i, from[i] * factor);
+        for (int32_t i = 0; i < n; i++) attn__store(dtype, to, i, from[i] * factor + 0);
     }
 }
 

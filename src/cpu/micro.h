@@ -23,7 +23,7 @@ typedef struct REAL(micro) {
     /* Converts n elements; any dtype. */
     void (*load)(real *to, const void *from, attn_dtype dtype, int32_t n);
 
-    /* to[n] = from[n] * factor, rounded once to dtype. */
+    /* to[n] = from[n] * factor + 0, rounded to real and then to dtype; the zero makes -0 into 0, which underflow may leave. */
     void (*store)(void *to, attn_dtype dtype, const real *from, real factor, int32_t n);
 
     /*

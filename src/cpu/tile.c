@@ -71,7 +71,7 @@ void REAL(tile_load_rows)(const attn_rows *t, real *x, real *x_t, const attn_ten
         t->micro->load(x + r * padded, (const char *)from->data + at, dtype, dim);
         for (int64_t n = dim; n < padded; n++) x[r * padded + n] = 0;
     }
-    for (int32_t n = 0; n < dim; n++)
+    for (int32_t n = 0; x_t && n < dim; n++)
         for (int32_t r = 0; r < t->width; r++) x_t[(int64_t)n * t->width + r] = r < t->rows ? x[r * padded + n] : 0;
 }
 
@@ -115,7 +115,7 @@ static void add_alibi(const attn_rows *t, real *s, int32_t j0, int32_t keys) {
     }
 }
 
-/* One row of bias at a time: keys are the direction in which it is usually contiguous. Masked elements are not read. */
+/* One row of bias at a time: keys are the direction in which it is usually contiguous. What the window hides is not read. */
 static void add_bias(const attn_rows *t, real *s, int32_t j0, int32_t keys, real *scratch) {
     const attn_matrix *m = &t->f->bias;
     int64_t size = (int64_t)attn_dtype_size(t->p->bias_dtype);

@@ -42,7 +42,8 @@ bool REAL(tile_make)(attn_rows *t, const attn_plan *plan, const attn_buffers *f,
 /* q of the tile, transposed and scaled for scores in base 2, into [dim_qk][width]; scratch holds one row. */
 void REAL(tile_load_q)(const attn_rows *t, real *q_t, real *scratch);
 
-/* Rows of a tensor shaped like q into x [rows][padded], the padding zero, and transposed into x_t [dim][width]. */
+/* Rows of a tensor shaped like q into x [rows][padded], the padding zero, and transposed into x_t [dim][width] unless
+   that is NULL. */
 void REAL(tile_load_rows)(const attn_rows *t, real *x, real *x_t, const attn_tensor *from, attn_dtype dtype, int32_t dim);
 
 /* Keys (or values) [j0, j0 + keys) into [keys][dim_qk] (or [dim_v]), the padding zero. */

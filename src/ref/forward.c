@@ -26,8 +26,8 @@ static void write_o(attn_ref *r, int32_t h, int32_t i) {
     const attn_problem *p = r->p;
     double o[ATTN_MAX_DIM] = {0};
     for (int32_t n = 0; n < r->count; n++)
-        if (!attn__ref_dropped(r, h, i, r->key[n]))
-            attn__ref_add(o, r->score[n] * r->keep, r->v + (int64_t)r->key[n] * r->pad_v, r->pad_v);
+        attn__ref_add(o, attn__ref_dropped(r, h, i, r->key[n]) ? 0 : r->score[n] * r->keep,
+                      r->v + (int64_t)r->key[n] * r->pad_v, r->pad_v);
     int64_t at = attn__q_offset(p, &r->f->o, &r->s, i, h);
     for (int32_t x = 0; x < p->dim_v; x++) attn__store(p->out_dtype, r->f->o.data, at + x, o[x]);
 }

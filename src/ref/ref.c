@@ -100,7 +100,7 @@ static void *part(const attn_plan *plan, const attn_buffers *f, int index) {
 static attn_status run(const attn_plan *plan, const attn_buffers *f, void *stream) {
     const attn_problem *p = &plan->problem;
     (void)stream;
-    if (attn__appends(p)) RETURN_IF_ERROR(attn__host_append(plan, f));
+    if (p->flags & ATTN_APPEND) RETURN_IF_ERROR(attn__host_append(plan, f));
     if (p->op == ATTN_KV_APPEND) return ATTN_OK;
     RETURN_IF_ERROR(attn__host_fill_padding(plan, f));
 
