@@ -125,10 +125,18 @@ static attn_status forward(oracle *o, const check_case *c, attn_context *ref) {
     return attn_forward(ref, &p, &f, NULL);
 }
 
+/* A row that a bias of -inf leaves without keys has no gradient to give, whatever its d_o holds (C1). */
+static void poison_d_o(check_case *c, int b, int i, int h) {
+    const attn_problem *p = &c->problem;
+    for (int x = 0; x < p->dim_v; x++)
+        attn__store(p->out_dtype, c->buffers.d_o.data, case_q_at(c, &c->buffers.d_o, b, i, h) + x, NAN);
+}
+
 /* Gives a backward case the o and lse of its forward, rounded to their dtypes; F_RING: as if there had been more keys. */
 static void store_forward(oracle *o, check_case *c) {
     const attn_problem *p = &c->problem;
     attn_dtype lse_dtype = p->dtype == ATTN_F64 ? ATTN_F64 : ATTN_F32;
+    bool hide = c->strict && !has(c, F_BROADCAST);
     for (int b = 0; b < p->batch; b++) {
         for (int h = 0; h < p->heads_q; h++) {
             for (int i = 0; i < c->seq[b].sq; i++) {
@@ -137,6 +145,7 @@ static void store_forward(oracle *o, check_case *c) {
                 double *probs = o->probs + (((int64_t)b * p->heads_q + h) * p->max_q + i) * p->max_kv;
                 o->lse[at] += more;
                 attn__store(lse_dtype, c->buffers.lse, at, o->lse[at]);
+                if (o->lse[at] == -INFINITY && hide) poison_d_o(c, b, i, h);
                 for (int j = 0; j < p->max_kv; j++) probs[j] *= exp(-more);
                 for (int x = 0; x < p->dim_v; x++) {
                     double value = o->o[row * p->dim_v + x] + more * rng_normal(&c->rng);
@@ -147,6 +156,7 @@ static void store_forward(oracle *o, check_case *c) {
     }
     copy_block(o, c, block_find(c, "o"));
     copy_block(o, c, block_find(c, "lse"));
+    copy_block(o, c, block_find(c, "d_o"));
 }
 
 static attn_status backward(oracle *o, const check_case *c, attn_context *ref) {
