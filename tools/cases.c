@@ -437,7 +437,8 @@ bool case_draw(check_case *c, const case_filter *filter, uint64_t seed, long num
     bool drawn = false;
     for (int tries = 0; !drawn && tries < 200; tries++) {
         draw_base(c, filter);
-        drawn = draw_features(c, filter);
+        bool is_legal = c->problem.dtype != ATTN_I8 && !(c->problem.op == ATTN_BACKWARD && is_fp8(c->problem.dtype));
+        drawn = is_legal && draw_features(c, filter);
     }
     if (!drawn) return false;
     for (int n = 0; n < FEATURES; n++) {

@@ -316,6 +316,7 @@ int cmd_check(int argc, char **argv) {
     if (code != OPTIONS_GO) return code;
     code = parse_features(&s);
     if (code != TOOL_OK) return code;
+    if (s.cases < 1) return tool_error(TOOL_USAGE, "--cases %d: 1 or more are wanted", s.cases);
     if (s.list) {
         list_features();
         return tool_flush();
