@@ -39,41 +39,62 @@ static int64_t counted(sorter *s, attn_unit *units) {
 /* Is each chunk a unit of its own? */
 static bool splits(const attn_plan *plan) { return plan->partials > 0; }
 
+/*
+ * Score elements that rows [i0, i1) and keys [j0, j1) of a sequence cost. With FlashMask, skipped tiles cost nothing; heads may
+ * differ in theirs, and the first one speaks for all.
+ */
+static int64_t cost_of(const attn_plan *plan, const attn_buffers *f, const attn_seq *s, const attn_mask *mask, int32_t i0,
+                       int32_t i1, int32_t j0, int32_t j1) {
+    if (i0 >= i1 || j0 >= j1) return 0;
+    if (!mask->vectors) return (int64_t)(i1 - i0) * (j1 - j0);
+    int64_t cost = 0;
+    for (int32_t i = i0 / ATTN_TILE_ROWS * ATTN_TILE_ROWS; i < i1; i += ATTN_TILE_ROWS) {
+        int32_t i_end = attn__min32(i + ATTN_TILE_ROWS, s->sq);
+        for (int32_t tile = j0 / ATTN_TILE_COLS; tile <= (j1 - 1) / ATTN_TILE_COLS; tile++) {
+            int32_t j = tile * ATTN_TILE_COLS, j_end = attn__min32(j + ATTN_TILE_COLS, s->sk);
+            int class = attn__mask_tile(mask, i, i_end, j, j_end, attn__work_range(plan, f, s->b, 0, tile));
+            if (class != ATTN_TILE_SKIP) cost += (int64_t)(i_end - i) * (j_end - j);
+        }
+    }
+    return cost;
+}
+
 /* Query tiles of one sequence. A short one is a single tile, or one per chunk that its rows can see. */
-static void rows_of_sequence(const attn_plan *plan, const attn_seq *s, sorter *to) {
+static void rows_of_sequence(const attn_plan *plan, const attn_buffers *f, const attn_seq *s, sorter *to) {
     attn_mask mask = attn__seq_mask(&plan->problem, s);
     int32_t step = ATTN_TILE_ROWS;
     for (int32_t row = 0; row < s->sq; row += step) {
         int32_t rows = attn__min32(step, s->sq - row), first, end;
         attn__mask_rows(&mask, row, row + rows, &first, &end);
-        int32_t keys = attn__max32(end - first, 0);
-        if (splits(plan) && attn__is_short(s->sq) && keys > 0) {
-            for (int32_t chunk = first / ATTN_CHUNK; chunk <= (end - 1) / ATTN_CHUNK; chunk++)
-                add(to, (attn_unit){s->b, row, rows, chunk}, (int64_t)rows * attn__min32(keys, ATTN_CHUNK));
+        if (splits(plan) && attn__is_short(s->sq) && first < end) {
+            for (int32_t chunk = first / ATTN_CHUNK; chunk <= (end - 1) / ATTN_CHUNK; chunk++) {
+                int32_t from = attn__max32(first, chunk * ATTN_CHUNK), stop = attn__min32(end, (chunk + 1) * ATTN_CHUNK);
+                add(to, (attn_unit){s->b, row, rows, chunk}, cost_of(plan, f, s, &mask, row, row + rows, from, stop));
+            }
         } else {
-            add(to, (attn_unit){s->b, row, rows, -1}, (int64_t)rows * keys);
+            add(to, (attn_unit){s->b, row, rows, -1}, cost_of(plan, f, s, &mask, row, row + rows, first, end));
         }
     }
 }
 
 /* Key tiles of one sequence. */
-static void keys_of_sequence(const attn_plan *plan, const attn_seq *s, sorter *to) {
+static void keys_of_sequence(const attn_plan *plan, const attn_buffers *f, const attn_seq *s, sorter *to) {
     attn_mask mask = attn__seq_mask(&plan->problem, s);
     for (int32_t key = 0; key < s->sk; key += ATTN_TILE_COLS) {
         int32_t keys = attn__min32(ATTN_TILE_COLS, s->sk - key), first, end;
         attn__mask_cols(&mask, key, key + keys, &first, &end);
-        add(to, (attn_unit){s->b, key, keys, -1}, (int64_t)keys * attn__max32(end - first, 0));
+        add(to, (attn_unit){s->b, key, keys, -1}, cost_of(plan, f, s, &mask, first, end, key, key + keys));
     }
 }
 
 static int64_t make_list(const attn_plan *plan, const attn_buffers *f, attn_unit *units,
-                         void (*of_sequence)(const attn_plan *plan, const attn_seq *s, sorter *to)) {
+                         void (*of_sequence)(const attn_plan *plan, const attn_buffers *f, const attn_seq *s, sorter *to)) {
     sorter s = {0};
     int64_t count = 0;
     for (int pass = 0; pass < 2; pass++) {
         for (int32_t b = 0; b < plan->problem.batch; b++) {
             attn_seq seq = attn__seq(&plan->problem, f, b);
-            of_sequence(plan, &seq, &s);
+            of_sequence(plan, f, &seq, &s);
         }
         if (pass == 0) count = counted(&s, units);
     }

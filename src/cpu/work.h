@@ -36,7 +36,10 @@ typedef struct attn_unit {
     int32_t chunk; /* the chunk to work; -1: all of them */
 } attn_unit;
 
-/* Units of all sequences, the most expensive first. Returns how many; never more than the plan reserved. */
+/*
+ * Units of all sequences, the most expensive first. Returns how many; never more than the plan reserved. Comes after
+ * attn__work_flash, whose ranges say what is skipped.
+ */
 int64_t attn__work_rows(const attn_plan *plan, const attn_buffers *f, attn_unit *units);
 int64_t attn__work_keys(const attn_plan *plan, const attn_buffers *f, attn_unit *units);
 
