@@ -1,0 +1,131 @@
+"""The functions of the package on numpy arrays. There is no autograd here: `attention` computes, `gradients` differentiates.
+
+Other objects with __dlpack__ in host memory are seen as numpy arrays, without a copy; results are numpy arrays.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+
+from . import _core, _lib
+from ._core import Append, Options, View
+
+CODES = {
+    np.dtype(np.float32): _lib.F32,
+    np.dtype(np.float16): _lib.F16,
+    np.dtype(np.float64): _lib.F64,
+    np.dtype(np.int8): _lib.I8,
+    np.dtype(np.int32): _core.INT32,
+}
+try:
+    import ml_dtypes
+except ImportError:  # bf16 and fp8 arrays cannot exist then
+    pass
+else:
+    CODES[np.dtype(ml_dtypes.bfloat16)] = _lib.BF16
+    CODES[np.dtype(ml_dtypes.float8_e4m3fn)] = _lib.E4M3
+    CODES[np.dtype(ml_dtypes.float8_e5m2)] = _lib.E5M2
+DTYPES = {code: dtype for dtype, code in CODES.items()}
+
+
+def view(x) -> View:
+    if x.dtype not in CODES:
+        raise TypeError(f"dtype={x.dtype}: want one of {', '.join(str(dtype) for dtype in CODES)}")
+    if any(stride % x.itemsize for stride in x.strides):
+        raise ValueError(f"strides={x.strides}: want multiples of the {x.itemsize} bytes of {x.dtype}")
+    return View(x.ctypes.data, x.shape, tuple(stride // x.itemsize for stride in x.strides), CODES[x.dtype])
+
+
+def rows(x):
+    return x if x.shape[-1:] == (1,) or x.strides[-1:] == (x.itemsize,) else np.ascontiguousarray(x)
+
+
+def contiguous(x):
+    return np.ascontiguousarray(x)
+
+
+def broadcast(x, shape):
+    return np.broadcast_to(x, shape)
+
+
+def empty(shape, code):
+    if code not in DTYPES:
+        raise TypeError("the output is bfloat16, and numpy knows it only through the package ml_dtypes: pip install ml_dtypes")
+    return np.empty(shape, DTYPES[code])
+
+
+def itemsize(x) -> int:
+    return x.itemsize
+
+
+def place(x):
+    return _lib.host_context(), None
+
+
+_this = sys.modules[__name__]
+
+
+def asarray(x):
+    """Anything with __dlpack__ or __array__, as an array; None stays None."""
+    if x is None or isinstance(x, np.ndarray):
+        return x
+    return np.from_dlpack(x) if hasattr(x, "__dlpack__") else np.asarray(x)
+
+
+def float32(x):
+    return None if x is None else np.asarray(asarray(x), dtype=np.float32)
+
+
+def int32(x):
+    """Lengths and positions as a table, whatever integers they are."""
+    return np.asarray(x, dtype=np.int32)
+
+
+def full(like, size, value):
+    return np.full((size,), value, dtype=np.int32)
+
+
+def new_seed(like):
+    """Seed and offset of the dropout generator, from numpy's global generator: it follows np.random.seed."""
+    return np.random.randint(0, 2**63 - 1, size=2, dtype=np.int64)
+
+
+def unbind(x, axis):
+    return tuple(np.moveaxis(x, axis, 0))
+
+
+def bias_of_mask(mask, like):
+    """True: may see."""
+    return np.where(mask, 0, -np.inf).astype(like.dtype) if mask.dtype == bool else mask
+
+
+def attention(q, k, v, options: Options, want_probs: bool = False):
+    q, k, v = asarray(q), asarray(k), asarray(v)
+    options = Options(*(x if n >= Options._fields.index("max_q") else asarray(x) for n, x in enumerate(options)))
+    return _core.forward(_this, q, k, v, options, want_probs)
+
+
+def gradients(d_o, q, k, v, o, lse, options: Options = Options(), d_lse=None):
+    """Gradients of q, k, v, bias and sink (None where there is none), from what `attention` returned."""
+    wanted = (True, True, True, options.bias is not None, options.sink is not None)
+    return tuple(_core.backward(_this, d_o, d_lse, q, k, v, o, lse, options, wanted))
+
+
+def attention_with_append(q, k_cache, v_cache, options: Options, append: Append):
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if not isinstance(cache, np.ndarray) or not cache.flags.writeable:
+            raise ValueError(f"{name}: want a writable numpy array, since new keys and values are written into it")
+    return _core.forward(_this, asarray(q), k_cache, v_cache, options, append=append)[:2]
+
+
+def combine(o_parts, lse_parts, dtype):
+    return _core.merge(_this, o_parts, lse_parts, CODES[np.dtype(dtype)])
+
+
+def rotary(x, cos, sin, pos, cu, max_rows, interleaved, inplace):
+    x = asarray(x)
+    y = x if inplace else x.copy() if cu is not None else np.empty_like(x)
+    _core.rotary(_this, x, y, asarray(cos), asarray(sin), pos, cu, max_rows, interleaved, False)
+    return y

@@ -1,0 +1,1 @@
+"""Layers beside attention: see libattn.layers.rotary."""
