@@ -24,7 +24,9 @@ def main() -> None:
     for package in ("torch", "numpy", "ml_dtypes", "transformers"):
         print(f"{package:13} {version_of(package)}")
     print(f"backends      {' '.join(dict.fromkeys(row.backend.decode() for row in rows))}")
-    print(f"host memory   {library.attn_context_backend(context).decode()}, {library.attn_context_threads(context)} threads")
+    print(
+        f"host memory   {library.attn_context_backend(context).decode()}, {library.attn_context_threads(context)} threads"
+    )
     print(f"cpu           {library.attn_cpu_features().decode()}")
     print(f"\n{'backend':9}{'kernel':18}{'op':10}{'tile':9}{'available':11}needs")
     for row in rows:

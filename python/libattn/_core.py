@@ -125,8 +125,12 @@ class Call:
 
     def _sizes(self, q: View, k: View, v: View) -> None:
         p, b, o = self.problem, self.buffers, self.options
-        require(len(q.shape) == (3 if o.cu_q is not None else 4), f"q.shape={tuple(q.shape)}: want {QUERY_WANT[o.cu_q is None]}")
-        require(len(k.shape) == (3 if o.cu_kv is not None else 4), f"k.shape={tuple(k.shape)}: want {KEY_WANT[o.cu_kv is None]}")
+        require(
+            len(q.shape) == (3 if o.cu_q is not None else 4), f"q.shape={tuple(q.shape)}: want {QUERY_WANT[o.cu_q is None]}"
+        )
+        require(
+            len(k.shape) == (3 if o.cu_kv is not None else 4), f"k.shape={tuple(k.shape)}: want {KEY_WANT[o.cu_kv is None]}"
+        )
         p.dtype, p.kv_dtype = q.code, k.code
         p.heads_q, p.dim_qk = q.shape[-2:]
         p.heads_kv, p.dim_v = k.shape[-2], v.shape[-1]
@@ -149,7 +153,9 @@ class Call:
             slots, p.max_kv, p.total_kv = batch, o.max_kv, k.shape[0]
         else:
             slots, p.max_kv = k.shape[:2]
-            require(o.batch_index is not None or slots == p.batch, f"k.shape={tuple(k.shape)}: want batch {p.batch}, as of q")
+            require(
+                o.batch_index is not None or slots == p.batch, f"k.shape={tuple(k.shape)}: want batch {p.batch}, as of q"
+            )
         if o.batch_index is not None:
             p.cache_batch = slots
         b.q, b.k, b.v = tensor(q), tensor(k), tensor(v)
@@ -163,8 +169,12 @@ class Call:
 
     def _tables(self) -> None:
         p, b, o = self.problem, self.buffers, self.options
-        for name, bit in (("used_q", _lib.USED_Q), ("used_kv", _lib.USED_KV), ("leftpad", _lib.LEFTPAD),
-                          ("batch_index", _lib.BATCH_INDEX)):  # fmt: skip
+        for name, bit in (
+            ("used_q", _lib.USED_Q),
+            ("used_kv", _lib.USED_KV),
+            ("leftpad", _lib.LEFTPAD),
+            ("batch_index", _lib.BATCH_INDEX),
+        ):
             x = getattr(o, name)
             if x is not None:
                 setattr(b, name, self.table(name, x, (p.batch,)).address)
@@ -176,8 +186,12 @@ class Call:
         if o.flashmask is not None:
             shape = self.framework.view(o.flashmask).shape
             vectors = shape[-1] if shape else 0
-            mask = self.table("startend_row_indices", o.flashmask, (p.batch, 1, p.max_kv, vectors),
-                              (p.batch, p.heads_kv, p.max_kv, vectors))  # fmt: skip
+            mask = self.table(
+                "startend_row_indices",
+                o.flashmask,
+                (p.batch, 1, p.max_kv, vectors),
+                (p.batch, p.heads_kv, p.max_kv, vectors),
+            )
             b.flashmask, p.flashmask_vectors, p.flashmask_heads = mask.address, vectors, mask.shape[1]
         if o.alibi is not None:
             alibi = self.table("alibi_slopes", o.alibi, (p.heads_q,), (p.batch, p.heads_q), code=_lib.F32)
@@ -223,7 +237,9 @@ class Call:
     def append(self, new: Append) -> None:
         p, b = self.problem, self.buffers
         k, v = self.rows("k", new.k), self.rows("v", new.v)
-        require(len(k.shape) == (3 if new.cu is not None else 4), f"k.shape={tuple(k.shape)}: want {KEY_WANT[new.cu is None]}")
+        require(
+            len(k.shape) == (3 if new.cu is not None else 4), f"k.shape={tuple(k.shape)}: want {KEY_WANT[new.cu is None]}"
+        )
         expect_shape("k", k, (*k.shape[:-2], p.heads_kv, p.dim_qk))
         expect_shape("v", v, (*k.shape[:-2], p.heads_kv, p.dim_v))
         if k.code != p.dtype or v.code != p.dtype:
@@ -327,12 +343,23 @@ def merge(framework, o_parts, lse_parts, out_code: int):
     item = framework.itemsize(kept[0])
     out = framework.empty((batch, rows, heads, dim), out_code)
     out_lse = framework.empty((batch, heads, rows), lse.code)
-    tensors = (_lib.Tensor * parts)(*(tensor(View(o.address + n * o.strides[0] * item, o.shape[1:], o.strides[1:], o.code))
-                                      for n in range(parts)))  # fmt: skip
+    tensors = (_lib.Tensor * parts)(
+        *(tensor(View(o.address + n * o.strides[0] * item, o.shape[1:], o.strides[1:], o.code)) for n in range(parts))
+    )
     addresses = (ctypes.c_void_p * parts)(*(lse.address + n * batch * heads * rows * size for n in range(parts)))
-    args = _lib.MergeArgs(dtype=o.code, out_dtype=out_code, parts=parts, batch=batch, rows=rows, heads=heads, dim=dim,
-                          o_parts=tensors, lse_parts=addresses, o=tensor(framework.view(out)),
-                          lse=framework.view(out_lse).address)  # fmt: skip
+    args = _lib.MergeArgs(
+        dtype=o.code,
+        out_dtype=out_code,
+        parts=parts,
+        batch=batch,
+        rows=rows,
+        heads=heads,
+        dim=dim,
+        o_parts=tensors,
+        lse_parts=addresses,
+        o=tensor(framework.view(out)),
+        lse=framework.view(out_lse).address,
+    )
     context, stream = framework.place(kept[0])
     check(library.attn_merge(context, ctypes.byref(args), stream))
     return out, out_lse
@@ -353,10 +380,24 @@ def rotary(framework, x, y, cos, sin, pos, cu, max_rows: int, interleaved: bool,
             expect_shape(name, view, (size,))
             if view.code != INT32:
                 raise TypeError(f"{name}: want int32")
-    args = _lib.RotaryArgs(dtype=x_view.code, rotary_dtype=views[0].code, batch=batch, rows=rows, heads=x_view.shape[-2],
-                           dim=x_view.shape[-1], rotary_len=views[0].shape[0], rotary_dim=2 * views[0].shape[1],
-                           interleaved=interleaved, inverse=inverse, x=tensor(x_view), y=tensor(y_view),
-                           cos=views[0].address, sin=views[1].address, pos=views[2] and views[2].address,
-                           cu=views[3] and views[3].address, total=x_view.shape[0] if cu is not None else 0)  # fmt: skip
+    args = _lib.RotaryArgs(
+        dtype=x_view.code,
+        rotary_dtype=views[0].code,
+        batch=batch,
+        rows=rows,
+        heads=x_view.shape[-2],
+        dim=x_view.shape[-1],
+        rotary_len=views[0].shape[0],
+        rotary_dim=2 * views[0].shape[1],
+        interleaved=interleaved,
+        inverse=inverse,
+        x=tensor(x_view),
+        y=tensor(y_view),
+        cos=views[0].address,
+        sin=views[1].address,
+        pos=views[2] and views[2].address,
+        cu=views[3] and views[3].address,
+        total=x_view.shape[0] if cu is not None else 0,
+    )
     context, stream = framework.place(x)
     check(library.attn_rotary(context, ctypes.byref(args), stream))

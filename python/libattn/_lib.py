@@ -16,8 +16,26 @@ BACKENDS = {"auto": 0, "ref": 1, "cpu": 2, "cuda": 3}
 FORWARD, BACKWARD, KV_APPEND = range(3)
 F32, F16, BF16, F64, E4M3, E5M2, I8 = range(1, 8)
 
-(CAUSAL, WINDOW, SCALE, ALIBI, BIAS, SINK, VARLEN_Q, VARLEN_KV, USED_Q, USED_KV, LEFTPAD, BATCH_INDEX, APPEND, VARLEN_NEW,
- ROTARY, ROTARY_INTERLEAVED, ROTARY_POS, DESCALE) = (1 << n for n in range(18))  # fmt: skip
+(
+    CAUSAL,
+    WINDOW,
+    SCALE,
+    ALIBI,
+    BIAS,
+    SINK,
+    VARLEN_Q,
+    VARLEN_KV,
+    USED_Q,
+    USED_KV,
+    LEFTPAD,
+    BATCH_INDEX,
+    APPEND,
+    VARLEN_NEW,
+    ROTARY,
+    ROTARY_INTERLEAVED,
+    ROTARY_POS,
+    DESCALE,
+) = (1 << n for n in range(18))
 
 
 class Struct(c.Structure):

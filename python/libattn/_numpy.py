@@ -52,7 +52,9 @@ def broadcast(x, shape):
 
 def empty(shape, code):
     if code not in DTYPES:
-        raise TypeError("the output is bfloat16, and numpy knows it only through the package ml_dtypes: pip install ml_dtypes")
+        raise TypeError(
+            "the output is bfloat16, and numpy knows it only through the package ml_dtypes: pip install ml_dtypes"
+        )
     return np.empty(shape, DTYPES[code])
 
 

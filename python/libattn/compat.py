@@ -1,9 +1,9 @@
 """Makes `import flash_attn` mean libattn, for programs that cannot be changed.
 
-    import libattn.compat
-    libattn.compat.install()
-    from flash_attn import flash_attn_func              # libattn's
-    from flash_attn.bert_padding import unpad_input     # and so on
+import libattn.compat
+libattn.compat.install()
+from flash_attn import flash_attn_func              # libattn's
+from flash_attn.bert_padding import unpad_input     # and so on
 """
 
 from __future__ import annotations
@@ -55,7 +55,9 @@ def install() -> None:
         return
     taken = [name for name in MODULES if name in sys.modules]
     if taken:
-        raise RuntimeError(f"{', '.join(taken)}: already imported from elsewhere; call libattn.compat.install() before that")
+        raise RuntimeError(
+            f"{', '.join(taken)}: already imported from elsewhere; call libattn.compat.install() before that"
+        )
     sys.meta_path.insert(0, _finder)
 
 

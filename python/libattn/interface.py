@@ -80,9 +80,19 @@ def flash_attn_func(
     """
     _refuse(qv=qv is not None, attention_chunk=attention_chunk)
     ops = operations(q)
-    options = Options(bias=attn_bias, sink=ops.float32(learnable_sink), alibi=alibi_slopes, q_descale=q_descale,
-                      k_descale=k_descale, v_descale=v_descale, scale=softmax_scale, causal=causal, softcap=softcap,
-                      dropout=dropout_p, **_window(window_size))  # fmt: skip
+    options = Options(
+        bias=attn_bias,
+        sink=ops.float32(learnable_sink),
+        alibi=alibi_slopes,
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
+        scale=softmax_scale,
+        causal=causal,
+        softcap=softcap,
+        dropout=dropout_p,
+        **_window(window_size),
+    )
     return _attend(ops, q, k, v, options, return_attn_probs)
 
 
@@ -101,8 +111,20 @@ def flash_attn_kvpacked_func(
 ):
     """flash_attn_func with k and v in kv (batch, seqlen_k, 2, nheads_k, headdim)."""
     k, v = _unpack("kv", kv, 2, 5)
-    return flash_attn_func(q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-                           return_attn_probs, **later)  # fmt: skip
+    return flash_attn_func(
+        q,
+        k,
+        v,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+        **later,
+    )
 
 
 def flash_attn_qkvpacked_func(
@@ -126,20 +148,36 @@ def flash_attn_qkvpacked_func(
     if num_heads_q is None:
         q, k, v = _unpack("qkv", qkv, 3, 5)
     else:
-        require(len(qkv.shape) == 4 and (qkv.shape[2] - num_heads_q) % 2 == 0,
-                f"qkv.shape={tuple(qkv.shape)}: want (batch, seqlen, {num_heads_q} + 2 * nheads_k, headdim)")  # fmt: skip
+        require(
+            len(qkv.shape) == 4 and (qkv.shape[2] - num_heads_q) % 2 == 0,
+            f"qkv.shape={tuple(qkv.shape)}: want (batch, seqlen, {num_heads_q} + 2 * nheads_k, headdim)",
+        )
         end = num_heads_q + (qkv.shape[2] - num_heads_q) // 2
         q, k, v = qkv[:, :, :num_heads_q], qkv[:, :, num_heads_q:end], qkv[:, :, end:]
-    return flash_attn_func(q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-                           return_attn_probs, **later)  # fmt: skip
+    return flash_attn_func(
+        q,
+        k,
+        v,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+        **later,
+    )
 
 
 def _unpack(name: str, x: Array, count: int, dims: int) -> tuple:
     ops = operations(x)
     x = ops.asarray(x)
     shape = tuple(x.shape)
-    require(len(shape) == dims and shape[-3] == count,
-            f"{name}.shape={shape}: want {'(batch, seqlen' if dims == 5 else '(total'}, {count}, nheads, headdim)")  # fmt: skip
+    require(
+        len(shape) == dims and shape[-3] == count,
+        f"{name}.shape={shape}: want {'(batch, seqlen' if dims == 5 else '(total'}, {count}, nheads, headdim)",
+    )
     return ops.unbind(x, dims - 3)
 
 
@@ -192,10 +230,25 @@ def flash_attn_varlen_func(
         cu_seqlens_k = None
     require(cu_seqlens_q is None or max_seqlen_q is not None, "max_seqlen_q=None: cu_seqlens_q wants it")
     require(cu_seqlens_k is None or max_seqlen_k is not None, "max_seqlen_k=None: cu_seqlens_k wants it")
-    options = Options(sink=ops.float32(learnable_sink), alibi=alibi_slopes, cu_q=cu_seqlens_q, cu_kv=cu_seqlens_k,
-                      used_q=seqused_q, used_kv=seqused_k, page_table=page_table, q_descale=q_descale, k_descale=k_descale,
-                      v_descale=v_descale, max_q=max_seqlen_q or 0, max_kv=max_seqlen_k or 0, scale=softmax_scale,
-                      causal=causal, softcap=softcap, dropout=dropout_p, **_window(window_size))  # fmt: skip
+    options = Options(
+        sink=ops.float32(learnable_sink),
+        alibi=alibi_slopes,
+        cu_q=cu_seqlens_q,
+        cu_kv=cu_seqlens_k,
+        used_q=seqused_q,
+        used_kv=seqused_k,
+        page_table=page_table,
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
+        max_q=max_seqlen_q or 0,
+        max_kv=max_seqlen_k or 0,
+        scale=softmax_scale,
+        causal=causal,
+        softcap=softcap,
+        dropout=dropout_p,
+        **_window(window_size),
+    )
     return _attend(ops, q, k, v, options, return_attn_probs)
 
 
@@ -218,9 +271,24 @@ def flash_attn_varlen_kvpacked_func(
 ):
     """flash_attn_varlen_func with k and v in kv (total_k, 2, nheads_k, headdim)."""
     k, v = _unpack("kv", kv, 2, 4)
-    return flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale,
-                                  causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
-                                  **later)  # fmt: skip
+    return flash_attn_varlen_func(
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+        **later,
+    )
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -239,9 +307,24 @@ def flash_attn_varlen_qkvpacked_func(
 ):
     """flash_attn_varlen_func with all three in qkv (total, 3, nheads, headdim)."""
     q, k, v = _unpack("qkv", qkv, 3, 4)
-    return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale, causal,
-                                  window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
-                                  **later)  # fmt: skip
+    return flash_attn_varlen_func(
+        q,
+        k,
+        v,
+        cu_seqlens,
+        cu_seqlens,
+        max_seqlen,
+        max_seqlen,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+        **later,
+    )
 
 
 def flash_attn_with_kvcache(
@@ -299,11 +382,23 @@ def flash_attn_with_kvcache(
     batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
     if isinstance(cache_seqlens, int):
         cache_seqlens = ops.full(q, batch, cache_seqlens)
-    options = Options(sink=ops.float32(learnable_sink), alibi=alibi_slopes, cu_q=cu_seqlens_q, used_kv=cache_seqlens,
-                      leftpad=cache_leftpad, batch_index=cache_batch_idx,
-                      page_table=block_table if page_table is None else page_table, q_descale=q_descale,
-                      k_descale=k_descale, v_descale=v_descale, max_q=q.shape[0] if max_seqlen_q is None else max_seqlen_q,
-                      scale=softmax_scale, causal=causal, softcap=softcap, **_window(window_size))  # fmt: skip
+    options = Options(
+        sink=ops.float32(learnable_sink),
+        alibi=alibi_slopes,
+        cu_q=cu_seqlens_q,
+        used_kv=cache_seqlens,
+        leftpad=cache_leftpad,
+        batch_index=cache_batch_idx,
+        page_table=block_table if page_table is None else page_table,
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
+        max_q=q.shape[0] if max_seqlen_q is None else max_seqlen_q,
+        scale=softmax_scale,
+        causal=causal,
+        softcap=softcap,
+        **_window(window_size),
+    )
     if k is None:
         require(rotary_cos is None, "rotary_cos: wants k and v, the keys to rotate (layers.rotary rotates by itself)")
         out, lse, _ = ops.attention(q, k_cache, v_cache, options)

@@ -48,8 +48,16 @@ def flashmask_attention(
     seed = fixed_seed_offset
     if dropout > 0 and seed is None:
         seed = ops.new_seed(query)
-    options = Options(flashmask=startend_row_indices, sink=ops.float32(learnable_sink), seed=seed, scale=softmax_scale,
-                      causal=causal, window_left=left, window_right=right, dropout=dropout)  # fmt: skip
+    options = Options(
+        flashmask=startend_row_indices,
+        sink=ops.float32(learnable_sink),
+        seed=seed,
+        scale=softmax_scale,
+        causal=causal,
+        window_left=left,
+        window_right=right,
+        dropout=dropout,
+    )
     out, lse, _ = ops.attention(query, key, value, options)
     results = [out, *([lse] if return_softmax_lse else []), *([seed] if return_seed_offset else [])]
     return out if len(results) == 1 else results
@@ -73,8 +81,10 @@ def scaled_dot_product_attention(
     """
     ops = operations(query)
     query, key, value, attn_mask = (ops.asarray(x) for x in (query, key, value, attn_mask))
-    require(len(query.shape) == len(key.shape) == len(value.shape) >= 2,
-            f"query.shape={tuple(query.shape)}: query, key and value want the same number of dims, 2 or more")  # fmt: skip
+    require(
+        len(query.shape) == len(key.shape) == len(value.shape) >= 2,
+        f"query.shape={tuple(query.shape)}: query, key and value want the same number of dims, 2 or more",
+    )
     require(attn_mask is None or not is_causal, "is_causal=True: want attn_mask=None, since only one of them can hold")
     lead = tuple(query.shape[:-2])
     heads = lead[-1] if len(lead) > 1 else 1
@@ -90,8 +100,15 @@ def scaled_dot_product_attention(
             attn_mask = attn_mask[None]
         if len(lead) != 2:  # batch dims are joined, so the mask has them all
             attn_mask = ops.broadcast(attn_mask, (*lead, rows, keys)).reshape(-1, heads, rows, keys)
-    q, k, v = (x.reshape(-1, h, *x.shape[-2:]).swapaxes(1, 2) for x, h in ((query, heads), (key, heads_kv), (value, heads_kv)))
-    options = Options(bias=attn_mask, scale=scale, window_right=rows - keys if is_causal else -1, dropout=dropout_p,
-                      seed=ops.new_seed(query) if dropout_p > 0 else None)  # fmt: skip
+    q, k, v = (
+        x.reshape(-1, h, *x.shape[-2:]).swapaxes(1, 2) for x, h in ((query, heads), (key, heads_kv), (value, heads_kv))
+    )
+    options = Options(
+        bias=attn_mask,
+        scale=scale,
+        window_right=rows - keys if is_causal else -1,
+        dropout=dropout_p,
+        seed=ops.new_seed(query) if dropout_p > 0 else None,
+    )
     out, _, _ = ops.attention(q, k, v, options)
     return out.swapaxes(1, 2).reshape(*lead, rows, value.shape[-1])

@@ -42,8 +42,19 @@ def attention_mask(
     """
     aligned = isinstance(q_offset, int) and q_offset + q_length == kv_offset + kv_length
     if not (allow_is_causal_skip and aligned):
-        return sdpa_mask(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, local_size,
-                         allow_is_causal_skip=False, device=device, **rest)  # fmt: skip
+        return sdpa_mask(
+            batch_size,
+            q_length,
+            kv_length,
+            q_offset,
+            kv_offset,
+            mask_function,
+            attention_mask,
+            local_size,
+            allow_is_causal_skip=False,
+            device=device,
+            **rest,
+        )
     windowed = local_size is not None and kv_length > local_size
     if attention_mask is None and not windowed:
         return None

@@ -7,7 +7,7 @@ seqlen_offsets + i, where seqlen_offsets is an int or (batch,). Functions whose 
 
 from __future__ import annotations
 
-from typing import Any, Optional, Tuple, Union
+from typing import Any, Optional, Union
 
 from .._core import require
 from .._dispatch import operations
@@ -55,12 +55,16 @@ def apply_rotary_emb_qkv_(
     With num_heads_q, qkv is (batch, seqlen, nheads + 2 * nheads_k, headdim).
     """
     if num_heads_q is None:
-        require(len(qkv.shape) == 5 and qkv.shape[2] == 3,
-                f"qkv.shape={tuple(qkv.shape)}: want (batch, seqlen, 3, nheads, headdim), or num_heads_q")  # fmt: skip
+        require(
+            len(qkv.shape) == 5 and qkv.shape[2] == 3,
+            f"qkv.shape={tuple(qkv.shape)}: want (batch, seqlen, 3, nheads, headdim), or num_heads_q",
+        )
         q, k = qkv[:, :, 0], qkv[:, :, 1]
     else:
-        require(len(qkv.shape) == 4 and (qkv.shape[2] - num_heads_q) % 2 == 0,
-                f"qkv.shape={tuple(qkv.shape)}: want (batch, seqlen, {num_heads_q} + 2 * nheads_k, headdim)")  # fmt: skip
+        require(
+            len(qkv.shape) == 4 and (qkv.shape[2] - num_heads_q) % 2 == 0,
+            f"qkv.shape={tuple(qkv.shape)}: want (batch, seqlen, {num_heads_q} + 2 * nheads_k, headdim)",
+        )
         q, k = qkv[:, :, :num_heads_q], qkv[:, :, num_heads_q : (num_heads_q + qkv.shape[2]) // 2]
     apply_rotary_emb(q, cos, sin, interleaved, True, seqlen_offsets)
     apply_rotary_emb(k, cos if cos_k is None else cos_k, sin if sin_k is None else sin_k, interleaved, True, seqlen_offsets)
@@ -71,7 +75,9 @@ def apply_rotary_emb_kv_(
     kv: Array, cos: Array, sin: Array, interleaved: bool = False, seqlen_offsets: Union[int, Array] = 0
 ) -> Array:
     """Rotates k inside kv (batch, seqlen, 2, nheads_k, headdim), in place."""
-    require(len(kv.shape) == 5 and kv.shape[2] == 2, f"kv.shape={tuple(kv.shape)}: want (batch, seqlen, 2, nheads_k, headdim)")
+    require(
+        len(kv.shape) == 5 and kv.shape[2] == 2, f"kv.shape={tuple(kv.shape)}: want (batch, seqlen, 2, nheads_k, headdim)"
+    )
     apply_rotary_emb(kv[:, :, 0], cos, sin, interleaved, True, seqlen_offsets)
     return kv
 

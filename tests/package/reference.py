@@ -1,0 +1,102 @@
+"""Attention as the formula says, in torch, and how far from it a result may be.
+
+`attend` works on one sequence and stores every matrix; in float64 it is the truth, in the dtype under test it is the naive
+computation whose error sets the measure.
+"""
+
+import math
+from typing import NamedTuple, Optional
+
+import torch
+
+
+class Setting(NamedTuple):
+    causal: bool = False
+    window: tuple = (-1, -1)
+    softcap: float = 0.0
+    alibi: Optional[torch.Tensor] = None  # (heads,)
+    kept: Optional[torch.Tensor] = None  # (heads, rows, keys): 0 where dropped, else 1 / (1 - dropout)
+    bias: Optional[torch.Tensor] = None  # broadcasts to (heads, rows, keys)
+    sink: Optional[torch.Tensor] = None  # (heads,)
+    masked: Optional[torch.Tensor] = None  # (heads or 1, rows, keys) bool: besides all that
+
+
+def allowed(rows, keys, causal, window):
+    i, j = torch.arange(rows)[:, None] + keys - rows, torch.arange(keys)
+    mask = torch.ones(rows, keys, dtype=torch.bool)
+    if causal:
+        mask &= j <= i
+    if window[0] >= 0:
+        mask &= j >= i - window[0]
+    if window[1] >= 0:
+        mask &= j <= i + window[1]
+    return mask
+
+
+def attend(q, k, v, setting: Setting, scale=None):
+    """q (rows, heads, dim), k and v (keys, heads_kv, dim). Returns o (rows, heads, dim), p (heads, rows, keys), lse."""
+    rows, heads, dim = q.shape
+    keys = k.shape[0]
+    group = heads // k.shape[1]
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    s = torch.einsum("ihd,jhd->hij", q * (1 / math.sqrt(dim) if scale is None else scale), k)
+    if setting.softcap:
+        s = setting.softcap * torch.tanh(s / setting.softcap)
+    if setting.alibi is not None:
+        distance = (torch.arange(rows)[:, None] + keys - rows - torch.arange(keys)).abs()
+        s = s - (setting.alibi[:, None, None] * distance).to(s.dtype)
+    if setting.bias is not None:
+        s = s + setting.bias
+    mask = allowed(rows, keys, setting.causal, setting.window)
+    if setting.masked is not None:
+        mask = mask & ~setting.masked
+    s = s.masked_fill(~mask, -torch.inf)
+    empty = ~mask.any(-1).expand(heads, rows)
+    logits = s if setting.sink is None else torch.cat([s, setting.sink.to(s.dtype)[:, None, None].expand(heads, rows, 1)], -1)
+    p = torch.softmax(logits, -1)[..., :keys].masked_fill(empty[..., None], 0)
+    lse = torch.logsumexp(logits, -1).masked_fill(empty, -torch.inf)
+    dropped = p if setting.kept is None else p * setting.kept.to(p.dtype)
+    return torch.einsum("hij,jhd->ihd", dropped.to(v.dtype), v), p, lse
+
+
+def magnitudes(q, k, v, d_o, p, setting: Setting):
+    """What o, d_q, d_k, d_v would be if nothing cancelled: the size of the terms that each row sums. All in float64."""
+    heads, group = q.shape[1], q.shape[1] // k.shape[1]
+    keys, values = k.abs().repeat_interleave(group, 1), v.abs().repeat_interleave(group, 1)
+    kept = 1 if setting.kept is None else setting.kept
+    scale = 1 / math.sqrt(q.shape[2])
+    d_p = torch.einsum("ihd,jhd->hij", d_o.abs(), values) * kept
+    d_s = p * (d_p + (p * d_p).sum(-1, keepdim=True)) * scale
+
+    def join(x):  # gradients of a KV head are sums over its query heads
+        return x.unflatten(1, (heads // group, group)).sum(2)
+
+    return (
+        torch.einsum("hij,jhd->ihd", p * kept, values),
+        torch.einsum("hij,jhd->ihd", d_s, keys),
+        join(torch.einsum("hij,ihd->jhd", d_s, q.abs())),
+        join(torch.einsum("hij,ihd->jhd", p * kept, d_o.abs())),
+    )
+
+
+def row_errors(result, truth, size):
+    """RMS error of each row, relative to the row's own size; rows in which nothing is summed must be exact."""
+    error, scale = (x.double().square().mean(-1).sqrt().flatten() for x in (result.double() - truth, size))
+    assert torch.all(error[scale == 0] == 0)
+    return error[scale > 0] / scale[scale > 0]
+
+
+def assert_close(name, result, naive, truth, size, factor):
+    """Holds a result to `factor` times the naive computation's error, row by row.
+
+    Each row is measured by its own size. The worst row may be `factor` times as far off as the worst of the naive computation,
+    and the typical (RMS) row as the typical one. A row is not held to the very same row of the other: by luck one of them can
+    be nearly exact. Nor is anything held to less than the unit roundoff of its dtype.
+    """
+    ours, theirs = row_errors(result, truth, size), row_errors(naive, truth, size)
+    if ours.numel() == 0:
+        return
+    unit = torch.finfo(result.dtype).eps / 2
+    for kind, reduce in (("worst", torch.max), ("typical", lambda x: x.square().mean().sqrt())):
+        have, limit = reduce(ours).item(), factor * max(reduce(theirs).item(), unit)
+        assert have <= limit, f"{name}: {kind} row is off by {have:.2e}, limit {limit:.2e}"

@@ -1,0 +1,157 @@
+"""Every drop-in function, forward and gradients, against float64: at most twice (gradients three times) the naive error.
+
+The axes below have millions of combinations; each test takes a set of them in which every pair of values of two axes occurs.
+"""
+
+import itertools
+import os
+import random
+
+import pytest
+import torch
+from reference import Setting, assert_close, attend, magnitudes
+
+import libattn
+
+AXES = {
+    "function": ["func", "kvpacked", "qkvpacked", "varlen", "varlen_kvpacked", "varlen_qkvpacked", "kvcache"],
+    "dim": [32, 40, 59, 64, 80, 96, 111, 128, 160, 192, 224, 256],
+    "lengths": [(1, 1), (113, 203), (128, 217), (239, 1), (3, 799), (127, 512), (512, 256), (1023, 1024), (1024, 1023)],
+    "heads": [(2, 2), (4, 2), (4, 1)],
+    "mask": ["full", "causal", "local", "causal local"],
+    "softcap": [0.0, 50.0],
+    "alibi": [False, True],
+    "dropout": [0.0, 0.17],
+    "dtype": [torch.float32, torch.float16, torch.bfloat16],
+}
+
+
+def makes_sense(case):
+    """qkvpacked has one length and one kind of heads; a cache has no dropout."""
+    return not (
+        ("qkvpacked" in case["function"] and case["heads"] != (2, 2)) or (case["function"] == "kvcache" and case["dropout"])
+    )
+
+
+def every_pair(axes):
+    """Few cases that contain every sensible pair of values of two axes; the same ones each time."""
+    source = random.Random(1)
+    names = list(axes)
+
+    def pairs(case):
+        return {(a, case[a], b, case[b]) for a, b in itertools.combinations(names, 2)}
+
+    def draw():
+        while True:
+            case = {name: source.choice(values) for name, values in axes.items()}
+            if makes_sense(case):
+                return case
+
+    missing = set()
+    for a, b in itertools.combinations(names, 2):
+        for x, y in itertools.product(axes[a], axes[b]):
+            if makes_sense({"function": "func", "heads": (2, 2), "dropout": 0.0, a: x, b: y}):
+                missing.add((a, x, b, y))
+    cases = []
+    while missing:
+        best = max((draw() for _ in range(50)), key=lambda case: len(pairs(case) & missing))
+        if not pairs(best) & missing:  # rare pairs are not found by chance
+            a, x, b, y = min(missing, key=str)
+            best = next(case for case in iter(draw, None) if (case[a], case[b]) == (x, y))
+        missing -= pairs(best)
+        cases.append(best)
+    return cases
+
+
+def every_case(axes):
+    return [case for values in itertools.product(*axes.values()) if makes_sense(case := dict(zip(axes, values)))]
+
+
+CASES = every_case(AXES) if os.environ.get("LIBATTN_FULL") else every_pair(AXES)
+
+
+def name_of(case):
+    return "-".join(str(value).replace("torch.", "").replace(" ", "") for value in case.values())
+
+
+def sequences(case):
+    """Lengths of the batch: one sequence, or for varlen three, an empty one among them."""
+    rows, keys = case["lengths"]
+    if "qkvpacked" in case["function"]:
+        rows = keys
+    if "varlen" not in case["function"]:
+        return [(rows, keys)]
+    return [(rows, keys), (0, 0), ((rows + 1) // 2, (keys + 1) // 2 if "qkv" not in case["function"] else (rows + 1) // 2)]
+
+
+def offsets(lengths):
+    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+
+
+def run(case, q, k, v, lengths, **options):
+    """Calls the function under test with packed tensors (total, heads, dim); returns out, packed, and the dropout signs."""
+    function = getattr(libattn, {"kvcache": "flash_attn_with_kvcache"}.get(case["function"], f"flash_attn_{case['function']}_func")
+                       .replace("flash_attn_func_func", "flash_attn_func"))  # fmt: skip
+    cu_q, cu_k = offsets(n for n, _ in lengths), offsets(n for _, n in lengths)
+    max_q, max_k = max(n for n, _ in lengths), max(n for _, n in lengths)
+    name = case["function"]
+    if name == "kvcache":
+        return function(q[None], k[None], v[None], **options)[0], None
+    options.update(dropout_p=case["dropout"], return_attn_probs=True)
+    if name == "func":
+        out, _, probs = function(q[None], k[None], v[None], **options)
+    elif name == "kvpacked":
+        out, _, probs = function(q[None], torch.stack([k, v], 1)[None], **options)
+    elif name == "qkvpacked":
+        out, _, probs = function(torch.stack([q, k, v], 1)[None], **options)
+    elif name == "varlen":
+        out, _, probs = function(q, k, v, cu_q, cu_k, max_q, max_k, **options)
+    elif name == "varlen_kvpacked":
+        out, _, probs = function(q, torch.stack([k, v], 1), cu_q, cu_k, max_q, max_k, **options)
+    else:
+        out, _, probs = function(torch.stack([q, k, v], 1), cu_q, max_q, **options)
+    return (out if "varlen" in name else out[0]), probs
+
+
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+def test_accuracy(case):
+    lengths, dtype, (heads, heads_kv) = sequences(case), case["dtype"], case["heads"]
+    window = (37, 21) if "local" in case["mask"] else (-1, -1)
+    alibi = torch.rand(heads) * 0.3 if case["alibi"] else None
+    setting = Setting(causal="causal" in case["mask"], window=window, softcap=case["softcap"], alibi=alibi)
+    total_q, total_k = (sum(column) for column in zip(*lengths))
+    shapes = ((total_q, heads), (total_k, heads_kv), (total_k, heads_kv))
+    q, k, v = inputs = [torch.randn(*shape, case["dim"]).to(dtype).requires_grad_() for shape in shapes]
+    d_o = torch.randn(total_q, heads, case["dim"]).to(dtype)
+    out, signs = run(case, q, k, v, lengths, causal=setting.causal, window_size=window, softcap=setting.softcap,
+                     alibi_slopes=alibi)  # fmt: skip
+    found = (out, *torch.autograd.grad(out, inputs, d_o))
+
+    first_q = first_k = 0
+    for b, (rows, keys) in enumerate(lengths):
+        at = (slice(first_q, first_q + rows), *(slice(first_k, first_k + keys),) * 2)
+        first_q, first_k = first_q + rows, first_k + keys
+        if rows == 0:
+            continue
+        if case["dropout"]:
+            kept = ~torch.signbit(signs[b, :, :rows, :keys]) / (1 - case["dropout"])
+            setting = setting._replace(kept=kept.double())
+        naive = [x[part].detach().requires_grad_() for x, part in zip(inputs, at)]
+        exact = [x.detach().double().requires_grad_() for x in naive]
+        o_naive, _, _ = attend(*naive, setting)
+        o_exact, p, _ = attend(*exact, setting)
+        naive_grads = torch.autograd.grad(o_naive, naive, d_o[at[0]])
+        exact_grads = torch.autograd.grad(o_exact, exact, d_o[at[0]].double())
+        sizes = magnitudes(*(x.detach() for x in exact), d_o[at[0]].double(), p.detach(), setting)
+        for name, ours, theirs, truth, size, part in zip(
+            ("o", "d_q", "d_k", "d_v"), found, (o_naive, *naive_grads), (o_exact, *exact_grads), sizes, (at[0], *at)
+        ):
+            assert_close(name, ours[part].detach(), theirs.detach(), truth.detach(), size, 2 if name == "o" else 3)
+
+
+@pytest.mark.parametrize("dropout", [0.17])
+def test_dropout_rate(dropout):
+    q = torch.randn(2, 256, 4, 32)
+    _, _, signs = libattn.flash_attn_func(q, q, q, dropout_p=dropout, return_attn_probs=True)
+    rate = torch.signbit(signs).double().mean().item()
+    assert abs(rate - dropout) < 5 * (dropout * (1 - dropout) / signs.numel()) ** 0.5
