@@ -7,7 +7,8 @@ A framework is a small object (see _numpy.py and _torch.py) with
     broadcast(x, shape)   x seen with that shape
     empty(shape, code)    a new array
     place(x)              the C context for x's memory, and the stream to run on (0: none)
-What is checked here is what C cannot see: shapes that must agree, dtypes of tables. Everything else is the library's to say.
+    itemsize(x)           bytes of an element
+What is checked here is what C cannot see: shapes that must agree, dtypes of tables. The rest is the library's to say.
 """
 
 from __future__ import annotations
@@ -82,6 +83,12 @@ def expect_shape(name: str, view: View, *shapes: Sequence[int]) -> View:
     return view
 
 
+def expect_layout(name: str, view: View, cu) -> None:
+    """Packed where there are offsets, a batch without."""
+    want = "(batch, rows, heads, dim)" if cu is None else "(total, heads, dim), packed by its offsets"
+    require(len(view.shape) == (4 if cu is None else 3), f"{name}.shape={tuple(view.shape)}: want {want}")
+
+
 def tensor(view: View) -> _lib.Tensor:
     """(batch, rows, heads, dim), or packed (rows, heads, dim)."""
     strides = view.strides if len(view.shape) == 4 else (0, *view.strides)
@@ -125,12 +132,8 @@ class Call:
 
     def _sizes(self, q: View, k: View, v: View) -> None:
         p, b, o = self.problem, self.buffers, self.options
-        require(
-            len(q.shape) == (3 if o.cu_q is not None else 4), f"q.shape={tuple(q.shape)}: want {QUERY_WANT[o.cu_q is None]}"
-        )
-        require(
-            len(k.shape) == (3 if o.cu_kv is not None else 4), f"k.shape={tuple(k.shape)}: want {KEY_WANT[o.cu_kv is None]}"
-        )
+        expect_layout("q", q, o.cu_q)
+        expect_layout("k", k, o.cu_kv)
         p.dtype, p.kv_dtype = q.code, k.code
         p.heads_q, p.dim_qk = q.shape[-2:]
         p.heads_kv, p.dim_v = k.shape[-2], v.shape[-1]
@@ -237,9 +240,7 @@ class Call:
     def append(self, new: Append) -> None:
         p, b = self.problem, self.buffers
         k, v = self.rows("k", new.k), self.rows("v", new.v)
-        require(
-            len(k.shape) == (3 if new.cu is not None else 4), f"k.shape={tuple(k.shape)}: want {KEY_WANT[new.cu is None]}"
-        )
+        expect_layout("k", k, new.cu)
         expect_shape("k", k, (*k.shape[:-2], p.heads_kv, p.dim_qk))
         expect_shape("v", v, (*k.shape[:-2], p.heads_kv, p.dim_v))
         if k.code != p.dtype or v.code != p.dtype:
@@ -266,10 +267,6 @@ class Call:
     def run(self, function) -> None:
         context, stream = self.framework.place(self.kept[0])
         check(function(context, ctypes.byref(self.problem), ctypes.byref(self.buffers), stream))
-
-
-QUERY_WANT = {True: "(batch, rows, heads, dim)", False: "(total, heads, dim) with cu_seqlens_q"}
-KEY_WANT = {True: "(batch, rows, heads, dim)", False: "(total, heads, dim) with cu_seqlens"}
 
 
 def output_code(code: int) -> int:
@@ -333,7 +330,7 @@ def backward(framework, d_o, d_lse, q, k, v, o, lse, options: Options, wanted: S
 
 
 def merge(framework, o_parts, lse_parts, out_code: int):
-    """(parts, batch, rows, heads, dim) and (parts, batch, heads, rows) to (batch, rows, heads, dim) and (batch, heads, rows)."""
+    """From (parts, batch, rows, heads, dim) and (parts, batch, heads, rows) to o and lse without the parts."""
     kept = framework.rows(o_parts), framework.contiguous(lse_parts)
     o, lse = map(framework.view, kept)
     require(len(o.shape) == 5, f"out_partial.shape={tuple(o.shape)}: want (parts, batch, rows, heads, dim)")
@@ -369,7 +366,7 @@ def rotary(framework, x, y, cos, sin, pos, cu, max_rows: int, interleaved: bool,
     """Rotates x (batch, rows, heads, dim), or packed with cu, into y, which may be x itself."""
     tables = [framework.contiguous(t) if t is not None else None for t in (cos, sin, pos, cu)]
     x_view, y_view = framework.view(x), framework.view(y)
-    require(len(x_view.shape) == (4 if cu is None else 3), f"x.shape={tuple(x_view.shape)}: want {KEY_WANT[cu is None]}")
+    expect_layout("x", x_view, cu)
     require(x_view.shape[-1] == 1 or x_view.strides[-1] == y_view.strides[-1] == 1, "x: its last dim must be contiguous")
     views = [framework.view(t) if t is not None else None for t in tables]
     expect_shape("sin", views[1], views[0].shape)

@@ -6,7 +6,7 @@ import sys
 
 
 def operations(x):
-    """_torch for a torch tensor, _numpy for numpy arrays and whatever has __dlpack__: two modules with the same functions."""
+    """_torch for torch tensors, _numpy for numpy arrays and what has __dlpack__: two modules with the same functions."""
     if "torch" in sys.modules and isinstance(x, sys.modules["torch"].Tensor):
         from . import _torch
 

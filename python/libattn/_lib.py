@@ -234,8 +234,7 @@ def load_library() -> c.CDLL:
             ("attn_backward", c.c_int, [c.c_void_p, c.POINTER(Problem), c.POINTER(Buffers), c.c_void_p]),
             ("attn_merge", c.c_int, [c.c_void_p, c.POINTER(MergeArgs), c.c_void_p]),
             ("attn_rotary", c.c_int, [c.c_void_p, c.POINTER(RotaryArgs), c.c_void_p]),
-            ("attn_kernel_get", c.c_int, [c.c_int32, c.POINTER(KernelInfo)]),
-            ("attn_dtype_name", c.c_char_p, [c.c_int]),
+            ("attn_kernel_get", c.c_int, [c.c_int32, c.POINTER(KernelInfo), c.c_size_t]),
         ):
             function = getattr(library, name)
             function.restype, function.argtypes = result, arguments
@@ -295,6 +294,6 @@ def kernels() -> list[KernelInfo]:
     rows = []
     while True:
         info = KernelInfo()
-        if library.attn_kernel_get(len(rows), c.byref(info)) != OK:
+        if library.attn_kernel_get(len(rows), c.byref(info), c.sizeof(info)) != OK:
             return rows
         rows.append(info)

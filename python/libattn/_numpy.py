@@ -1,4 +1,4 @@
-"""The functions of the package on numpy arrays. There is no autograd here: `attention` computes, `gradients` differentiates.
+"""The functions of the package on numpy arrays; there are no gradients here.
 
 Other objects with __dlpack__ in host memory are seen as numpy arrays, without a copy; results are numpy arrays.
 """
@@ -107,12 +107,6 @@ def attention(q, k, v, options: Options, want_probs: bool = False):
     q, k, v = asarray(q), asarray(k), asarray(v)
     options = Options(*(x if n >= Options._fields.index("max_q") else asarray(x) for n, x in enumerate(options)))
     return _core.forward(_this, q, k, v, options, want_probs)
-
-
-def gradients(d_o, q, k, v, o, lse, options: Options = Options(), d_lse=None):
-    """Gradients of q, k, v, bias and sink (None where there is none), from what `attention` returned."""
-    wanted = (True, True, True, options.bias is not None, options.sink is not None)
-    return tuple(_core.backward(_this, d_o, d_lse, q, k, v, o, lse, options, wanted))
 
 
 def attention_with_append(q, k_cache, v_cache, options: Options, append: Append):

@@ -59,8 +59,8 @@ class RotaryEmbedding(torch.nn.Module):
         max_seqlen: Optional[int] = None,
         num_heads_q: Optional[int] = None,
     ) -> Union[Tensor, Tuple[Tensor, Tensor]]:
-        """Rotates in place: qkv (batch, seqlen, 3, nheads, headdim), or (batch, seqlen, nheads + 2 * nheads_k, headdim) with
-        num_heads_q; or, when kv (batch, seqlen, 2, nheads_k, headdim) is given, qkv is q (batch, seqlen, nheads, headdim).
+        """Rotates in place: qkv (batch, seqlen, 3, nheads, headdim), or with num_heads_q (batch, seqlen, nheads + 2 *
+        nheads_k, headdim); or, when kv (batch, seqlen, 2, nheads_k, headdim) is given, q (batch, seqlen, nheads, headdim).
 
         A tensor as seqlen_offset (batch,) wants max_seqlen, the number of positions.
         """

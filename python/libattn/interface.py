@@ -1,4 +1,4 @@
-"""flash_attn's functions: names, arguments, defaults, layouts and results of flash_attn 2.8, on torch tensors and numpy arrays.
+"""The functions of flash_attn 2.8: its names, arguments, defaults, layouts and results, on torch tensors and numpy arrays.
 
 Arguments after the `*` come from FlashAttention-3 and later, and are given by keyword. `deterministic`, `num_splits`,
 `pack_gqa`, `sm_margin` and `scheduler_metadata` are taken and change nothing: results here are always the same bits.
@@ -216,8 +216,8 @@ def flash_attn_varlen_func(
 
     cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32, where each sequence begins and the last one ends. max_seqlen_q,
     max_seqlen_k: at least the longest. seqused_q, seqused_k: (batch,) int32, how many rows of each sequence count.
-    page_table, also called block_table: (batch, pages) int32; k and v are (num_pages, page_size, nheads_k, headdim) then, and
-    their lengths come from seqused_k or cu_seqlens_k. Where cu_seqlens_q or cu_seqlens_k is None, the tensors are
+    page_table, also called block_table: (batch, pages) int32; k and v are (num_pages, page_size, nheads_k, headdim) then,
+    and their lengths come from seqused_k or cu_seqlens_k. Where cu_seqlens_q or cu_seqlens_k is None, the tensors are
     (batch, seqlen, heads, headdim). Returns out (total_q, nheads, headdim), or (out, softmax_lse, S_dmask).
     """
     _refuse(qv=qv is not None, attention_chunk=attention_chunk)
@@ -363,7 +363,7 @@ def flash_attn_with_kvcache(
     pack_gqa: Optional[bool] = None,
     sm_margin: int = 0,
 ):
-    """Attention of q (batch, seqlen_q, nheads, headdim) to a cache, after writing k, v (batch, new, nheads_k, headdim) into it.
+    """Attention of q (batch, seqlen_q, nheads, headdim) to a cache; k, v (batch, new, nheads_k, headdim) are appended first.
 
     k_cache, v_cache: (batch_cache, seqlen_cache, nheads_k, headdim), changed in place when k and v are given. With
     page_table (batch, pages) int32, also called block_table, they are (num_pages, page_size, nheads_k, headdim), any page
@@ -371,7 +371,7 @@ def flash_attn_with_kvcache(
     cache_seqlens: (batch,) int32 or an int: keys in the cache before the new ones. cache_batch_idx: (batch,) int32, which
     slot of the cache each sequence has. cache_leftpad: (batch,) int32, where its keys begin.
     rotary_cos, rotary_sin: (positions, rotary_dim / 2). New keys are rotated for the positions cache_seqlens,
-    cache_seqlens + 1, ... (or from rotary_seqlens on); q likewise when causal or local, else all of it for the first of them.
+    cache_seqlens + 1, ... (or from rotary_seqlens on); q likewise when causal or local, else all of it for the first.
     rotary_interleaved pairs dims (0, 1), (2, 3), ...; otherwise (0, rotary_dim / 2), ...
     cu_seqlens_q: q is (total_q, nheads, headdim). cu_seqlens_k_new: k, v are (total_new, nheads_k, headdim).
     Returns out (batch, seqlen_q, nheads, headdim), or (out, softmax_lse). Appending has no gradient.

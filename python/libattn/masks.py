@@ -36,7 +36,7 @@ def flashmask_attention(
         causal, n=1: rows >= r0          not causal, n=2: rows >= r0, and rows < r1
         causal, n=2: r0 <= rows < r1     not causal, n=4: r0 <= rows < r1, and r2 <= rows < r3
     window_size (left, right) instead of it: a sliding window, as in flash_attn_func.
-    fixed_seed_offset: (2,) int64, seed and offset of dropout; otherwise they are drawn. rng_name and name mean nothing here.
+    fixed_seed_offset: (2,) int64, seed and offset of dropout; otherwise they are drawn. rng_name and name are ignored.
     Returns out, or a list [out, softmax_lse, seed_offset] of it and what was asked for.
     """
     if block_mask is not None:
@@ -73,11 +73,11 @@ def scaled_dot_product_attention(
     scale: Optional[float] = None,
     enable_gqa: bool = False,
 ):
-    """torch.nn.functional.scaled_dot_product_attention: query (..., heads, L, E), key (..., heads, S, E), value (..., S, Ev).
+    """As in torch.nn.functional: query (..., heads, L, E), key (..., heads, S, E), value (..., heads, S, Ev).
 
     attn_mask: bool (True: may see) or floating point (added to the scores, with a gradient), broadcast to
-    (..., heads, L, S). is_causal aligns to the top left, as torch does: row i sees j <= i. enable_gqa: key and value may have
-    fewer heads, which divide those of query. Returns (..., heads, L, Ev).
+    (..., heads, L, S). is_causal aligns to the top left, as torch does: row i sees j <= i. enable_gqa: key and value may
+    have fewer heads, which divide those of query. Returns (..., heads, L, Ev).
     """
     ops = operations(query)
     query, key, value, attn_mask = (ops.asarray(x) for x in (query, key, value, attn_mask))

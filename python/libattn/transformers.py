@@ -4,9 +4,9 @@
     libattn.transformers.register()
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="libattn")
 
-A mask is two numbers per key instead of a square: FlashMask rows (see libattn.flashmask_attention), which carry padding and
-the sliding window; the causal rule applies besides. Only patterns that are neither (packed sequences, chunks, static caches,
-masks of the user's own) take transformers' square mask, added to the scores.
+A mask is one number per key instead of a square: FlashMask rows (see libattn.flashmask_attention), which carry padding and
+the sliding window; the causal rule applies besides. Only other patterns (packed sequences, chunks, static caches, masks of
+the user's own) take transformers' square mask, added to the scores.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def attention_mask(
 ) -> Optional[Tensor]:
     """The mask of one kind of layer: None (causal), FlashMask rows (batch, 1, kv_length, 1) int32, or a square of bool.
 
-    allow_is_causal_skip says that the pattern is causal, or causal with a window of local_size, and nothing else. The causal
-    rule looks from the last key back, so it holds only where the last query stands at the last key.
+    allow_is_causal_skip says that the pattern is causal, or causal with a window of local_size, and nothing else. The
+    causal rule looks from the last key back, so it holds only where the last query stands at the last key.
     """
     aligned = isinstance(q_offset, int) and q_offset + q_length == kv_offset + kv_length
     if not (allow_is_causal_skip and aligned):

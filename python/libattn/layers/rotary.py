@@ -1,4 +1,4 @@
-"""Rotary position embedding: flash_attn.layers.rotary. The functions take torch tensors and numpy arrays; the module is torch's.
+"""Rotary embedding: flash_attn.layers.rotary. The functions take torch tensors and numpy arrays; the module is torch's.
 
 cos, sin are (positions, rotary_dim / 2); the first rotary_dim of the head dims are rotated. interleaved pairs dims (0, 1),
 (2, 3), ...; otherwise (0, rotary_dim / 2), (1, rotary_dim / 2 + 1), ... Row i of sequence b is at position
