@@ -363,7 +363,7 @@ def flash_attn_with_kvcache(
     pack_gqa: Optional[bool] = None,
     sm_margin: int = 0,
 ):
-    """Attention of q (batch, seqlen_q, nheads, headdim) to a cache; k, v (batch, new, nheads_k, headdim) are appended first.
+    """Attention of q (batch, seqlen_q, nheads, headdim) to a cache; k, v (batch, new, nheads_k, headdim) are added first.
 
     k_cache, v_cache: (batch_cache, seqlen_cache, nheads_k, headdim), changed in place when k and v are given. With
     page_table (batch, pages) int32, also called block_table, they are (num_pages, page_size, nheads_k, headdim), any page

@@ -93,8 +93,8 @@ def assert_close(name, result, naive, truth, size, factor, lse=0.0):
 
     Each row is measured by its own size. The worst row may be `factor` times as far off as the worst one of the naive
     computation, and the typical (RMS) row as the typical one. A row is not held to the very same row of the other: by luck
-    one of them can be nearly exact. Nor is anything held to less than the unit roundoff of its dtype; for gradients the caller
-    makes that larger by |lse|, since their probabilities are exp(s - lse) with an lse that is rounded to float32.
+    one of them can be nearly exact. Nor is anything held to less than the unit roundoff of its dtype; for gradients the
+    caller makes that larger by |lse|, since their probabilities are exp(s - lse) with an lse that is rounded to float32.
     """
     ours, theirs = row_errors(result, truth, size), row_errors(naive, truth, size)
     if ours.numel() == 0:
