@@ -94,6 +94,18 @@ TEST(c5_threads_1_2_and_7_split_decode) {
     }
 }
 
+/* Few rows and many keys beside a sequence with many rows: the chunks of the former are not spread over threads. */
+TEST(c5_threads_1_2_and_7_mixed_batch) {
+    static const attn_dtype dtypes[] = {ATTN_F32, ATTN_F64};
+    for (size_t d = 0; d < sizeof dtypes / sizeof *dtypes; d++) {
+        rig r = {.p = problem(dtypes[d], 3, 4, 1, 70, 2500, 8)};
+        r.p.flags = ATTN_USED_Q | ATTN_USED_KV | ATTN_CAUSAL;
+        r.f.used_q = (int32_t[]){1, 70, 16};
+        r.f.used_kv = (int32_t[]){2500, 90, 1100};
+        check_threads(&r);
+    }
+}
+
 /* The caller's own parallel_for, in three tempers. */
 static int in_order(void *user, void (*body)(void *arg, int32_t index), void *arg, int32_t count) {
     ++*(int *)user;

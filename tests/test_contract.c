@@ -311,7 +311,7 @@ static void check_writes_all(attn_context *context, rig *r) {
 static void writes_all(attn_context *context, attn_dtype dtype) {
     rig r = {.p = problem(dtype, 3, 4, 2, 37, 80, 20), .backward = true, .probs = true};
     r.p.flags = ATTN_USED_Q | ATTN_USED_KV | ATTN_CAUSAL | ATTN_BIAS | ATTN_SINK;
-    r.f.used_q = (int32_t[]){37, 0, 5};
+    r.f.used_q = (int32_t[]){35, 0, 37};
     r.f.used_kv = (int32_t[]){80, 3, 0};
     check_writes_all(context, &r);
     for (int32_t b = 0; b < 3; b++)
@@ -327,8 +327,10 @@ TEST(c4_every_output_is_written) { each_cpu(writes_all); }
 
 static void writes_all_packed(attn_context *context, attn_dtype dtype) {
     rig r = {.p = problem(dtype, 3, 2, 1, 30, 60, 20), .backward = true};
-    r.p.flags = ATTN_VARLEN_Q | ATTN_VARLEN_KV | ATTN_USED_KV;
+    r.p.flags = ATTN_VARLEN_Q | ATTN_VARLEN_KV | ATTN_USED_Q | ATTN_USED_KV | ATTN_LEFTPAD;
     r.p.total_q = 70, r.p.total_kv = 130;
+    r.f.used_q = (int32_t[]){29, 0, 26};
+    r.f.leftpad = (int32_t[]){3, 10, 0};
     r.f.cu_q = (int32_t[]){4, 34, 34, 60}; /* rows before the first and after the last sequence */
     r.f.cu_kv = (int32_t[]){1, 50, 60, 120};
     r.f.used_kv = (int32_t[]){40, 10, 0};

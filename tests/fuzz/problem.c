@@ -100,7 +100,7 @@ static void garble_problem(stream *s, attn_problem *p) {
 /* The most work that is run; a plan is made of anything. */
 static bool affordable(const attn_problem *p) {
     double q = p->flags & ATTN_VARLEN_Q ? (double)p->total_q : (double)p->batch * p->max_q;
-    return p->max_kv <= 10000 && q * p->heads_q * ((double)p->max_kv + 64) * (p->dim_qk + p->dim_v) < 1e6;
+    return p->max_kv <= 10000 && q * p->heads_q * ((double)p->max_kv + 64) * (p->dim_qk + p->dim_v) < 2e5;
 }
 
 /* ---- the buffers ---- */
@@ -183,6 +183,16 @@ static attn_context *make(attn_backend_id backend) {
     return context;
 }
 
+/* Only makes a plan; *workspace is the most bytes that any wanted. */
+static attn_status make_plan(attn_context *context, const attn_problem *p, size_t *workspace) {
+    attn_plan *plan;
+    attn_status status = attn_plan_create(&plan, context, p);
+    MUST((plan != NULL) == (status == ATTN_OK));
+    if (attn_plan_workspace(plan) > *workspace) *workspace = attn_plan_workspace(plan);
+    attn_plan_destroy(plan);
+    return status;
+}
+
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     static attn_context *ref, *cpu;
     if (!ref) {
@@ -193,12 +203,10 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     rig r = {.p = decode_problem(&s), .limit = (size_t)1 << 17};
     garble_problem(&s, &r.p);
     r.probs = r.p.op == ATTN_FORWARD && pick(&s, 3) == 0;
-    attn_plan *plan;
-    attn_status planned = attn_plan_create(&plan, ref, &r.p);
-    attn_plan_destroy(plan);
-    MUST(attn_plan_create(&plan, cpu, &r.p) == planned);
-    attn_plan_destroy(plan);
-    if (planned != ATTN_OK || !affordable(&r.p) || !rig_make(&r, 1)) return 0;
+    size_t workspace = 0;
+    attn_status planned = make_plan(ref, &r.p, &workspace);
+    MUST(make_plan(cpu, &r.p, &workspace) == planned);
+    if (planned != ATTN_OK || workspace > (size_t)1 << 24 || !affordable(&r.p) || !rig_make(&r, 1)) return 0;
     decode_buffers(&s, &r);
     copy before;
     keep(&before, &r);
