@@ -57,6 +57,43 @@ static void call_is_plan(attn_context *context, attn_dtype dtype) {
 }
 TEST(c5_one_shot_is_plan_and_run) { each_cpu(call_is_plan); }
 
+/* Outputs that are not wanted do not change the others. */
+static void unwanted_outputs(attn_context *context, attn_dtype dtype) {
+    rig all = rich(dtype, 2, 70, 90);
+    CHECK(rig_make(&all, 33));
+    CHECK_OK(rig_run(&all, context));
+    for (int wanted = 0; wanted < 4; wanted++) { /* d_q, d_k, d_v, or o without lse */
+        rig one = rich(dtype, 2, 70, 90);
+        CHECK(rig_make(&one, 33));
+        attn_tensor *const tensors[] = {&one.f.d_q, &one.f.d_k, &one.f.d_v};
+        const attn_tensor *const right[] = {&all.f.d_q, &all.f.d_k, &all.f.d_v, &all.f.o};
+        memcpy(one.f.o.data, all.f.o.data, (size_t)2 * 70 * 4 * 24 * attn_dtype_size(dtype));
+        attn_buffers f = wanted < 3 ? rig_backward_buffers(&one) : rig_forward_buffers(&one);
+        attn_problem p = one.p;
+        memcpy(f.lse, all.f.lse, (size_t)2 * 4 * 70 * (dtype == ATTN_F64 ? 8 : 4));
+        if (wanted < 3) {
+            attn_tensor kept = *tensors[wanted];
+            f.d_q = f.d_k = f.d_v = (attn_tensor){0};
+            f.d_bias = (attn_matrix){0};
+            f.d_sink = NULL;
+            *(wanted == 0 ? &f.d_q : wanted == 1 ? &f.d_k : &f.d_v) = kept;
+            p.op = ATTN_BACKWARD;
+            CHECK_OK(attn_backward(context, &p, &f, NULL));
+        } else {
+            rig_reset(&one, 0x5A);
+            f.lse = NULL;
+            CHECK_OK(attn_forward(context, &p, &f, NULL));
+        }
+        int64_t counts[] = {2 * 70 * 4 * 40, 2 * 90 * 2 * 40, 2 * 90 * 2 * 24, 2 * 70 * 4 * 24};
+        const void *got = wanted < 3 ? tensors[wanted]->data : one.f.o.data;
+        CHECK_SAY(memcmp(got, right[wanted]->data, (size_t)counts[wanted] * attn_dtype_size(dtype)) == 0, "output %d",
+                  wanted);
+        rig_free(&one);
+    }
+    rig_free(&all);
+}
+TEST(c5_unwanted_outputs_do_not_change_the_others) { each_cpu(unwanted_outputs); }
+
 /* ---- threads ---- */
 
 static const int32_t thread_counts[] = {2, 7};
