@@ -2,13 +2,9 @@
 include(CMakePackageConfigHelpers)
 
 install(TARGETS attn_shared attn_static EXPORT attn-targets)
-if(TARGET attn_tool)
-    install(TARGETS attn_tool)
-endif()
+install(TARGETS attn_tool)
 install(FILES include/attn.h DESTINATION ${CMAKE_INSTALL_INCLUDEDIR})
-if(EXISTS ${PROJECT_SOURCE_DIR}/docs/attn.1)
-    install(FILES docs/attn.1 DESTINATION ${CMAKE_INSTALL_MANDIR}/man1)
-endif()
+install(FILES docs/attn.1 DESTINATION ${CMAKE_INSTALL_MANDIR}/man1)
 
 # The prefix is found from where the file lies, so that an installed tree can be moved.
 file(RELATIVE_PATH pc_prefix /${CMAKE_INSTALL_LIBDIR}/pkgconfig /)
