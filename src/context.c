@@ -161,6 +161,7 @@ attn_status attn_context_create(attn_context **out, const attn_config *config) {
     attn_context start = {0};
     RETURN_IF_ERROR(resolve_config(&start.config, config));
     RETURN_IF_ERROR(choose_backend(&start.backend, start.config.backend));
+    if (start.backend->open) RETURN_IF_ERROR(start.backend->open(&start));
     attn_context *context = attn__alloc(&start, sizeof *context);
     if (!context) return ATTN_NO_MEMORY;
     *context = start;

@@ -47,7 +47,8 @@ typedef struct attn_kernel {
 typedef struct attn_backend {
     const char *name;
     attn_backend_id id;
-    bool host; /* buffers are host memory, so their values can be checked before the run */
+    bool host;                                  /* buffers are host memory, so their values can be checked before the run */
+    attn_status (*open)(attn_context *context); /* what a context of this backend needs besides; or NULL */
     const attn_kernel *(*kernel)(int32_t index, bool *available); /* NULL past the end */
     attn_status (*plan)(attn_plan *plan); /* problem is resolved; sets kernel, workspace and splits, appends to the text */
     attn_status (*run)(const attn_plan *plan, const attn_buffers *buffers, void *stream);
@@ -91,6 +92,7 @@ struct attn_context {
     attn_config config; /* resolved: allocator, threads, parallel_for */
     const attn_backend *backend;
     attn_pool *pool;    /* NULL with one thread or the caller's own parallel_for */
+    uint32_t cpu;       /* cpu backend: CPU features that kernels may use */
     attn_cache *cache;  /* plans and workspaces of the one-shot calls */
     attn_context *next; /* list of all contexts, for fork */
 };

@@ -17,20 +17,17 @@ attn_context *make_context(attn_backend_id backend, int32_t threads) {
     return attn_context_create(&context, &config) == ATTN_OK ? context : NULL;
 }
 
-/* Kernel names are op_isa_dtype. */
-static bool isa_available(const char *isa) {
-    char middle[32];
-    snprintf(middle, sizeof middle, "_%s_", isa);
-    attn_kernel_info info;
-    for (int32_t i = 0; attn_kernel_get(i, &info, sizeof info) == ATTN_OK; i++)
-        if (strcmp(info.backend, "cpu") == 0 && info.available && strstr(info.name, middle)) return true;
-    return false;
-}
-
+/* Kernel names are op_isa_dtype: the ISAs are those of the forward kernels that can run here. */
 const char *cpu_isa(int index) {
-    static const char *const names[] = {"c", "avx2", "avx512", "neon"};
-    for (size_t i = 0; i < sizeof names / sizeof *names; i++)
-        if (isa_available(names[i]) && index-- == 0) return names[i];
+    static char isa[32];
+    attn_kernel_info info;
+    for (int32_t i = 0; attn_kernel_get(i, &info, sizeof info) == ATTN_OK; i++) {
+        const char *dtype = strstr(info.name, "_f32");
+        if (strcmp(info.backend, "cpu") != 0 || !info.available || strncmp(info.name, "fwd_", 4) != 0 || !dtype) continue;
+        if (index-- > 0) continue;
+        snprintf(isa, sizeof isa, "%.*s", (int)(dtype - info.name - 4), info.name + 4);
+        return isa;
+    }
     return NULL;
 }
 

@@ -9,8 +9,6 @@
 #include "tile.h"
 #include "work.h"
 
-#include <stdlib.h>
-
 /* Both number types of what tile.h declares for one. */
 int64_t attn__fwd_scratch_f64(const attn_problem *p);
 int64_t attn__bwd_scratch_f64(const attn_problem *p);
@@ -49,23 +47,24 @@ static const attn_kernel kernels[] = {
 
 enum { KERNELS = sizeof kernels / sizeof kernels[0] };
 
+static bool runs_on(const attn_kernel *k, uint32_t features) { return (k->cpu & ~features) == 0; }
+
 static const attn_kernel *kernel(int32_t index, bool *available) {
     if (index < 0 || index >= KERNELS) return NULL;
-    int32_t features = attn__cpu_features();
-    *available = features >= 0 && (kernels[index].cpu & ~(uint32_t)features) == 0;
+    *available = runs_on(&kernels[index], attn__cpu_detect());
     return &kernels[index];
 }
 
-static attn_status choose_kernel(attn_plan *plan) {
+static attn_status open_cpu(attn_context *context) { return attn__cpu_allowed(&context->cpu); }
+
+static void choose_kernel(attn_plan *plan) {
     const attn_problem *p = &plan->problem;
-    RETURN_IF(attn__cpu_features() < 0, ATTN_UNSUPPORTED, "ATTN_CPU=%s: not an ISA of this library and machine",
-              getenv("ATTN_CPU"));
+    bool wide = p->dtype == ATTN_F64;
     for (int32_t n = 0; n < KERNELS; n++) {
-        bool available, wide = p->dtype == ATTN_F64;
-        const attn_kernel *k = kernel(n, &available);
-        if (available && k->op == p->op && (k->wide == wide || p->op == ATTN_KV_APPEND)) plan->kernel = k;
+        const attn_kernel *k = &kernels[n];
+        bool fits = k->op == p->op && (k->wide == wide || p->op == ATTN_KV_APPEND);
+        if (fits && runs_on(k, plan->context->cpu)) plan->kernel = k;
     }
-    return ATTN_OK;
 }
 
 /*
@@ -109,7 +108,7 @@ static attn_status lay_out(attn_plan *plan) {
 }
 
 static attn_status plan_cpu(attn_plan *plan) {
-    RETURN_IF_ERROR(choose_kernel(plan));
+    choose_kernel(plan);
     plan->slots = plan->context->config.threads;
     attn__plan_say(plan, "kernel: %s\n", plan->kernel->name);
     if (plan->problem.op == ATTN_KV_APPEND) return ATTN_OK;
@@ -173,6 +172,7 @@ const attn_backend attn__backend_cpu = {
     .name = "cpu",
     .id = ATTN_BACKEND_CPU,
     .host = true,
+    .open = open_cpu,
     .kernel = kernel,
     .plan = plan_cpu,
     .run = run_cpu,

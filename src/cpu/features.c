@@ -1,8 +1,6 @@
 /* CPU features, from the compiler's run-time support: it asks cpuid, and the kernel whether it saves the registers. */
 #include "features.h"
 
-#include "attn.h"
-
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -18,33 +16,41 @@ static int has_f16c(void) {
 }
 #endif
 
-static int32_t detect(void) {
-    int32_t features = 0;
+static uint32_t features;
+
+static void detect(void) {
 #if defined(__x86_64__)
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c()) features |= ATTN_CPU_AVX2;
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512vl") && (features & ATTN_CPU_AVX2))
         features |= ATTN_CPU_AVX512;
 #endif
+}
+
+uint32_t attn__cpu_detect(void) {
+    static pthread_once_t once = PTHREAD_ONCE_INIT;
+    pthread_once(&once, detect);
     return features;
 }
 
-int32_t attn__cpu_features(void) {
+attn_status attn__cpu_allowed(uint32_t *allowed) {
     static const struct {
         const char *name;
-        int32_t features;
-    } limits[] = {
+        uint32_t needs;
+    } isas[] = {
 #define ISA(name, bits, words) {#name, bits},
 #include "isa.def"
 #undef ISA
     };
-    int32_t here = detect();
-    const char *limit = getenv("ATTN_CPU");
-    if (!limit || !*limit) return here;
-    for (size_t n = 0; n < sizeof limits / sizeof limits[0]; n++) {
-        if (strcmp(limit, limits[n].name) == 0) return (limits[n].features & ~here) ? -1 : limits[n].features;
+    *allowed = attn__cpu_detect();
+    const char *wanted = getenv("ATTN_CPU");
+    if (!wanted || !*wanted) return ATTN_OK;
+    for (size_t n = 0; n < sizeof isas / sizeof isas[0]; n++) {
+        if (strcmp(wanted, isas[n].name) != 0 || (isas[n].needs & ~*allowed)) continue;
+        *allowed = isas[n].needs;
+        return ATTN_OK;
     }
-    return -1;
+    return attn__fail(ATTN_UNSUPPORTED, "ATTN_CPU=%s: not an instruction set of this library and machine", wanted);
 }
 
 static char text[512];

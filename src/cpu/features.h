@@ -2,17 +2,20 @@
 #ifndef ATTN_CPU_FEATURES_H
 #define ATTN_CPU_FEATURES_H
 
-#include <stdint.h>
+#include "../internal.h"
 
 enum {
     ATTN_CPU_AVX2 = 1 << 0,  /* AVX2, FMA and F16C */
     ATTN_CPU_AVX512 = 1 << 1 /* AVX-512 F, DQ, BW, VL */
 };
 
+/* What this machine has. */
+uint32_t attn__cpu_detect(void);
+
 /*
- * Features that kernels may use. The environment's ATTN_CPU limits them to those of one ISA (isa.def), for tests. An unknown
- * name gives -1, and so does one that this machine does not have.
+ * What kernels may use: all of it, or, for tests, what one ISA of isa.def needs, named by the environment's ATTN_CPU. An error
+ * when there is no such ISA, in the table or on this machine.
  */
-int32_t attn__cpu_features(void);
+attn_status attn__cpu_allowed(uint32_t *features);
 
 #endif
