@@ -55,8 +55,6 @@ build() {
     cmake --preset "$preset" && cmake --build --preset "$preset" -j "$jobs" ${1:+--target "$@"}
 }
 
-has_clang() { command -v clang >/dev/null; }
-
 scripts/setup.sh test || {
     echo "make test could not be set up: see above"
     echo "0 passed, 1 failed"
@@ -84,13 +82,16 @@ stage "build, ThreadSanitizer" build tsan attn-tests
 # Not the fork_ tests: ThreadSanitizer does not follow threads into a child.
 stage "tests of threads, ThreadSanitizer" build-tsan/attn-tests pool_ c5_threads callers_ fault_in_each_thread
 
-if has_clang; then
+if command -v clang >/dev/null; then
     stage "build, clang" build clang
     stage "tests, clang" build-clang/attn-tests
+else
+    skip "build and tests, clang" "clang is missing"
+fi
+if scripts/setup.sh fuzz >/dev/null 2>&1; then
     stage "fuzz targets, $fuzz_seconds s each" env JOBS="$jobs" scripts/fuzz.sh "$fuzz_seconds"
 else
-    skip "build, clang" "clang is missing"
-    skip "fuzz targets" "clang is missing"
+    skip "fuzz targets" "clang with libFuzzer is missing"
 fi
 
 printf '\n%d min %d s' $(((SECONDS - began) / 60)) $(((SECONDS - began) % 60))
