@@ -48,8 +48,8 @@ INLINE vreal load(const real *p) {
 
 INLINE void store(real *p, vreal v) { memcpy(p, &v, sizeof v); }
 INLINE vreal splat(real x) { return x - (vreal){0}; }
-INLINE vreal select(vint mask, vreal a, vreal b) { return (vreal)((mask & (vint)a) | (~mask & (vint)b)); }
-INLINE vreal larger(vreal a, vreal b) { return select(a > b, a, b); }
+INLINE vreal pick(vint mask, vreal a, vreal b) { return (vreal)((mask & (vint)a) | (~mask & (vint)b)); }
+INLINE vreal larger(vreal a, vreal b) { return pick(a > b, a, b); }
 
 /* ---- products ---- */
 
@@ -177,9 +177,9 @@ INLINE vreal tanh_vector(vreal x) {
     p = p * z + 1.33313289644e-1f;
     p = p * z + -3.33332783156e-1f;
     vreal near = x + x * z * p;
-    vreal capped = select(size > splat(20.0f), splat(20.0f), size);
+    vreal capped = pick(size > splat(20.0f), splat(20.0f), size);
     vreal far = 1.0f - 2.0f / (exp2_vector(capped * 2.885390081777927f) + 1.0f);
-    return select(z < splat(0.4f), near, (vreal)((vint)far | sign));
+    return pick(z < splat(0.4f), near, (vreal)((vint)far | sign));
 }
 
 #endif
@@ -190,7 +190,7 @@ static void micro_softmax(real *s, int32_t keys, int32_t width, real *max, real 
     for (int32_t r = 0; r < width; r += VL) {
         vreal before = load(max + r), most = before, total = (vreal){0};
         for (int32_t j = 0; j < keys; j++) most = larger(load(s + (int64_t)j * width + r), most);
-        vreal none = splat((real)-INFINITY), base = select(most == none, (vreal){0}, most);
+        vreal none = splat((real)-INFINITY), base = pick(most == none, (vreal){0}, most);
         vreal shrink = exp2_vector(before - base);
         for (int32_t j = 0; j < keys; j++) {
             vreal p = exp2_vector(load(s + (int64_t)j * width + r) - base);
