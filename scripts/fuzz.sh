@@ -10,7 +10,7 @@ seconds=${1:?usage: scripts/fuzz.sh SECONDS}
 jobs=${JOBS:-2}
 
 cmake --preset fuzz >/dev/null
-cmake --build --preset fuzz -j "$jobs" >build-fuzz/build.log || {
+cmake --build --preset fuzz -j "$jobs" --target fuzz-targets >build-fuzz/build.log || {
     tail -n 40 build-fuzz/build.log
     exit 1
 }
