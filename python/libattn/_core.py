@@ -5,7 +5,7 @@ A framework is a small object (see _numpy.py and _torch.py) with
     rows(x)               x, or a copy of it when its last dim is not contiguous
     contiguous(x)         x, or a contiguous copy
     broadcast(x, shape)   x seen with that shape
-    empty(shape, code)    a new array
+    empty(like, shape, code)   a new array where `like` lives
     place(x)              the C context for x's memory, and the stream to run on (0: none)
     itemsize(x)           bytes of an element
 What is checked here is what C cannot see: shapes that must agree, dtypes of tables. The rest is the library's to say.
@@ -20,13 +20,14 @@ from . import _lib
 from ._lib import Buffers, Problem, check, library
 
 INT32 = -1  # dtype code of tables, which C knows by their place
+CODE_NAMES = {INT32: "int32", _lib.F32: "float32", _lib.F64: "float64"}  # of tables
 
 
 class View(NamedTuple):
     address: int
     shape: tuple
     strides: tuple  # in elements
-    code: int  # ATTN_F32, ..., or INT32
+    code: int  # ATTN_F32, ..., INT32, or 0 for what is neither
 
 
 class Options(NamedTuple):
@@ -118,13 +119,13 @@ class Call:
     def rows(self, name: str, x) -> View:
         view = self.keep(self.framework.rows(x))
         if view.code <= 0:
-            raise TypeError(f"{name}: int32 is no dtype of attention")
+            raise TypeError(f"{name}: want a floating-point dtype of at most 64 bits, or int8, not {x.dtype}")
         return view
 
     def table(self, name: str, x, *shapes: Sequence[int], code: int = INT32) -> View:
         view = self.keep(self.framework.contiguous(x))
         if view.code != code:
-            raise TypeError(f"{name}: want {'int32' if code == INT32 else 'float32'}")
+            raise TypeError(f"{name}: want {CODE_NAMES[code]}, not {x.dtype}")
         return expect_shape(name, view, *shapes)
 
     def flag(self, bit: int) -> None:
@@ -219,7 +220,7 @@ class Call:
         fits = len(bias.shape) == 4 and all(have in (1, want) for have, want in zip(bias.shape, full))
         require(fits, f"bias.shape={tuple(bias.shape)}: want {full}, or 1 where it is broadcast")
         if bias.code <= 0:
-            raise TypeError("bias: want a floating-point dtype")
+            raise TypeError(f"bias: want a floating-point dtype, not {self.options.bias.dtype}")
         p.bias_dtype, self.buffers.bias = bias.code, matrix(bias)
         self.flag(_lib.BIAS)
 
@@ -290,12 +291,12 @@ def forward(framework, q, k, v, options: Options, want_probs: bool = False, appe
         for name, cache, kept in (("k_cache", k, call.kept[1]), ("v_cache", v, call.kept[2])):
             require(kept is cache, f"{name}: its last dim must be contiguous, since it is written")
         call.append(append)
-    o = framework.empty((*q.shape[:-1], p.dim_v), output_code(p.dtype))
-    lse = framework.empty(lse_shape(q.shape), lse_code(p.dtype))
+    o = framework.empty(q, (*q.shape[:-1], p.dim_v), output_code(p.dtype))
+    lse = framework.empty(q, lse_shape(q.shape), lse_code(p.dtype))
     b.o, b.lse = tensor(call.keep(o)), call.keep(lse).address
     probs = None
     if want_probs:
-        probs = framework.empty((p.batch, p.heads_q, p.max_q, p.max_kv), lse_code(p.dtype))
+        probs = framework.empty(q, (p.batch, p.heads_q, p.max_q, p.max_kv), lse_code(p.dtype))
         view = call.keep(probs)
         b.probs = _lib.Matrix(view.address, (ctypes.c_int64 * 4)(*view.strides))
     call.run(library.attn_forward)
@@ -313,7 +314,7 @@ def backward(framework, d_o, d_lse, q, k, v, o, lse, options: Options, wanted: S
         b.d_lse = call.table("d_lse", d_lse, lse_shape(q.shape), code=lse_code(p.dtype)).address
 
     def gradient(x, want):
-        return framework.empty(x.shape, framework.view(x).code) if want else None
+        return framework.empty(x, x.shape, framework.view(x).code) if want else None
 
     d_q, d_k, d_v, d_bias, d_sink = results = [
         gradient(x, want) for x, want in zip((q, k, v, options.bias, options.sink), wanted)
@@ -338,8 +339,8 @@ def merge(framework, o_parts, lse_parts, out_code: int):
     expect_shape("lse_partial", lse, (parts, batch, heads, rows))
     size = 8 if lse.code == _lib.F64 else 4
     item = framework.itemsize(kept[0])
-    out = framework.empty((batch, rows, heads, dim), out_code)
-    out_lse = framework.empty((batch, heads, rows), lse.code)
+    out = framework.empty(o_parts, (batch, rows, heads, dim), out_code)
+    out_lse = framework.empty(o_parts, (batch, heads, rows), lse.code)
     tensors = (_lib.Tensor * parts)(
         *(tensor(View(o.address + n * o.strides[0] * item, o.shape[1:], o.strides[1:], o.code)) for n in range(parts))
     )

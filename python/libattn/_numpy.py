@@ -31,11 +31,9 @@ DTYPES = {code: dtype for dtype, code in CODES.items()}
 
 
 def view(x) -> View:
-    if x.dtype not in CODES:
-        raise TypeError(f"dtype={x.dtype}: want one of {', '.join(str(dtype) for dtype in CODES)}")
     if any(stride % x.itemsize for stride in x.strides):
         raise ValueError(f"strides={x.strides}: want multiples of the {x.itemsize} bytes of {x.dtype}")
-    return View(x.ctypes.data, x.shape, tuple(stride // x.itemsize for stride in x.strides), CODES[x.dtype])
+    return View(x.ctypes.data, x.shape, tuple(stride // x.itemsize for stride in x.strides), CODES.get(x.dtype, 0))
 
 
 def rows(x):
@@ -50,7 +48,7 @@ def broadcast(x, shape):
     return np.broadcast_to(x, shape)
 
 
-def empty(shape, code):
+def empty(like, shape, code):
     if code not in DTYPES:
         raise TypeError(
             "the output is bfloat16, and numpy knows it only through the package ml_dtypes: pip install ml_dtypes"
@@ -70,10 +68,12 @@ _this = sys.modules[__name__]
 
 
 def asarray(x):
-    """Anything with __dlpack__ or __array__, as an array; None stays None."""
-    if x is None or isinstance(x, np.ndarray):
+    """Arrays of any library as numpy's; what is no array, a number for instance, stays as it is."""
+    if isinstance(x, (np.ndarray, np.generic)):
         return x
-    return np.from_dlpack(x) if hasattr(x, "__dlpack__") else np.asarray(x)
+    if hasattr(x, "__dlpack__"):
+        return np.from_dlpack(x)
+    return np.asarray(x) if hasattr(x, "__array__") else x
 
 
 def float32(x):
@@ -104,15 +104,15 @@ def bias_of_mask(mask, like):
 
 
 def attention(q, k, v, options: Options, want_probs: bool = False):
-    q, k, v = asarray(q), asarray(k), asarray(v)
-    options = Options(*(x if n >= Options._fields.index("max_q") else asarray(x) for n, x in enumerate(options)))
-    return _core.forward(_this, q, k, v, options, want_probs)
+    q, k, v = map(asarray, (q, k, v))
+    return _core.forward(_this, q, k, v, Options(*map(asarray, options)), want_probs)
 
 
 def attention_with_append(q, k_cache, v_cache, options: Options, append: Append):
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         if not isinstance(cache, np.ndarray) or not cache.flags.writeable:
             raise ValueError(f"{name}: want a writable numpy array, since new keys and values are written into it")
+    options, append = Options(*map(asarray, options)), Append(*map(asarray, append))
     return _core.forward(_this, asarray(q), k_cache, v_cache, options, append=append)[:2]
 
 
@@ -123,5 +123,6 @@ def combine(o_parts, lse_parts, dtype):
 def rotary(x, cos, sin, pos, cu, max_rows, interleaved, inplace):
     x = asarray(x)
     y = x if inplace else x.copy() if cu is not None else np.empty_like(x)
-    _core.rotary(_this, x, y, asarray(cos), asarray(sin), pos, cu, max_rows, interleaved, False)
+    cos, sin, pos, cu = map(asarray, (cos, sin, pos, cu))
+    _core.rotary(_this, x, y, cos, sin, pos, cu, max_rows, interleaved, False)
     return y

@@ -31,14 +31,13 @@ CODES = {
     torch.int32: _core.INT32,
 }
 DTYPES = {code: dtype for dtype, code in CODES.items()}
+DEVICES = ("cpu",)  # whose memory there is a backend for
 
 # ---- the framework, as _core wants it ----
 
 
 def view(x) -> View:
-    if x.dtype not in CODES:
-        raise TypeError(f"dtype={x.dtype}: want one of {', '.join(str(dtype) for dtype in CODES)}")
-    return View(x.data_ptr(), tuple(x.shape), x.stride(), CODES[x.dtype])
+    return View(x.data_ptr(), tuple(x.shape), x.stride(), CODES.get(x.dtype, 0))
 
 
 def rows(x):
@@ -53,8 +52,8 @@ def broadcast(x, shape):
     return x.expand(shape)
 
 
-def empty(shape, code):
-    return torch.empty(shape, dtype=DTYPES[code])
+def empty(like, shape, code):
+    return torch.empty(shape, dtype=DTYPES[code], device=like.device)
 
 
 def itemsize(x) -> int:
@@ -63,7 +62,7 @@ def itemsize(x) -> int:
 
 def place(x):
     """The context for the tensor's own device, and its current stream."""
-    if x.device.type != "cpu":
+    if x.device.type not in DEVICES:
         raise NotImplementedError(f"device={x.device}: this build of libattn works on CPU tensors")
     return _lib.host_context(), None
 
@@ -100,8 +99,9 @@ def _or_empty(x, like):
 )
 def _forward(q, k, v, *rest):
     *options, want_probs = rest
-    same_device(q, k, v, *options)
-    o, lse, probs = _core.forward(_this, q, k, v, Options(*options), want_probs)
+    options = Options(*options)
+    same_device(q, k, v, *options._replace(seed=None))  # which C takes by value
+    o, lse, probs = _core.forward(_this, q, k, v, options, want_probs)
     return o, lse, _or_empty(probs, q)
 
 
@@ -233,7 +233,10 @@ _ROTARY = "Tensor cos, Tensor sin, Tensor? pos, Tensor? cu, SymInt max_rows, boo
 def _rotary(x, cos, sin, pos, cu, max_rows, interleaved, inverse):
     same_device(x, cos, sin, pos, cu)
     x = rows(x)
-    y = torch.empty(x.shape, dtype=x.dtype) if cu is None else x.clone(memory_format=torch.contiguous_format)
+    if cu is None:
+        y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    else:  # rows that no sequence covers stay as they are
+        y = x.clone(memory_format=torch.contiguous_format)
     _core.rotary(_this, x, y, cos, sin, pos, cu, max_rows, interleaved, inverse)
     return y
 
@@ -318,7 +321,10 @@ def attention(q, k, v, options: Options, want_probs: bool = False):
 
 
 def attention_with_append(q, k_cache, v_cache, options: Options, append: Append):
-    return torch.ops.libattn.kvcache(q, k_cache, v_cache, *options, *append)
+    inputs = (q, k_cache, v_cache, *options, *append)
+    return torch.ops.libattn.kvcache(
+        *(x.detach() if isinstance(x, torch.Tensor) and x.requires_grad else x for x in inputs)
+    )
 
 
 def combine(o_parts, lse_parts, dtype: torch.dtype):

@@ -22,7 +22,6 @@ MODULES = {
     "flash_attn.bert_padding": "libattn.bert_padding",
     "flash_attn.layers": "libattn.layers",
     "flash_attn.layers.rotary": "libattn.layers.rotary",
-    "flash_attn_interface": "libattn.interface",  # FlashAttention-3's name for it
 }
 
 

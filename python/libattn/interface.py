@@ -379,6 +379,7 @@ def flash_attn_with_kvcache(
     _refuse(qv=qv is not None, attention_chunk=attention_chunk)
     require((k is None) == (v is None), "k, v: want both or neither")
     ops = operations(q)
+    q, k, cu_seqlens_q = map(ops.asarray, (q, k, cu_seqlens_q))
     batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
     if isinstance(cache_seqlens, int):
         cache_seqlens = ops.full(q, batch, cache_seqlens)

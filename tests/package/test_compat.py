@@ -64,12 +64,10 @@ def test_flash_attn_is_libattn(installed):
     from flash_attn.bert_padding import pad_input, unpad_input
     from flash_attn.flash_attn_interface import flash_attn_varlen_func
     from flash_attn.layers.rotary import RotaryEmbedding, apply_rotary_emb
-    from flash_attn_interface import flash_attn_combine
 
     assert flash_attn.__version__ == "2.8.3"
     assert flash_attn_func is libattn.flash_attn_func
     assert flash_attn_varlen_func is libattn.flash_attn_varlen_func
-    assert flash_attn_combine is libattn.flash_attn_combine
     assert all(map(callable, (pad_input, unpad_input, RotaryEmbedding, apply_rotary_emb)))
     q = torch.randn(1, 5, 2, 8)
     assert torch.equal(flash_attn_func(q, q, q, causal=True), libattn.flash_attn_func(q, q, q, causal=True))
