@@ -88,15 +88,15 @@ def row_errors(result, truth, size):
     return error[scale > 0] / scale[scale > 0]
 
 
-def assert_close(name, result, naive, truth, size, factor, lse=0.0):
+def assert_close(name, result, naives, truth, size, factor, lse):
     """Holds a result to `factor` times the naive computation's error, row by row.
 
     Each row is measured by its own size. The worst row may be `factor` times as far off as the worst one of the naive
-    computation, and the typical (RMS) row as the typical one. A row is not held to the very same row of the other: by luck
-    one of them can be nearly exact. Nor is anything held to less than the unit roundoff of its dtype; for gradients the
-    caller makes that larger by |lse|, since their probabilities are exp(s - lse) with an lse that is rounded to float32.
+    computations, and the typical (RMS) row as the typical one. A row is not held to the very same row of the other: by luck
+    one of them can be nearly exact. Nor is anything held to less than the unit roundoff: of its dtype, and of scores in
+    float32, which at the size of lse are rounded by |lse| units, so that probabilities are off by as much.
     """
-    ours, theirs = row_errors(result, truth, size), row_errors(naive, truth, size)
+    ours, theirs = row_errors(result, truth, size), torch.cat([row_errors(naive, truth, size) for naive in naives])
     if ours.numel() == 0:
         return
     unit = max(torch.finfo(result.dtype).eps, torch.finfo(torch.float32).eps * lse) / 2

@@ -112,6 +112,22 @@ def run(case, q, k, v, lengths, **options):
     return (out if "varlen" in name else out[0]), probs
 
 
+def naive_results(inputs, d_o, setting):
+    """o, d_q, d_k, d_v of the naive computation, each a list of draws.
+
+    In float32 the naive error is as small as ours, and its worst row a matter of luck. So there are four draws of it: the
+    head dims in another order give the same sums, rounded otherwise.
+    """
+    q, k, v = inputs
+    dim = q.shape[-1]
+    results = []
+    for n in range(4 if q.dtype == torch.float32 else 1):
+        order = torch.randperm(dim) if n else torch.arange(dim)
+        o, _, _ = attend(q[..., order], k[..., order], v, setting)
+        results.append([x.detach() for x in (o, *torch.autograd.grad(o, inputs, d_o))])
+    return list(zip(*results))
+
+
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_accuracy(case):
     lengths, dtype, (heads, heads_kv) = sequences(case), case["dtype"], case["heads"]
@@ -135,22 +151,15 @@ def test_accuracy(case):
         if case["dropout"]:
             kept = ~torch.signbit(signs[b, :, :rows, :keys]) / (1 - case["dropout"])
             setting = setting._replace(kept=kept.double())
-        naive = [x[part].detach().requires_grad_() for x, part in zip(inputs, at)]
-        exact = [x.detach().double().requires_grad_() for x in naive]
-        o_naive, _, _ = attend(*naive, setting)
+        exact = [x[part].detach().double().requires_grad_() for x, part in zip(inputs, at)]
         o_exact, p, lse = attend(*exact, setting)
-        largest = lse[lse.isfinite()].abs().max().item() if lse.isfinite().any() else 0.0
-        naive_grads = torch.autograd.grad(o_naive, naive, d_o[at[0]])
-        exact_grads = torch.autograd.grad(o_exact, exact, d_o[at[0]].double())
+        wanted = (o_exact, *torch.autograd.grad(o_exact, exact, d_o[at[0]].double()))
+        draws = naive_results([x[part].detach().requires_grad_() for x, part in zip(inputs, at)], d_o[at[0]], setting)
         sizes = magnitudes(*(x.detach() for x in exact), d_o[at[0]].double(), p.detach(), setting)
-        for name, ours, theirs, truth, size, part in zip(
-            ("o", "d_q", "d_k", "d_v"), found, (o_naive, *naive_grads), (o_exact, *exact_grads), sizes, (at[0], *at)
-        ):
-            ours, theirs, truth = ours[part].detach(), theirs.detach(), truth.detach()
-            if name == "o":
-                assert_close(name, ours, theirs, truth, size, 2)
-            else:
-                assert_close(name, ours, theirs, truth, size, 3, lse=largest)
+        largest = lse[lse.isfinite()].abs().max().item() if lse.isfinite().any() else 0.0
+        parts = (at[0], *at)
+        for n, (name, factor) in enumerate((("o", 2), ("d_q", 3), ("d_k", 3), ("d_v", 3))):
+            assert_close(name, found[n][parts[n]].detach(), draws[n], wanted[n].detach(), sizes[n], factor, largest)
 
 
 @pytest.mark.parametrize("dropout", [0.17])
