@@ -148,6 +148,7 @@ def flash_attn_qkvpacked_func(
     if num_heads_q is None:
         q, k, v = _unpack("qkv", qkv, 3, 5)
     else:
+        qkv = operations(qkv).asarray(qkv)
         require(
             len(qkv.shape) == 4 and (qkv.shape[2] - num_heads_q) % 2 == 0,
             f"qkv.shape={tuple(qkv.shape)}: want (batch, seqlen, {num_heads_q} + 2 * nheads_k, headdim)",
