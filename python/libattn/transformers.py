@@ -82,24 +82,26 @@ def attention_forward(
     sliding_window: Optional[int] = None,
     is_causal: Optional[bool] = None,
     s_aux: Optional[Tensor] = None,
+    position_bias: Optional[Tensor] = None,
     **rest,
 ) -> Tuple[Tensor, None]:
     """query (batch, heads, rows, dim), key and value (batch, heads_kv, keys, dim); returns (batch, rows, heads, dim), None.
 
-    s_aux: (heads,), the sinks. Probabilities are not returned: they are never stored.
+    s_aux: (heads,), the sinks. position_bias: (batch or 1, heads, rows, keys), added to the scores. Probabilities are not
+    returned: they are never stored.
     """
-    if rest.get("position_bias") is not None:
-        raise NotImplementedError("position_bias: libattn's transformers attention has no position bias")
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    options = Options(sink=_torch.float32(s_aux), scale=scaling, softcap=softcap or 0.0, dropout=dropout)
+    options = Options(
+        bias=position_bias, sink=_torch.float32(s_aux), scale=scaling, softcap=softcap or 0.0, dropout=dropout
+    )
     if attention_mask is None:
         window = sliding_window - 1 if causal and sliding_window is not None else -1
         options = options._replace(causal=causal, window_left=window)
     elif attention_mask.dtype == torch.int32:
         options = options._replace(causal=True, flashmask=attention_mask)
     else:
-        mask = attention_mask[..., : key.shape[2]]
-        options = options._replace(bias=_torch.bias_of_mask(mask, query))
+        mask = _torch.bias_of_mask(attention_mask[..., : key.shape[2]], query)
+        options = options._replace(bias=mask if position_bias is None else mask + position_bias)
     if dropout > 0:
         options = options._replace(seed=_torch.new_seed(query))
     out, _, _ = _torch.attention(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), options)

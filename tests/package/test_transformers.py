@@ -138,3 +138,25 @@ def test_dropout_in_training():
         torch.manual_seed(seed)
         draws.append(model(input_ids=ids).logits)
     assert torch.equal(draws[0], draws[1]) and not torch.equal(draws[0], draws[2])
+
+
+def test_encoder_and_decoder_with_position_bias():
+    """T5: bidirectional, causal and cross attention, and a learned bias with a gradient."""
+    config = transformers.T5Config(
+        vocab_size=97, d_model=32, d_kv=8, d_ff=37, num_layers=2, num_heads=4, dropout_rate=0.0, decoder_start_token_id=0
+    )
+    ids, labels, mask = torch.randint(2, 97, (2, 11)), torch.randint(2, 97, (2, 7)), torch.ones(2, 11, dtype=torch.long)
+    mask[0, 6:] = 0
+    results, state = [], None
+    for implementation in ("eager", "libattn"):
+        model = transformers.AutoModelForSeq2SeqLM.from_config(copy.deepcopy(config), attn_implementation=implementation)
+        state = state or model.state_dict()
+        model.load_state_dict(state)
+        out = model(input_ids=ids, attention_mask=mask, labels=labels)
+        out.loss.backward()
+        bias = {n: w.grad for n, w in model.named_parameters() if "relative_attention_bias" in n}
+        results.append((out.logits, *bias.values()))
+    assert len(results[0]) == 3
+    for eager, ours in zip(*results):
+        assert eager.any()
+        torch.testing.assert_close(ours, eager, rtol=1e-4, atol=1e-4)
