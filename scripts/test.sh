@@ -76,6 +76,8 @@ stage "exported symbols" tests/abi/check.sh build
 stage "installed library, README example" tests/install/check.sh build
 stage "Python tests" .venv/bin/python -m pytest -q tests/python
 
+stage "Python package, in a fresh environment" scripts/test_package.sh
+
 stage "build, Address- and UndefinedBehaviorSanitizer" build asan attn-tests
 stage "tests, Address- and UndefinedBehaviorSanitizer" build-asan/attn-tests
 stage "build, ThreadSanitizer" build tsan attn-tests

@@ -203,13 +203,13 @@ static void micro_softmax(real *s, int32_t keys, int32_t width, real *max, real 
     }
 }
 
-static void micro_exp(real *s, int32_t keys, int32_t width, const real *lse) {
+static void micro_exp(real *s, int32_t keys, int32_t width, const real *lse, const real *rest) {
     const vreal none = splat((real)-INFINITY);
     for (int32_t r = 0; r < width; r += VL) {
-        vreal base = load(lse + r);
+        vreal base = load(lse + r), low = load(rest + r);
         for (int32_t j = 0; j < keys; j++) {
             vreal x = load(s + (int64_t)j * width + r);
-            store(s + (int64_t)j * width + r, (vreal)(~(vint)(x == none) & (vint)exp2_vector(x - base)));
+            store(s + (int64_t)j * width + r, (vreal)(~(vint)(x == none) & (vint)exp2_vector(x - base - low)));
         }
     }
 }

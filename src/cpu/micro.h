@@ -32,8 +32,8 @@ typedef struct REAL(micro) {
      */
     void (*softmax)(real *s, int32_t keys, int32_t width, real *max, real *sum, real *alpha);
 
-    /* s[key][row] = 2^(s - lse[row]); 0 where s = -inf, whatever lse is, and where lse = +inf. */
-    void (*exp)(real *s, int32_t keys, int32_t width, const real *lse);
+    /* s[key][row] = 2^(s - lse[row] - rest[row]); 0 where s = -inf, whatever lse is, and where lse = +inf. */
+    void (*exp)(real *s, int32_t keys, int32_t width, const real *lse, const real *rest);
 
     /* s = cap * tanh(s / cap) over n elements; slope, if not NULL, receives the derivative. */
     void (*softcap)(real *s, real *slope, int32_t n, real cap);

@@ -15,7 +15,7 @@ typedef struct job {
 
 /* plan->workspace has room for the forward's scratch; this lays out its own over it. */
 typedef struct scratch {
-    real *q_t, *k, *s, *row, *max, *sum, *alpha;
+    real *q_t, *k, *s, *row, *max, *sum, *alpha; /* max and alpha become lse and what rounding it has cut off */
 } scratch;
 
 static scratch lay_out(real *at, const attn_problem *p) {
@@ -71,7 +71,9 @@ static void to_lse(const attn_rows *t, scratch *m) {
             double sink = t->f->sink[t->h[r]] * ATTN_LOG2E, most = sink > lse ? sink : lse;
             lse = most + log2(exp2(lse - most) + exp2(sink - most));
         }
-        m->max[r] = m->max[r] == (real)-INFINITY && m->sum[r] == 0 ? (real)INFINITY : (real)lse;
+        if (m->max[r] == (real)-INFINITY && m->sum[r] == 0) lse = INFINITY;
+        m->max[r] = (real)lse;
+        m->alpha[r] = isfinite(lse) ? (real)(lse - (double)m->max[r]) : 0;
     }
 }
 
@@ -100,7 +102,7 @@ static void work_tile(void *arg, int64_t index, int32_t slot) {
     for (int32_t j0 = 0; j0 < s.sk; j0 += ATTN_TILE_COLS) {
         int32_t keys = attn__min32(ATTN_TILE_COLS, s.sk - j0);
         if (scores(&t, &m, j0, keys)) {
-            t.micro->exp(m.s, keys, t.width, m.max);
+            t.micro->exp(m.s, keys, t.width, m.max, m.alpha);
             write_tile(j, &t, m.s, j0, keys);
         } else {
             for (int32_t r = 0; r < t.rows; r++) write_zeros(j, b, t.h[r], t.i[r], j0, j0 + keys);
