@@ -135,7 +135,7 @@ static void gradients(const attn_rows *t, scratch *m, int32_t j0, int32_t keys, 
     real *slope = with_slope && p->softcap > 0 ? m->slope : NULL;
     REAL(tile_scores)(t, m->p, slope, m->q_t, m->k, j0, keys, class, m->row);
     t->micro->exp(m->p, keys, t->width, m->lse, m->lse_rest);
-    t->micro->gemm(m->d_s, t->width, m->v, t->dim_v, 1, m->d_o_t, t->width, keys, t->width, p->dim_v, false);
+    REAL(tile_dots)(t, m->d_s, m->v, t->dim_v, m->d_o_t, p->dim_v, keys);
     if (p->dropout > 0) REAL(tile_drop)(t, m->d_s, j0, keys);
     t->micro->d_scores(m->d_s, m->p, slope, keys, t->width, m->delta, (real)(1 / (1 - p->dropout)));
 }

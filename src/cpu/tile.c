@@ -151,10 +151,18 @@ static void apply_mask(const attn_rows *t, real *s, int32_t j0, int32_t keys) {
     }
 }
 
+void REAL(tile_dots)(const attn_rows *t, real *s, const real *x, int64_t ldx, const real *y_t, int32_t dim, int32_t keys) {
+    enum { BLOCK = 32 }; /* dims that are summed before they meet the rest: short sums keep the rounding error small */
+    for (int32_t n = 0; n < dim; n += BLOCK) {
+        int32_t dims = attn__min32(BLOCK, dim - n);
+        t->micro->gemm(s, t->width, x + n, ldx, 1, y_t + (int64_t)n * t->width, t->width, keys, t->width, dims, n > 0);
+    }
+}
+
 void REAL(tile_scores)(const attn_rows *t, real *s, real *slope, const real *q_t, const real *k, int32_t j0, int32_t keys,
                        int tile_class, real *scratch) {
     const attn_problem *p = t->p;
-    t->micro->gemm(s, t->width, k, t->dim_qk, 1, q_t, t->width, keys, t->width, p->dim_qk, false);
+    REAL(tile_dots)(t, s, k, t->dim_qk, q_t, p->dim_qk, keys);
     if (p->softcap > 0) t->micro->softcap(s, slope, keys * t->width, (real)(p->softcap * ATTN_LOG2E));
     if (p->flags & ATTN_ALIBI) add_alibi(t, s, j0, keys);
     if (p->flags & ATTN_BIAS) add_bias(t, s, j0, keys, scratch);

@@ -53,6 +53,9 @@ void REAL(tile_load_v)(const attn_rows *t, real *v, int32_t j0, int32_t keys);
 /* Class of the tile against keys [j0, j0 + keys), of which j0 is a multiple of ATTN_TILE_COLS. */
 int REAL(tile_class)(const attn_rows *t, int32_t j0, int32_t keys);
 
+/* Dot products of keys' rows x [keys][ldx] with the tile's rows y_t [dim][width], into s [keys][width]. */
+void REAL(tile_dots)(const attn_rows *t, real *s, const real *x, int64_t ldx, const real *y_t, int32_t dim, int32_t keys);
+
 /*
  * Scores in base 2 of the tile's rows against loaded keys, into s [keys][width]: softcap, ALiBi and bias applied, masked pairs
  * -inf. slope, if not NULL and there is a softcap, receives its derivative. scratch holds ATTN_TILE_COLS numbers.

@@ -1,4 +1,4 @@
-"""Shared by the tests of the package. LIBATTN_FULL=1 runs every combination of the accuracy tests instead of every pair."""
+"""Shared by the tests of the package. LIBATTN_CASES=all runs every combination of the accuracy tests, a number so many."""
 
 import pathlib
 
