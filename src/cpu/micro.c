@@ -223,6 +223,15 @@ static void micro_softcap(real *s, real *slope, int32_t n, real cap) {
     }
 }
 
+static void micro_alibi(real *s, int32_t keys, int32_t width, const real *slope, const int32_t *i, int32_t offset) {
+    for (int32_t j = 0; j < keys; j++) {
+        for (int32_t r = 0; r < width; r++) {
+            int32_t distance = i[r] + offset - j;
+            s[(int64_t)j * width + r] -= slope[r] * (real)(distance < 0 ? -distance : distance);
+        }
+    }
+}
+
 static void micro_d_scores(real *d_p, const real *p, const real *slope, int32_t keys, int32_t width, const real *delta,
                            real keep) {
     for (int32_t j = 0; j < keys; j++) {
@@ -256,6 +265,7 @@ const attn_micro TABLE_NAME(ATTN_ISA) = {
     .softmax = micro_softmax,
     .exp = micro_exp,
     .softcap = micro_softcap,
+    .alibi = micro_alibi,
     .d_scores = micro_d_scores,
     .scale = micro_scale,
     .finite = micro_finite,

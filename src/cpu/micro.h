@@ -38,6 +38,9 @@ typedef struct REAL(micro) {
     /* s = cap * tanh(s / cap) over n elements; slope, if not NULL, receives the derivative. */
     void (*softcap)(real *s, real *slope, int32_t n, real cap);
 
+    /* s[key][row] -= slope[row] * |i[row] + offset - key|, the product not rounded where the ISA can fuse it. */
+    void (*alibi)(real *s, int32_t keys, int32_t width, const real *slope, const int32_t *i, int32_t offset);
+
     /* d_s = p * (d_p * keep - delta[row]), 0 wherever p is 0; then times slope, if not NULL. d_s replaces d_p. */
     void (*d_scores)(real *d_p, const real *p, const real *slope, int32_t keys, int32_t width, const real *delta,
                      real keep);

@@ -104,17 +104,6 @@ int REAL(tile_class)(const attn_rows *t, int32_t j0, int32_t keys) {
     return attn__mask_tile(&t->mask, t->i0, t->i0 + t->count, j0, j0 + keys, range);
 }
 
-/* s -= slope * |i + offset - j| */
-static void add_alibi(const attn_rows *t, real *s, int32_t j0, int32_t keys) {
-    int32_t offset = t->mask.sk - t->mask.sq;
-    for (int32_t j = 0; j < keys; j++) {
-        for (int32_t r = 0; r < t->width; r++) {
-            int32_t distance = t->i[r] + offset - (j0 + j);
-            s[(int64_t)j * t->width + r] -= t->slope[r] * (real)(distance < 0 ? -distance : distance);
-        }
-    }
-}
-
 /* One row of bias at a time: keys are the direction in which it is usually contiguous. What the window hides is not read. */
 static void add_bias(const attn_rows *t, real *s, int32_t j0, int32_t keys, real *scratch) {
     const attn_matrix *m = &t->f->bias;
@@ -164,7 +153,7 @@ void REAL(tile_scores)(const attn_rows *t, real *s, real *slope, const real *q_t
     const attn_problem *p = t->p;
     REAL(tile_dots)(t, s, k, t->dim_qk, q_t, p->dim_qk, keys);
     if (p->softcap > 0) t->micro->softcap(s, slope, keys * t->width, (real)(p->softcap * ATTN_LOG2E));
-    if (p->flags & ATTN_ALIBI) add_alibi(t, s, j0, keys);
+    if (p->flags & ATTN_ALIBI) t->micro->alibi(s, keys, t->width, t->slope, t->i, t->mask.sk - t->mask.sq - j0);
     if (p->flags & ATTN_BIAS) add_bias(t, s, j0, keys, scratch);
     if (tile_class == ATTN_TILE_PARTIAL) apply_mask(t, s, j0, keys);
 }
