@@ -1,0 +1,46 @@
+/*
+ * What a CUDA kernel is given: one struct, by value, the same for all kernels of a run. Host (C) and device (CUDA C) share it.
+ *
+ * A run is a row of launches on the caller's stream, in this order; most problems need only the forward one:
+ *
+ *   append     ATTN_APPEND      k_new, v_new -> cache                                      append.cu
+ *   rotate_q   ATTN_ROTARY      q -> workspace, rotated; the others then read it there     rotary.cu
+ *   ranges     FlashMask        vectors -> minima and maxima per tile of keys              ranges.cu
+ *   fwd_...    always           o, lse; or partial results of chunks of keys               fwd.cu, fwd_any.cu
+ *   fold       split            partial results -> o, lse, in the order of the chunks      merge.cu
+ *   fill       ATTN_VARLEN_Q    rows of o and lse that no sequence covers                  fill.cu
+ *   probs      probs            recomputed from lse                                        probs.cu
+ */
+#ifndef ATTN_CUDA_ARGS_H
+#define ATTN_CUDA_ARGS_H
+
+#include "attn.h"
+#include "mask.h"
+
+enum {
+    ATTN_CUDA_SPLIT_ROWS = 16, /* sequences of at most so many rows are split ... */
+    ATTN_CUDA_CHUNK = 512      /* ... in chunks of so many keys: fixed numbers, so that results do not depend on the batch */
+};
+
+typedef struct attn_cuda_args {
+    attn_problem p;           /* resolved */
+    attn_buffers f;           /* checked; q is the rotated one where there is one */
+    uint64_t *status;         /* sticky word: see attn_device_status; device address of host memory */
+    attn_flash_range *ranges; /* FlashMask: [batch][flashmask_heads][range_tiles]; else NULL */
+    int32_t range_tiles;      /* ceil(max_kv / range_cols) */
+    int32_t range_cols;       /* keys of a tile: the forward kernel's bn */
+    /*
+     * Split: part_o[((b * heads_q + h) * part_rows + i) * chunks + c][dim_v], part_lse[the same index]; floats, for F64
+     * doubles. part_rows = min(max_q, ATTN_CUDA_SPLIT_ROWS). Only sequences of at most ATTN_CUDA_SPLIT_ROWS rows use them.
+     * A chunk without allowed keys has lse -inf and need not write part_o. Sinks are added by fold.
+     */
+    void *part_o, *part_lse;
+    int32_t part_rows;
+    int32_t chunks;      /* ceil(max_kv / ATTN_CUDA_CHUNK); 0: nothing is split */
+    int32_t row_tiles;   /* query tiles of max_q rows */
+    int32_t slots;       /* blocks of one sequence and head: max(row_tiles, chunks) */
+    float scale_log2;    /* scale * log2(e), the descales aside */
+    int32_t vector_ok;   /* q, k, v: every row starts at a multiple of 16 bytes, so that it can be read in such pieces */
+} attn_cuda_args;
+
+#endif
