@@ -29,6 +29,8 @@ attn_status attn__fail(attn_status status, const char *format, ...) __attribute_
         if (status_ != ATTN_OK) return status_;                                                                            \
     } while (0)
 
+static inline int64_t attn__ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
 /* ---- kernel rows ---- */
 
 /* One row of the table of kernels. A backend's rows are sorted worst first: the last available one that fits is chosen. */
@@ -74,6 +76,7 @@ struct attn_plan {
     int32_t slots;              /* how many threads work at once at the most */
     size_t part[8];             /* offsets into the workspace; the backend says what is where */
     int64_t partials;           /* cpu: partial results of a run that splits keys over threads; 0: it does not */
+    int32_t chunks;             /* cuda: chunks of keys of a sequence that is split; 0: none is */
     _Atomic int32_t references; /* the cache's and its users' */
     char text[ATTN_PLAN_TEXT];
 };
@@ -82,6 +85,11 @@ void attn__plan_say(attn_plan *plan, const char *format, ...) __attribute__((for
 
 /* Reserves bytes in the workspace, 64-byte aligned; part `index` is its offset. False when the sum overflows. */
 bool attn__plan_reserve(attn_plan *plan, int index, int64_t count, int64_t bytes_each);
+
+/* Where part `index` begins in the workspace of a run. */
+static inline void *attn__part(const attn_plan *plan, const attn_buffers *f, int index) {
+    return (char *)f->workspace + plan->part[index];
+}
 
 /* ---- context (context.c) ---- */
 

@@ -54,13 +54,6 @@ attn_status attn__work_flash(const attn_plan *plan, const attn_buffers *f);
 const attn_flash_range *attn__work_range(const attn_plan *plan, const attn_buffers *f, int32_t b, int32_t kv_head,
                                          int32_t tile);
 
-/* A part of the workspace. */
-static inline void *attn__part(const attn_plan *plan, const attn_buffers *f, int part) {
-    return (char *)f->workspace + plan->part[part];
-}
-
-static inline int64_t attn__ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 /* Is a sequence of that many rows worked with heads packed and keys in chunks? */
 static inline bool attn__is_short(int32_t sq) { return sq <= ATTN_SPLIT_ROWS; }
 

@@ -19,7 +19,9 @@
 
 enum {
     ATTN_CUDA_SPLIT_ROWS = 16, /* sequences of at most so many rows are split ... */
-    ATTN_CUDA_CHUNK = 512      /* ... in chunks of so many keys: fixed numbers, so that results do not depend on the batch */
+    ATTN_CUDA_CHUNK = 512, /* ... in chunks of so many keys: fixed numbers, so that results do not depend on the batch */
+    ATTN_ANY_ROWS = 4,     /* fwd_any: rows of a block, one warp each ... */
+    ATTN_ANY_COLS = 64     /* ... and keys that are masked or skipped together */
 };
 
 typedef struct attn_cuda_args {
@@ -36,11 +38,11 @@ typedef struct attn_cuda_args {
      */
     void *part_o, *part_lse;
     int32_t part_rows;
-    int32_t chunks;      /* ceil(max_kv / ATTN_CUDA_CHUNK); 0: nothing is split */
-    int32_t row_tiles;   /* query tiles of max_q rows */
-    int32_t slots;       /* blocks of one sequence and head: max(row_tiles, chunks) */
-    float scale_log2;    /* scale * log2(e), the descales aside */
-    int32_t vector_ok;   /* q, k, v: every row starts at a multiple of 16 bytes, so that it can be read in such pieces */
+    int32_t chunks;    /* ceil(max_kv / ATTN_CUDA_CHUNK); 0: nothing is split */
+    int32_t row_tiles; /* query tiles of max_q rows */
+    int32_t slots;     /* blocks of one sequence and head: max(row_tiles, chunks) */
+    float scale_log2;  /* scale * log2(e), the descales aside */
+    int32_t vector_ok; /* q, k, v: every row starts at a multiple of 16 bytes, so that it can be read in such pieces */
 } attn_cuda_args;
 
 #endif

@@ -1,0 +1,86 @@
+/*
+ * The CUDA driver as a table of functions, filled with dlopen and dlsym, so that one library runs with and without a GPU and no
+ * CUDA header is needed to build it. Types and constants are declared here, with the values of the driver API's documentation.
+ */
+#ifndef ATTN_CUDA_DRIVER_H
+#define ATTN_CUDA_DRIVER_H
+
+#include "internal.h"
+
+typedef struct attn_cu_context_s *attn_cu_context;
+typedef struct attn_cu_stream_s *attn_cu_stream;
+typedef struct attn_cu_event_s *attn_cu_event;
+typedef struct attn_cu_library_s *attn_cu_library;
+typedef struct attn_cu_kernel_s *attn_cu_kernel;
+typedef struct attn_cu_function_s *attn_cu_function;
+typedef unsigned long long attn_cu_pointer;
+
+/* Values of the driver API. */
+enum {
+    ATTN_CU_SUCCESS = 0,
+    ATTN_CU_OUT_OF_MEMORY = 2,
+    ATTN_CU_NO_DEVICE = 100,
+
+    ATTN_CU_DEVICE_SMS = 16,       /* CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT */
+    ATTN_CU_DEVICE_MAJOR = 75,     /* ..._COMPUTE_CAPABILITY_MAJOR */
+    ATTN_CU_DEVICE_MINOR = 76,     /* ..._COMPUTE_CAPABILITY_MINOR */
+    ATTN_CU_DEVICE_SHARED = 97,    /* ..._MAX_SHARED_MEMORY_PER_BLOCK_OPTIN */
+    ATTN_CU_POINTER_TYPE = 2,      /* CU_POINTER_ATTRIBUTE_MEMORY_TYPE */
+    ATTN_CU_POINTER_MANAGED = 8,   /* ..._IS_MANAGED */
+    ATTN_CU_POINTER_DEVICE = 9,    /* ..._DEVICE_ORDINAL */
+    ATTN_CU_MEMORY_HOST = 1,       /* CU_MEMORYTYPE_HOST; 0 is memory that the driver does not know */
+    ATTN_CU_MEMORY_DEVICE = 2,     /* CU_MEMORYTYPE_DEVICE */
+    ATTN_CU_HOST_PORTABLE = 1,     /* CU_MEMHOSTALLOC_PORTABLE */
+    ATTN_CU_HOST_MAPPED = 2,       /* CU_MEMHOSTALLOC_DEVICEMAP */
+    ATTN_CU_FUNCTION_SHARED = 8,   /* CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES */
+    ATTN_CU_LAUNCH_END = 0,        /* CU_LAUNCH_PARAM_END */
+    ATTN_CU_LAUNCH_BUFFER = 1,     /* CU_LAUNCH_PARAM_BUFFER_POINTER */
+    ATTN_CU_LAUNCH_SIZE = 2,       /* CU_LAUNCH_PARAM_BUFFER_SIZE */
+    ATTN_CU_STREAM_PER_THREAD = 2, /* streams 0, 1 and 2 are names, not handles */
+};
+
+typedef struct attn_driver {
+#define ENTRY(name, symbol, arguments) int(*name) arguments;
+#include "driver.def"
+#undef ENTRY
+} attn_driver;
+
+enum { ATTN_MOST_GPUS = 32 }; /* devices that one process can use; later ones are not looked at */
+
+typedef struct attn_gpu {
+    int32_t device;       /* the driver's number, which is the ordinal */
+    int32_t arch;         /* compute capability times ten: 80, 90 */
+    int32_t shared_bytes; /* most that a block can have */
+    int32_t sms;
+    char name[64];
+} attn_gpu;
+
+/* The driver and what was found with it. */
+typedef struct attn_driver_state {
+    const attn_driver *driver;
+    int32_t version; /* 13000: CUDA 13.0 */
+    int32_t gpus;    /* at least 1 */
+    attn_gpu gpu[ATTN_MOST_GPUS];
+} attn_driver_state;
+
+/*
+ * Loads the driver, initialises it and lists the devices, once per process; after a failure the next call tries again. The
+ * state lives as long as the process. ATTN_UNSUPPORTED: there is no driver, it is too old, or there is no device; ATTN_DEVICE: a
+ * call failed.
+ */
+attn_status attn__driver_open(const attn_driver_state **state);
+
+/* For tests: from here on this table is the driver; NULL: the real one. No context of the cuda backend may be alive. */
+void attn__driver_replace(const attn_driver *driver);
+
+/* Says "call=error: name, text" with what the driver calls the error; ATTN_NO_MEMORY when it is that, otherwise ATTN_DEVICE. */
+attn_status attn__driver_fail(const attn_driver *driver, int error, const char *call);
+
+/* RETURN_IF_ERROR for a call of the driver: RETURN_IF_DRIVER(d, cuMemFree, (pointer)). */
+#define RETURN_IF_DRIVER(driver, call, arguments)                                                                          \
+    do {                                                                                                                   \
+        int error_ = (driver)->call arguments;                                                                             \
+        if (error_) return attn__driver_fail((driver), error_, #call);                                                     \
+    } while (0)
+
+#endif
