@@ -13,10 +13,12 @@ endif()
 
 # Tile loops are compiled once per real type, micro-kernels also once per ISA; the rest once.
 set(src ${PROJECT_SOURCE_DIR}/src)
-file(GLOB attn_core CONFIGURE_DEPENDS ${src}/*.c ${src}/ref/*.c ${src}/cpu/*.c)
+file(GLOB attn_core CONFIGURE_DEPENDS ${src}/*.c ${src}/ref/*.c ${src}/cpu/*.c ${src}/cuda/*.c)
 set(attn_tiles ${src}/cpu/fwd.c ${src}/cpu/bwd.c ${src}/cpu/tile.c ${src}/cpu/probs.c)
 set(attn_micro ${src}/cpu/micro.c)
 list(REMOVE_ITEM attn_core ${attn_tiles} ${attn_micro})
+
+include(cmake/cuda.cmake)
 
 set(attn_isa_definitions "")
 foreach(isa IN LISTS ATTN_ISAS)
@@ -35,6 +37,7 @@ endfunction()
 # Every object of the library, compiled with the definitions that follow; sets ${tag}_objects for the caller.
 function(attn_library_objects tag)
     attn_objects(${tag}_core ${attn_core})
+    add_dependencies(${tag}_core attn_kernels)
     set(targets ${tag}_core)
     foreach(real f32 f64)
         attn_objects(${tag}_tiles_${real} ${attn_tiles})
@@ -77,5 +80,5 @@ set_target_properties(attn_static PROPERTIES OUTPUT_NAME attn LINKER_LANGUAGE C)
 foreach(target attn_shared attn_static)
     target_include_directories(${target} PUBLIC
         $<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}/include> $<INSTALL_INTERFACE:${CMAKE_INSTALL_INCLUDEDIR}>)
-    target_link_libraries(${target} PRIVATE $<BUILD_INTERFACE:attn_flags> m Threads::Threads)
+    target_link_libraries(${target} PRIVATE $<BUILD_INTERFACE:attn_flags> m Threads::Threads ${CMAKE_DL_LIBS})
 endforeach()

@@ -17,7 +17,7 @@ if(ATTN_TESTS OR ATTN_FUZZ)
     target_compile_definitions(attn_faulty PUBLIC ATTN_FAULTS=1)
     target_include_directories(attn_faulty PUBLIC
         ${PROJECT_SOURCE_DIR}/include ${PROJECT_SOURCE_DIR}/src ${PROJECT_SOURCE_DIR}/tools)
-    target_link_libraries(attn_faulty PUBLIC attn_flags m Threads::Threads)
+    target_link_libraries(attn_faulty PUBLIC attn_flags m Threads::Threads ${CMAKE_DL_LIBS})
 endif()
 
 if(ATTN_TESTS)

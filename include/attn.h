@@ -122,6 +122,14 @@ ATTN_API void attn_context_destroy(attn_context *context);
 ATTN_API const char *attn_context_backend(const attn_context *context);
 ATTN_API int32_t attn_context_threads(const attn_context *context);
 
+/*
+ * Lengths, page numbers and slots of the cuda backend are read on the device, where nobody can refuse them before the run: a
+ * value out of range is brought into range, and a sticky word says so. This reads the word and clears it: ATTN_INVALID, and
+ * which array and sequence it was last. It does not wait for the device: call it when the stream has been synchronised. Other
+ * backends check before they run, and so it is always ATTN_OK with them.
+ */
+ATTN_API attn_status attn_device_status(attn_context *context);
+
 /* ---- problem ------------------------------------------------------------------------------------------------------ */
 
 typedef enum attn_op {

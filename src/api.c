@@ -34,20 +34,28 @@ static attn_status run_once(attn_context *context, attn_op op, const attn_proble
                             void *stream) {
     RETURN_IF(!context, ATTN_INVALID, "context=NULL: make one with attn_context_create");
     attn_plan *plan;
+    const attn_backend *backend = context->backend;
     RETURN_IF_ERROR(attn__cache_plan(&plan, context, problem));
     attn_status status = ATTN_OK;
     if (plan->problem.op != op)
         status = attn__fail(ATTN_INVALID, "op=%d: this function wants op=%d", (int)plan->problem.op, (int)op);
-    attn_buffers with_workspace;
+    attn_buffers with_workspace = {0};
     void *taken = NULL;
     if (status == ATTN_OK) status = attn__buffers_load(&with_workspace, buffers);
-    if (status == ATTN_OK && (!with_workspace.workspace || with_workspace.workspace_size < plan->workspace)) {
-        status = attn__cache_take(&taken, context, plan->workspace);
+    bool own = !with_workspace.workspace || with_workspace.workspace_size < plan->workspace;
+    if (status == ATTN_OK && own && plan->workspace) {
+        status = backend->take ? backend->take(plan, &with_workspace, stream, &taken)
+                               : attn__cache_take(&taken, context, plan->workspace);
         with_workspace.workspace = taken;
         with_workspace.workspace_size = plan->workspace;
     }
     if (status == ATTN_OK) status = attn_run(plan, &with_workspace, stream);
-    if (taken) attn__cache_put(context, taken);
+    if (taken && backend->put) {
+        attn_status freed = backend->put(plan, &with_workspace, stream, taken);
+        if (status == ATTN_OK) status = freed;
+    } else if (taken) {
+        attn__cache_put(context, taken);
+    }
     attn__plan_release(plan);
     return status;
 }
@@ -92,14 +100,14 @@ attn_status attn_rotary(attn_context *context, const attn_rotary_args *args, voi
 }
 
 attn_status attn_kernel_get(int32_t index, attn_kernel_info *info, size_t size) {
-    static const attn_backend *const backends[] = {&attn__backend_ref, &attn__backend_cpu};
+    static const attn_backend *const backends[] = {&attn__backend_ref, &attn__backend_cpu, &attn__backend_cuda};
     RETURN_IF(!info, ATTN_INVALID, "info=NULL: want an attn_kernel_info");
     int32_t at = index;
     for (size_t n = 0; n < sizeof backends / sizeof backends[0] && at >= 0; n++) {
         bool available;
-        const attn_kernel *k;
         int32_t rows = 0;
-        while ((k = backends[n]->kernel(rows, &available)) && rows < at) rows++;
+        while (backends[n]->kernel(rows, NULL) && rows < at) rows++;
+        const attn_kernel *k = backends[n]->kernel(rows, &available);
         if (k) {
             attn_kernel_info row = {.name = k->name,
                                     .backend = backends[n]->name,

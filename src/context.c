@@ -120,7 +120,7 @@ static attn_status choose_backend(const attn_backend **backend, attn_backend_id 
     case ATTN_BACKEND_REF: *backend = &attn__backend_ref; return ATTN_OK;
     case ATTN_BACKEND_AUTO:
     case ATTN_BACKEND_CPU: *backend = &attn__backend_cpu; return ATTN_OK;
-    case ATTN_BACKEND_CUDA: return attn__fail(ATTN_UNSUPPORTED, "backend=cuda: this library was built without it; use cpu");
+    case ATTN_BACKEND_CUDA: *backend = &attn__backend_cuda; return ATTN_OK;
     }
     return attn__fail(ATTN_INVALID, "backend=%d: want ATTN_BACKEND_AUTO, _REF, _CPU or _CUDA", (int)id);
 }
@@ -163,10 +163,13 @@ attn_status attn_context_create(attn_context **out, const attn_config *config) {
     RETURN_IF_ERROR(choose_backend(&start.backend, start.config.backend));
     if (start.backend->open) RETURN_IF_ERROR(start.backend->open(&start));
     attn_context *context = attn__alloc(&start, sizeof *context);
-    if (!context) return ATTN_NO_MEMORY;
+    if (!context) {
+        if (start.backend->close) start.backend->close(&start);
+        return ATTN_NO_MEMORY;
+    }
     *context = start;
     attn_status status = attn__cache_create(&context->cache, context);
-    bool own_pool = !context->config.parallel_for && context->backend != &attn__backend_ref && context->config.threads > 1;
+    bool own_pool = !context->config.parallel_for && attn_context_threads(context) > 1;
     if (status == ATTN_OK && own_pool) status = attn__pool_create(&context->pool, context, context->config.threads);
     if (status == ATTN_OK) status = enlist(context);
     if (status != ATTN_OK) {
@@ -182,6 +185,7 @@ void attn_context_destroy(attn_context *context) {
     delist(context);
     attn__pool_destroy(context->pool);
     attn__cache_destroy(context->cache, context);
+    if (context->backend->close) context->backend->close(context);
     attn_context copy = *context; /* the allocator is needed once more */
     attn__free(&copy, context);
 }
@@ -189,5 +193,5 @@ void attn_context_destroy(attn_context *context) {
 const char *attn_context_backend(const attn_context *context) { return context ? context->backend->name : ""; }
 
 int32_t attn_context_threads(const attn_context *context) {
-    return !context ? 0 : context->backend == &attn__backend_ref ? 1 : context->config.threads;
+    return !context ? 0 : context->backend == &attn__backend_cpu ? context->config.threads : 1;
 }

@@ -51,9 +51,13 @@ typedef struct attn_backend {
     attn_backend_id id;
     bool host;                                  /* buffers are host memory, so their values can be checked before the run */
     attn_status (*open)(attn_context *context); /* what a context of this backend needs besides; or NULL */
-    const attn_kernel *(*kernel)(int32_t index, bool *available); /* NULL past the end */
+    void (*close)(attn_context *context);       /* undoes it; or NULL */
+    const attn_kernel *(*kernel)(int32_t index, bool *available); /* NULL past the end; available may be NULL */
     attn_status (*plan)(attn_plan *plan); /* problem is resolved; sets kernel, workspace and splits, appends to the text */
     attn_status (*run)(const attn_plan *plan, const attn_buffers *buffers, void *stream);
+    /* Workspace of a one-shot call, where the host's memory will not do; both, or neither. */
+    attn_status (*take)(const attn_plan *plan, const attn_buffers *buffers, void *stream, void **workspace);
+    attn_status (*put)(const attn_plan *plan, const attn_buffers *buffers, void *stream, void *workspace);
     attn_status (*tiles)(const attn_plan *plan, const attn_buffers *buffers, int32_t batch, int32_t head,
                          int (*visit)(void *user, const attn_tile *tile), void *user); /* or NULL */
     attn_status (*merge)(attn_context *context, const attn_merge_args *args, void *stream);
@@ -62,21 +66,27 @@ typedef struct attn_backend {
 
 extern const attn_backend attn__backend_ref;
 extern const attn_backend attn__backend_cpu;
+extern const attn_backend attn__backend_cuda;
 
 /* ---- plan (plan.c) ---- */
 
-enum { ATTN_PLAN_TEXT = 1024 };
+enum {
+    ATTN_PLAN_TEXT = 1024,
+    ATTN_MOST_GPUS = 32 /* that one process can use: a bit of 32 each; later ones are not looked at */
+};
 
 struct attn_plan {
     attn_context *context;
     attn_problem problem; /* resolved: every default filled in */
     const attn_backend *backend;
     const attn_kernel *kernel;
-    size_t workspace;           /* bytes */
-    int32_t slots;              /* how many threads work at once at the most */
-    size_t part[8];             /* offsets into the workspace; the backend says what is where */
-    int64_t partials;           /* cpu: partial results of a run that splits keys over threads; 0: it does not */
-    int32_t chunks;             /* cuda: chunks of keys of a sequence that is split; 0: none is */
+    size_t workspace; /* bytes */
+    int32_t slots;    /* how many threads work at once at the most */
+    size_t part[8];   /* offsets into the workspace; the backend says what is where */
+    int64_t partials; /* cpu: partial results of a run that splits keys over threads; 0: it does not */
+    int32_t chunks;   /* cuda: chunks of keys of a sequence that is split; 0: none is */
+    int16_t gpu_kernel[ATTN_MOST_GPUS]
+                      [2];      /* cuda: forward kernel on each device, and for rows that are not aligned; -1: none */
     _Atomic int32_t references; /* the cache's and its users' */
     char text[ATTN_PLAN_TEXT];
 };
@@ -95,12 +105,14 @@ static inline void *attn__part(const attn_plan *plan, const attn_buffers *f, int
 
 typedef struct attn_pool attn_pool;
 typedef struct attn_cache attn_cache;
+typedef struct attn_cuda attn_cuda;
 
 struct attn_context {
     attn_config config; /* resolved: allocator, threads, parallel_for */
     const attn_backend *backend;
     attn_pool *pool;    /* NULL with one thread or the caller's own parallel_for */
     uint32_t cpu;       /* cpu backend: CPU features that kernels may use */
+    attn_cuda *cuda;    /* cuda backend: driver, loaded kernels */
     attn_cache *cache;  /* plans and workspaces of the one-shot calls */
     attn_context *next; /* list of all contexts, for fork */
 };

@@ -51,7 +51,7 @@ static bool runs_on(const attn_kernel *k, uint32_t features) { return (k->cpu & 
 
 static const attn_kernel *kernel(int32_t index, bool *available) {
     if (index < 0 || index >= KERNELS) return NULL;
-    *available = runs_on(&kernels[index], attn__cpu_detect());
+    if (available) *available = runs_on(&kernels[index], attn__cpu_detect());
     return &kernels[index];
 }
 

@@ -42,7 +42,7 @@ typedef struct attn_cuda_args {
     int32_t row_tiles; /* query tiles of max_q rows */
     int32_t slots;     /* blocks of one sequence and head: max(row_tiles, chunks) */
     float scale_log2;  /* scale * log2(e), the descales aside */
-    int32_t vector_ok; /* q, k, v: every row starts at a multiple of 16 bytes, so that it can be read in such pieces */
+    int32_t vector_ok; /* every row of q, k and v starts at a multiple of 16 bytes and is a multiple of 16 bytes long */
 } attn_cuda_args;
 
 #endif

@@ -2,6 +2,8 @@
  * The cuda backend: what its host files know of each other.
  *
  *   cuda.c     the backend: open, plan, run; which kernel is taken, what the workspace holds
+ *   device.c   CUDA contexts, loading of kernels, the status word
+ *   pointers.c of which device the memory of a call is
  *   images.c   the kernels' code, embedded in the library
  *   driver.c   the driver as a table of functions
  *   launch.c   a run as a row of launches (args.h has the list)
@@ -11,11 +13,15 @@
 #ifndef ATTN_CUDA_H
 #define ATTN_CUDA_H
 
+#include <pthread.h>
+
 #include "args.h"
 #include "driver.h"
 #include "schedule.h"
 
 /* ---- kernels ---- */
+
+enum { ATTN_LEAST_ARCH = 80 }; /* compute capability, times ten, that all images have code for */
 
 /* Entry points, by number: the pieces in the order of variants.def, then its FWD lines. ATTN_ENTRY_append, ... */
 enum {
@@ -65,7 +71,7 @@ typedef struct attn_cuda_run {
     attn_cu_stream stream;
     uint64_t *status; /* args.status */
     int32_t forward;  /* entry of the forward kernel, for this device and these buffers */
-    bool vector_ok;   /* args.vector_ok, of q as the forward kernel sees it */
+    bool vector_ok;   /* args.vector_ok, of q as the forward kernel sees it; forward takes it into account */
 } attn_cuda_run;
 
 /* The rotated q in the workspace: rows are padded to 16 bytes. */
@@ -85,16 +91,60 @@ attn_status attn__cuda_rotary(const attn_cuda_run *run, const attn_rotary_args *
 
 /* ---- images (images.c) ---- */
 
-typedef struct attn_image {
-    const char *name; /* of the file, without ".cu", or of the FWD line */
-    const void *start;
-    size_t bytes;
-} attn_image;
+/* The code of an entry's file; NULL when this library was built without it. With NULL: of any file. */
+const void *attn__cuda_image(const char *file);
 
-/* The code of an image; NULL when this library was built without it. With name NULL: of any image. */
-const void *attn__cuda_image(const char *name);
-
-/* For tests: every name has this image; NULL: the embedded ones. */
+/* For tests: every file has this image; NULL: the embedded ones. */
 void attn__cuda_image_replace(const void *image);
+
+/* ---- contexts, kernels, pointers (device.c, pointers.c) ---- */
+
+/* What a context of this backend holds besides: context->cuda. */
+struct attn_cuda {
+    const attn_driver_state *state;
+    pthread_mutex_t mutex; /* guards the loading of what follows; a plan's kernels do not change any more */
+    uint64_t *status;      /* pinned host memory that every device sees at this address; NULL before the first plan */
+    attn_cu_context primary[ATTN_MOST_GPUS]; /* the devices' primary contexts, retained; NULL: not */
+    attn_cu_kernel kernel[ATTN_ENTRIES];     /* NULL: not loaded */
+    uint32_t ready[ATTN_ENTRIES];            /* a bit for each GPU on which the kernel's shared memory has been asked for */
+    struct {
+        const char *file;
+        attn_cu_library library;
+    } loaded[ATTN_ENTRIES];
+    int32_t libraries; /* in loaded */
+};
+
+/* Where a call takes place. */
+typedef struct attn_cuda_place {
+    const attn_driver *driver;
+    int32_t gpu; /* index into state->gpu */
+    bool pushed; /* a context was made current for the call */
+} attn_cuda_place;
+
+/* Of which device the memory of a call is. */
+typedef struct attn_cuda_home {
+    int32_t device;   /* -1: no pointer has said it */
+    int32_t hint;     /* where pinned or managed memory was made; -1: there is none */
+    const char *name; /* the pointer that said it */
+    bool any;         /* was there a pointer at all? */
+} attn_cuda_home;
+
+/*
+ * Makes a CUDA context current: that of the stream; else the current one, if its device is the right one; else the primary
+ * context of that device. A stream of another device than the memory's is refused. Every enter that succeeds wants a leave.
+ */
+attn_status attn__cuda_enter(attn_cuda *cuda, const attn_cuda_home *home, void *stream, attn_cuda_place *place);
+void attn__cuda_leave(const attn_cuda_place *place);
+
+/* Loads entries, for all the GPUs whose bit is set in `gpus`, and makes the status word. Not for attn_run. */
+attn_status attn__cuda_load(attn_cuda *cuda, const int *entries, int count, uint32_t gpus);
+
+void attn__cuda_unload(attn_cuda *cuda);
+
+/* All pointers of a call: pageable host memory and memory of two devices are refused. */
+attn_status attn__cuda_find_buffers(const attn_driver *driver, const attn_plan *plan, const attn_buffers *f,
+                                    attn_cuda_home *home);
+attn_status attn__cuda_find_merge(const attn_driver *driver, const attn_merge_args *a, attn_cuda_home *home);
+attn_status attn__cuda_find_rotary(const attn_driver *driver, const attn_rotary_args *a, attn_cuda_home *home);
 
 #endif

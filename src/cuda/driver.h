@@ -45,8 +45,6 @@ typedef struct attn_driver {
 #undef ENTRY
 } attn_driver;
 
-enum { ATTN_MOST_GPUS = 32 }; /* devices that one process can use; later ones are not looked at */
-
 typedef struct attn_gpu {
     int32_t device;       /* the driver's number, which is the ordinal */
     int32_t arch;         /* compute capability times ten: 80, 90 */

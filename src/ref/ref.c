@@ -66,7 +66,7 @@ static const attn_kernel kernels[] = {
 enum { KERNELS = sizeof kernels / sizeof kernels[0] };
 
 static const attn_kernel *kernel(int32_t index, bool *available) {
-    *available = true;
+    if (available) *available = true;
     return index >= 0 && index < KERNELS ? &kernels[index] : NULL;
 }
 
@@ -93,10 +93,6 @@ static attn_status make_plan(attn_plan *plan) {
     return ATTN_OK;
 }
 
-static void *part(const attn_plan *plan, const attn_buffers *f, int index) {
-    return (char *)f->workspace + plan->part[index];
-}
-
 static attn_status run(const attn_plan *plan, const attn_buffers *f, void *stream) {
     const attn_problem *p = &plan->problem;
     (void)stream;
@@ -110,17 +106,17 @@ static attn_status run(const attn_plan *plan, const attn_buffers *f, void *strea
     r.pad_v = attn__ref_pad(p->dim_v);
     r.dropout = attn__philox_make(f->seed, f->offset, p->dropout);
     r.keep = 1 / (1 - p->dropout);
-    r.k = part(plan, f, REF_K);
-    r.v = part(plan, f, REF_V);
-    r.d_k = part(plan, f, REF_D_K);
-    r.d_v = part(plan, f, REF_D_V);
-    r.key = part(plan, f, REF_KEY);
-    r.score = part(plan, f, REF_ROW);
+    r.k = attn__part(plan, f, REF_K);
+    r.v = attn__part(plan, f, REF_V);
+    r.d_k = attn__part(plan, f, REF_D_K);
+    r.d_v = attn__part(plan, f, REF_D_V);
+    r.key = attn__part(plan, f, REF_KEY);
+    r.score = attn__part(plan, f, REF_ROW);
     r.slope = r.score + p->max_kv;
     r.d_score = r.slope + p->max_kv;
     r.weight = r.d_score + p->max_kv;
-    r.d_bias = part(plan, f, REF_BIAS);
-    r.d_sink = part(plan, f, REF_SINK);
+    r.d_bias = attn__part(plan, f, REF_BIAS);
+    r.d_sink = attn__part(plan, f, REF_SINK);
     if (p->op == ATTN_FORWARD)
         attn__ref_forward(&r);
     else

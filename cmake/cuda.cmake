@@ -1,0 +1,106 @@
+# GPU kernels: each FWD line of src/cuda/variants.def and each file of its PIECE lines becomes one fatbin, which src/cuda/
+# images.c copies into the library. The host code of the cuda backend is compiled in any case; without kernels it says so.
+#
+#   ATTN_CUDA=AUTO     kernels when nvcc is found, or when ATTN_CUDA_KERNELS_DIR names a folder of ready-made ones
+#   ATTN_CUDA=ON       the same, but an error when there is neither
+#   ATTN_CUDA=OFF      none
+#
+# Fatbins depend on the device only, so all presets share one folder, and those of one machine serve on another.
+set(ATTN_CUDA AUTO CACHE STRING "GPU kernels: AUTO (if nvcc is found), ON or OFF")
+set_property(CACHE ATTN_CUDA PROPERTY STRINGS AUTO ON OFF)
+set(ATTN_CUDA_KERNELS_DIR "" CACHE PATH "A folder of ready-made fatbins to embed instead of compiling them")
+# sm_86, 87 and 89 run the code of sm_80; what is newer than sm_90 compiles the PTX when it is loaded.
+set(ATTN_CUDA_ARCHS
+    -gencode arch=compute_80,code=sm_80 -gencode arch=compute_90,code=sm_90 -gencode arch=compute_80,code=compute_80
+    CACHE STRING "Code that the fatbins hold, as nvcc's -gencode")
+
+set(cuda_src ${PROJECT_SOURCE_DIR}/src/cuda)
+set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${cuda_src}/variants.def)
+
+# attn_images: names of the images; attn_line_NAME: what the table says of a forward kernel.
+file(STRINGS ${cuda_src}/variants.def lines REGEX "^(FWD|PIECE)\\(")
+set(attn_images "")
+foreach(line IN LISTS lines)
+    if(line MATCHES "^FWD\\( *([a-z0-9_]+) *,")
+        set(name ${CMAKE_MATCH_1})
+        set(attn_line_${name} "${line}")
+    elseif(line MATCHES "^PIECE\\( *[a-z0-9_]+ *, *([a-z0-9_]+)\\.cu *\\)")
+        set(name ${CMAKE_MATCH_1})
+    else()
+        message(FATAL_ERROR "src/cuda/variants.def: cannot read the line ${line}")
+    endif()
+    list(APPEND attn_images ${name})
+endforeach()
+list(REMOVE_DUPLICATES attn_images)
+
+file(GLOB toolkits /usr/local/cuda /usr/local/cuda-*)
+list(SORT toolkits COMPARE NATURAL ORDER DESCENDING) # the newest first
+list(TRANSFORM toolkits APPEND /bin)
+find_program(ATTN_NVCC nvcc HINTS ENV CUDA_HOME ENV CUDA_PATH PATHS ${toolkits} PATH_SUFFIXES bin
+    DOC "NVIDIA's compiler, for the GPU kernels")
+
+set(attn_kernels_dir "") # where the fatbins are, or will be; empty: none
+if(NOT ATTN_CUDA MATCHES "^(AUTO|ON|OFF)$")
+    message(FATAL_ERROR "ATTN_CUDA=${ATTN_CUDA}: want AUTO, ON or OFF")
+elseif(ATTN_CUDA STREQUAL "OFF")
+    message(STATUS "GPU kernels: none, as ATTN_CUDA=OFF says")
+elseif(ATTN_CUDA_KERNELS_DIR)
+    get_filename_component(attn_kernels_dir "${ATTN_CUDA_KERNELS_DIR}" ABSOLUTE BASE_DIR ${CMAKE_SOURCE_DIR})
+    foreach(name IN LISTS attn_images)
+        if(NOT EXISTS ${attn_kernels_dir}/${name}.fatbin)
+            message(FATAL_ERROR "ATTN_CUDA_KERNELS_DIR=${ATTN_CUDA_KERNELS_DIR}: ${name}.fatbin is not there")
+        endif()
+    endforeach()
+    message(STATUS "GPU kernels: those in ${attn_kernels_dir}")
+elseif(ATTN_NVCC)
+    set(attn_kernels_dir ${PROJECT_SOURCE_DIR}/build/kernels)
+    list(LENGTH attn_images count)
+    message(STATUS "GPU kernels: ${count} files are compiled with ${ATTN_NVCC}; that takes minutes (ATTN_CUDA=OFF: none)")
+elseif(ATTN_CUDA STREQUAL "ON")
+    message(FATAL_ERROR "ATTN_CUDA=ON: nvcc is not found; set ATTN_NVCC or ATTN_CUDA_KERNELS_DIR")
+else()
+    message(STATUS "GPU kernels: none, nvcc is not found")
+endif()
+
+foreach(name IN LISTS attn_images) # UNTIL_ALL_SOURCES_ARE_THERE
+    if(attn_kernels_dir AND NOT ATTN_CUDA_KERNELS_DIR AND NOT DEFINED attn_line_${name} AND NOT EXISTS ${cuda_src}/${name}.cu)
+        message(WARNING "src/cuda/${name}.cu is not there: the library gets no GPU kernels")
+        set(attn_kernels_dir "")
+    endif()
+endforeach()
+
+# One fatbin. A forward kernel is compiled again when its own line changes, not when others do.
+function(attn_add_kernel name)
+    set(options "")
+    set(source ${cuda_src}/${name}.cu)
+    if(DEFINED attn_line_${name})
+        set(source ${cuda_src}/fwd.cu)
+        set(options -DVARIANT=${name})
+    endif()
+    file(CONFIGURE OUTPUT ${attn_kernels_dir}/${name}.line CONTENT "${attn_line_${name}}\n" @ONLY)
+    file(GLOB headers CONFIGURE_DEPENDS ${cuda_src}/*.cuh)
+    list(APPEND headers ${cuda_src}/args.h ${cuda_src}/flaw.h ${src}/mask.h ${src}/numeric.h ${src}/philox.h ${src}/schedule.h
+        ${PROJECT_SOURCE_DIR}/include/attn.h)
+    add_custom_command(OUTPUT ${attn_kernels_dir}/${name}.fatbin
+        COMMAND ${PROJECT_SOURCE_DIR}/scripts/compile_kernel.sh ${attn_kernels_dir}/${name} ${ATTN_NVCC} -fatbin -std=c++17 -O3
+            ${options} -I ${PROJECT_SOURCE_DIR}/include -I ${src} -I ${cuda_src} ${ATTN_CUDA_ARCHS} ${source}
+        DEPENDS ${source} ${headers} ${attn_kernels_dir}/${name}.line ${PROJECT_SOURCE_DIR}/scripts/compile_kernel.sh
+        COMMENT "GPU kernel ${name}" VERBATIM)
+endfunction()
+
+set(attn_fatbins "")
+if(attn_kernels_dir)
+    foreach(name IN LISTS attn_images)
+        list(APPEND attn_fatbins ${attn_kernels_dir}/${name}.fatbin)
+        if(NOT ATTN_CUDA_KERNELS_DIR)
+            attn_add_kernel(${name})
+        endif()
+    endforeach()
+    list(TRANSFORM attn_images REPLACE "(.+)" "IMAGE(\\1)\n" OUTPUT_VARIABLE list_of_images)
+    string(CONCAT list_of_images ${list_of_images})
+    file(CONFIGURE OUTPUT ${PROJECT_BINARY_DIR}/cuda/images.def CONTENT "${list_of_images}" @ONLY)
+    set_source_files_properties(${cuda_src}/images.c PROPERTIES OBJECT_DEPENDS "${attn_fatbins}"
+        INCLUDE_DIRECTORIES ${PROJECT_BINARY_DIR}/cuda COMPILE_DEFINITIONS "ATTN_CUDA_IMAGES=\"${attn_kernels_dir}\"")
+endif()
+# Whoever embeds the images waits for this target, so that no two compile them at once.
+add_custom_target(attn_kernels DEPENDS ${attn_fatbins})

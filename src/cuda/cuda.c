@@ -1,0 +1,434 @@
+/*
+ * The cuda backend: its table of kernels, its plans, and the way from attn_run to the launches.
+ *
+ * A plan belongs to no device. It holds the best kernel for each GPU of the machine, twice: for rows that can be read in pieces
+ * of 16 bytes, and for any others, because alignment is known only when the tensors are. The workspace is the same everywhere.
+ */
+#include "cuda.h"
+#include "host.h"
+
+#include <stdio.h>
+#include <string.h>
+
+/* ---- the table ---- */
+
+#define TILE_BYTES(dtype, bm, bn, dim) (((bm) + 2 * (bn)) * (size_t)(dim) * (ATTN_##dtype == ATTN_F32 ? 4 : 2))
+
+const attn_cuda_entry attn__cuda_entries[ATTN_ENTRIES] = {
+#define FWD(...)
+#define ONLY_ANY(entry, number) (ATTN_ENTRY_##entry == ATTN_ENTRY_fwd_any ? (number) : 0)
+#define PIECE(entry, source)                                                                                               \
+    [ATTN_ENTRY_##entry] = {.name = #entry,                                                                                \
+                            .file = #source,                                                                               \
+                            .arch = ATTN_LEAST_ARCH,                                                                       \
+                            .dim = ONLY_ANY(entry, ATTN_MAX_DIM),                                                          \
+                            .bm = ONLY_ANY(entry, ATTN_ANY_ROWS),                                                          \
+                            .bn = ONLY_ANY(entry, ATTN_ANY_COLS),                                                          \
+                            .warps = ONLY_ANY(entry, ATTN_ANY_ROWS),                                                       \
+                            .all = ONLY_ANY(entry, 1)},
+#include "variants.def"
+#undef FWD
+#undef PIECE
+#define FWD(id, least, type, most, m, n, w, async, eager, swizzle, qf, kf, vf, twice, first, every)                        \
+    [ATTN_ENTRY_##id] = {.name = #id,                                                                                      \
+                         .file = #id,                                                                                      \
+                         .arch = least,                                                                                    \
+                         .dtype = ATTN_##type,                                                                             \
+                         .dim = most,                                                                                      \
+                         .bm = m,                                                                                          \
+                         .bn = n,                                                                                          \
+                         .warps = w,                                                                                       \
+                         .all = every,                                                                                     \
+                         .shared_bytes = TILE_BYTES(type, m, n, most)},
+#define PIECE(...)
+#include "variants.def"
+#undef FWD
+#undef PIECE
+};
+
+/* The rows that attn_kernel_get lists; the pieces besides append serve them and are not chosen among. */
+static const attn_kernel kernels[] = {
+    {.name = "append", .needs = "sm_80", .op = ATTN_KV_APPEND, .impl = &attn__cuda_entries[ATTN_ENTRY_append]},
+    {.name = "fwd_any",
+     .needs = "sm_80",
+     .op = ATTN_FORWARD,
+     .impl = &attn__cuda_entries[ATTN_ENTRY_fwd_any],
+     .rows = ATTN_ANY_ROWS,
+     .cols = ATTN_ANY_COLS},
+#define FWD(id, least, type, most, m, n, ...)                                                                              \
+    {.name = #id,                                                                                                          \
+     .needs = "sm_" #least,                                                                                                \
+     .op = ATTN_FORWARD,                                                                                                   \
+     .impl = &attn__cuda_entries[ATTN_ENTRY_##id],                                                                         \
+     .rows = m,                                                                                                            \
+     .cols = n},
+#define PIECE(...)
+#include "variants.def"
+#undef FWD
+#undef PIECE
+};
+enum { KERNELS = sizeof kernels / sizeof kernels[0] };
+
+static bool runs_on(const attn_cuda_entry *e, const attn_gpu *gpu) {
+    return e->arch <= gpu->arch && e->shared_bytes <= (size_t)gpu->shared_bytes;
+}
+
+static bool is_available(const attn_cuda_entry *e) {
+    const attn_driver_state *state;
+    bool runs = false;
+    if (!attn__cuda_image(e->file) || attn__driver_open(&state) != ATTN_OK) return false;
+    for (int32_t n = 0; n < state->gpus; n++) runs = runs || runs_on(e, &state->gpu[n]);
+    return runs;
+}
+
+static const attn_kernel *kernel(int32_t index, bool *available) {
+    if (index < 0 || index >= KERNELS) return NULL;
+    if (available) *available = is_available(kernels[index].impl);
+    return &kernels[index];
+}
+
+/* ---- context ---- */
+
+static attn_status open_cuda(attn_context *context) {
+    const attn_driver_state *state;
+    RETURN_IF(!attn__cuda_image(NULL), ATTN_UNSUPPORTED,
+              "backend=cuda: this library was built without GPU kernels (no nvcc was found); use cpu");
+    RETURN_IF_ERROR(attn__driver_open(&state));
+    bool any = false;
+    for (int32_t n = 0; n < state->gpus; n++) any = any || state->gpu[n].arch >= ATTN_LEAST_ARCH;
+    RETURN_IF(!any, ATTN_UNSUPPORTED, "backend=cuda: %s is sm_%d, and sm_%d is the least that is served; use cpu",
+              state->gpu[0].name, state->gpu[0].arch, ATTN_LEAST_ARCH);
+    attn_cuda *cuda = attn__alloc(context, sizeof *cuda);
+    if (!cuda) return ATTN_NO_MEMORY;
+    memset(cuda, 0, sizeof *cuda);
+    pthread_mutex_init(&cuda->mutex, NULL);
+    cuda->state = state;
+    context->cuda = cuda;
+    return ATTN_OK;
+}
+
+static void close_cuda(attn_context *context) {
+    attn__cuda_unload(context->cuda);
+    pthread_mutex_destroy(&context->cuda->mutex);
+    attn__free(context, context->cuda);
+    context->cuda = NULL;
+}
+
+/* ---- plan: which kernel ---- */
+
+/* In which dtype tiles are multiplied: one that holds q and the keys exactly. F64 has no tiles. */
+static attn_dtype tile_dtype(const attn_problem *p) {
+    bool kv_narrow = attn_dtype_size(p->kv_dtype) == 1;
+    if (p->dtype == ATTN_F64) return ATTN_F64;
+    if (p->dtype == ATTN_BF16 && (p->kv_dtype == ATTN_BF16 || kv_narrow)) return ATTN_BF16;
+    bool half = p->dtype == ATTN_F16 || attn_dtype_size(p->dtype) == 1;
+    return half && (p->kv_dtype == ATTN_F16 || kv_narrow) ? ATTN_F16 : ATTN_F32;
+}
+
+/* Does the problem ask for more than causal, window, sink and lengths? */
+static bool wants_all(const attn_problem *p) {
+    return (p->flags & (ATTN_ALIBI | ATTN_BIAS | ATTN_DESCALE)) || p->softcap > 0 || p->dropout > 0 ||
+           p->flashmask_vectors || p->page_size || p->kv_dtype != p->dtype || p->out_dtype != p->dtype;
+}
+
+/* The last row of the table that takes the problem; fwd_any takes them all. */
+static const attn_kernel *choose(const attn_problem *p, const attn_gpu *gpu, bool all) {
+    const attn_kernel *chosen = &kernels[0];
+    int32_t dim = p->dim_qk > p->dim_v ? p->dim_qk : p->dim_v;
+    for (int32_t n = 0; n < KERNELS; n++) {
+        const attn_cuda_entry *e = kernels[n].impl;
+        bool any = e == &attn__cuda_entries[ATTN_ENTRY_fwd_any];
+        bool fits = any || (e->dtype == tile_dtype(p) && e->dim >= dim && (e->all || !all));
+        if (kernels[n].op == p->op && fits && runs_on(e, gpu)) chosen = &kernels[n];
+    }
+    return chosen;
+}
+
+static int entry_of(const attn_kernel *k) { return (int)((const attn_cuda_entry *)k->impl - attn__cuda_entries); }
+
+/* For every GPU. The plan's own kernel is that of the current device, or of the first one that can run any. */
+static attn_status choose_kernels(attn_plan *plan, uint32_t *gpus) {
+    const attn_problem *p = &plan->problem;
+    const attn_driver_state *state = plan->context->cuda->state;
+    attn_cu_context current = NULL;
+    int device = -1;
+    RETURN_IF_DRIVER(state->driver, cuCtxGetCurrent, (&current));
+    if (current) RETURN_IF_DRIVER(state->driver, cuCtxGetDevice, (&device));
+    *gpus = 0;
+    for (int32_t n = 0; n < state->gpus; n++) {
+        const attn_gpu *gpu = &state->gpu[n];
+        plan->gpu_kernel[n][0] = plan->gpu_kernel[n][1] = -1;
+        if (gpu->arch < ATTN_LEAST_ARCH) continue;
+        *gpus |= UINT32_C(1) << n;
+        const attn_kernel *k = choose(p, gpu, wants_all(p));
+        plan->gpu_kernel[n][0] = (int16_t)entry_of(k);
+        plan->gpu_kernel[n][1] = (int16_t)entry_of(choose(p, gpu, true));
+        if (!plan->kernel || gpu->device == device) plan->kernel = k;
+    }
+    return ATTN_OK;
+}
+
+static void describe_kernels(attn_plan *plan) {
+    const attn_driver_state *state = plan->context->cuda->state;
+    const attn_cuda_entry *own = plan->kernel->impl;
+    bool told = false;
+    attn__plan_say(plan, "kernel: %s\n", plan->kernel->name);
+    if (plan->problem.op == ATTN_KV_APPEND) return;
+    attn__plan_say(plan, "tiles: %d rows x %d keys\n", own->bm, own->bn);
+    for (int32_t n = 0; n < state->gpus; n++) {
+        const int16_t *choice = plan->gpu_kernel[n];
+        if (choice[0] < 0) continue;
+        if (choice[0] != entry_of(plan->kernel))
+            attn__plan_say(plan, "device %d, sm_%d: %s\n", state->gpu[n].device, state->gpu[n].arch,
+                           attn__cuda_entries[choice[0]].name);
+        if (choice[0] == entry_of(plan->kernel) && choice[1] != choice[0] && !told) {
+            attn__plan_say(plan, "rows that are not 16-byte aligned: %s\n", attn__cuda_entries[choice[1]].name);
+            told = true;
+        }
+    }
+}
+
+/* ---- plan: splits and workspace ---- */
+
+/* Whether a sequence is split depends on its own rows only, so that results do not depend on the batch. */
+static void choose_split(attn_plan *plan) {
+    const attn_problem *p = &plan->problem;
+    int64_t chunks = attn__ceil_div(p->max_kv, ATTN_CUDA_CHUNK);
+    bool may_be_short = p->max_q <= ATTN_CUDA_SPLIT_ROWS || (p->flags & (ATTN_VARLEN_Q | ATTN_USED_Q));
+    plan->chunks = chunks > 1 && may_be_short ? (int32_t)chunks : 0;
+    if (plan->chunks)
+        attn__plan_say(plan, "split: sequences of at most %d rows in chunks of %d keys\n", ATTN_CUDA_SPLIT_ROWS,
+                       ATTN_CUDA_CHUNK);
+}
+
+/* Elements between the rows of the rotated q. */
+static int64_t rotated_row(const attn_problem *p) {
+    int64_t piece = 16 / (int64_t)attn_dtype_size(p->dtype);
+    return attn__ceil_div(p->dim_qk, piece) * piece;
+}
+
+/* Rows of q, o and lse, over all sequences and heads. */
+static int64_t rows_of(const attn_problem *p) {
+    return p->flags & ATTN_VARLEN_Q ? p->heads_q * p->total_q : (int64_t)p->batch * p->heads_q * p->max_q;
+}
+
+/* The least keys of a tile on any device: FlashMask's ranges are made for the one that runs. */
+static int32_t least_cols(const attn_plan *plan) {
+    int32_t least = ATTN_ANY_COLS;
+    for (int32_t n = 0; n < plan->context->cuda->state->gpus; n++) {
+        for (int k = 0; k < 2; k++) {
+            int entry = plan->gpu_kernel[n][k];
+            if (entry >= 0 && attn__cuda_entries[entry].bn < least) least = attn__cuda_entries[entry].bn;
+        }
+    }
+    return least;
+}
+
+static attn_status lay_out(attn_plan *plan) {
+    const attn_problem *p = &plan->problem;
+    int64_t real = p->dtype == ATTN_F64 ? 8 : 4, part_rows = attn__min32(p->max_q, ATTN_CUDA_SPLIT_ROWS);
+    int64_t heads = (int64_t)p->batch * p->heads_q, rotated = p->flags & ATTN_ROTARY ? rows_of(p) : 0, parts;
+    bool fits = !__builtin_mul_overflow(heads * part_rows, (int64_t)plan->chunks, &parts);
+    int64_t ranges = (int64_t)p->batch * p->flashmask_heads * attn__ceil_div(p->max_kv, least_cols(plan));
+    fits = fits && attn__plan_reserve(plan, CUDA_PART_O, parts, p->dim_v * real) &&
+           attn__plan_reserve(plan, CUDA_PART_LSE, parts, real) &&
+           attn__plan_reserve(plan, CUDA_RANGES, ranges, sizeof(attn_flash_range)) &&
+           attn__plan_reserve(plan, CUDA_Q, rotated, rotated_row(p) * (int64_t)attn_dtype_size(p->dtype)) &&
+           attn__plan_reserve(plan, CUDA_LSE, rows_of(p), real);
+    RETURN_IF(!fits, ATTN_INVALID, "max_q=%d, max_kv=%d: the workspace does not fit into memory", p->max_q, p->max_kv);
+    return ATTN_OK;
+}
+
+attn_tensor attn__cuda_rotated_q(const attn_plan *plan, const attn_buffers *f) {
+    const attn_problem *p = &plan->problem;
+    return attn_dense(attn__part(plan, f, CUDA_Q), p->max_q, p->heads_q, rotated_row(p));
+}
+
+/* ---- plan: what is loaded for it ---- */
+
+static attn_status load_plan(attn_plan *plan, uint32_t gpus) {
+    const attn_problem *p = &plan->problem;
+    attn_cuda *cuda = plan->context->cuda;
+    int pieces[ATTN_ENTRIES], count = 0;
+    if (p->flags & ATTN_APPEND) pieces[count++] = ATTN_ENTRY_append;
+    if (p->op == ATTN_FORWARD) {
+        pieces[count++] = ATTN_ENTRY_probs; /* whether they are wanted is known at the run */
+        if (p->flags & ATTN_ROTARY) pieces[count++] = ATTN_ENTRY_rotate_q;
+        if (p->flashmask_vectors) pieces[count++] = ATTN_ENTRY_ranges;
+        if (plan->chunks) pieces[count++] = ATTN_ENTRY_fold;
+        if (p->flags & ATTN_VARLEN_Q) pieces[count++] = ATTN_ENTRY_fill;
+    }
+    RETURN_IF_ERROR(attn__cuda_load(cuda, pieces, count, gpus));
+    for (int32_t n = 0; n < cuda->state->gpus && p->op == ATTN_FORWARD; n++) {
+        const int forward[] = {plan->gpu_kernel[n][0], plan->gpu_kernel[n][1]};
+        if (forward[0] >= 0) RETURN_IF_ERROR(attn__cuda_load(cuda, forward, 2, UINT32_C(1) << n));
+    }
+    return ATTN_OK;
+}
+
+static attn_status plan_cuda(attn_plan *plan) {
+    uint32_t gpus = 0;
+    RETURN_IF(plan->problem.op == ATTN_BACKWARD, ATTN_UNSUPPORTED,
+              "op=backward: the cuda backend has no backward yet; use the cpu backend");
+    RETURN_IF_ERROR(choose_kernels(plan, &gpus));
+    describe_kernels(plan);
+    if (plan->problem.op == ATTN_FORWARD) {
+        choose_split(plan);
+        RETURN_IF_ERROR(lay_out(plan));
+    }
+    return load_plan(plan, gpus);
+}
+
+/* ---- run ---- */
+
+attn_status attn__cuda_launch(const attn_cuda_run *run, int entry, int64_t blocks, int32_t threads, size_t shared_bytes,
+                              const void *args, size_t args_bytes) {
+    const int64_t most = INT32_MAX;
+    if (blocks <= 0) return ATTN_OK;
+    int64_t y = attn__ceil_div(blocks, most), x = attn__ceil_div(blocks, y);
+    void *extra[] = {(void *)(uintptr_t)ATTN_CU_LAUNCH_BUFFER, (void *)(uintptr_t)args,
+                     (void *)(uintptr_t)ATTN_CU_LAUNCH_SIZE, &args_bytes, (void *)(uintptr_t)ATTN_CU_LAUNCH_END};
+    RETURN_IF(y > 65535, ATTN_INVALID, "batch: %lld blocks of %s are more than a grid can have", (long long)blocks,
+              attn__cuda_entries[entry].name);
+    int error = run->driver->cuLaunchKernel((attn_cu_function)(void *)run->kernels[entry], (unsigned)x, (unsigned)y, 1,
+                                            (unsigned)threads, 1, 1, (unsigned)shared_bytes, run->stream, NULL, extra);
+    if (!error) return ATTN_OK;
+    char call[80];
+    snprintf(call, sizeof call, "cuLaunchKernel of %s", attn__cuda_entries[entry].name);
+    return attn__driver_fail(run->driver, error, call);
+}
+
+/* Do rows of `dim` elements start at multiples of 16 bytes, and end there? A stride of a dim with one element is not used. */
+static bool is_aligned(const attn_tensor *t, int64_t batch, int64_t rows, int64_t heads, int64_t dim, attn_dtype dtype) {
+    int64_t bytes = (int64_t)attn_dtype_size(dtype);
+    const int64_t size[3] = {batch, rows, heads};
+    bool aligned = (uintptr_t)t->data % 16 == 0 && dim * bytes % 16 == 0;
+    for (int n = 0; n < 3; n++) aligned = aligned && (size[n] <= 1 || t->stride[n] * bytes % 16 == 0);
+    return aligned;
+}
+
+static bool all_aligned(const attn_plan *plan, const attn_buffers *f) {
+    const attn_problem *p = &plan->problem;
+    bool packed_q = p->flags & ATTN_VARLEN_Q, packed = p->flags & ATTN_VARLEN_KV;
+    int64_t batch = p->page_size ? p->num_pages : packed ? 1 : p->cache_batch;
+    int64_t rows = p->page_size ? p->page_size : packed ? p->total_kv : p->max_kv;
+    attn_tensor q = p->flags & ATTN_ROTARY ? attn__cuda_rotated_q(plan, f) : f->q;
+    return is_aligned(&q, packed_q ? 1 : p->batch, packed_q ? p->total_q : p->max_q, p->heads_q, p->dim_qk, p->dtype) &&
+           is_aligned(&f->k, batch, rows, p->heads_kv, p->dim_qk, p->kv_dtype) &&
+           is_aligned(&f->v, batch, rows, p->heads_kv, p->dim_v, p->kv_dtype);
+}
+
+static attn_cuda_run start(const attn_cuda *cuda, void *stream) {
+    return (attn_cuda_run){
+        .driver = cuda->state->driver, .kernels = cuda->kernel, .stream = stream, .status = cuda->status, .forward = -1};
+}
+
+static attn_status fail_gpu(const attn_gpu *gpu) {
+    return attn__fail(ATTN_UNSUPPORTED, "device %d: %s is sm_%d, and sm_%d is the least that is served; use cpu",
+                      gpu->device, gpu->name, gpu->arch, ATTN_LEAST_ARCH);
+}
+
+static attn_status run_here(const attn_plan *plan, const attn_buffers *f, void *stream, const attn_cuda_place *place) {
+    const attn_cuda *cuda = plan->context->cuda;
+    const int16_t *choice = plan->gpu_kernel[place->gpu];
+    if (choice[0] < 0) return fail_gpu(&cuda->state->gpu[place->gpu]);
+    attn_cuda_run run = start(cuda, stream);
+    if (plan->problem.op == ATTN_FORWARD) {
+        run.vector_ok = all_aligned(plan, f);
+        run.forward = choice[run.vector_ok ? 0 : 1];
+    }
+    return attn__cuda_forward(&run, plan, f);
+}
+
+static attn_status run_cuda(const attn_plan *plan, const attn_buffers *f, void *stream) {
+    attn_cuda *cuda = plan->context->cuda;
+    attn_cuda_home home;
+    attn_cuda_place place;
+    RETURN_IF_ERROR(attn__cuda_find_buffers(cuda->state->driver, plan, f, &home));
+    if (!home.any) return ATTN_OK; /* no memory, nothing to do */
+    RETURN_IF_ERROR(attn__cuda_enter(cuda, &home, stream, &place));
+    attn_status status = run_here(plan, f, stream, &place);
+    attn__cuda_leave(&place);
+    return status;
+}
+
+/* ---- workspace of one-shot calls: stream-ordered, so that it is free again when the kernels have run ---- */
+
+static attn_status take(const attn_plan *plan, const attn_buffers *buffers, void *stream, void **workspace) {
+    attn_cuda *cuda = plan->context->cuda;
+    attn_cuda_home home;
+    attn_cuda_place place;
+    attn_buffers f = *buffers;
+    attn_cu_pointer memory = 0;
+    f.workspace = NULL;
+    *workspace = NULL;
+    RETURN_IF_ERROR(attn__cuda_find_buffers(cuda->state->driver, plan, &f, &home));
+    RETURN_IF_ERROR(attn__cuda_enter(cuda, &home, stream, &place));
+    int error = cuda->state->driver->cuMemAllocAsync(&memory, plan->workspace, stream);
+    attn__cuda_leave(&place);
+    if (error) return attn__driver_fail(cuda->state->driver, error, "cuMemAllocAsync");
+    *workspace = (void *)(uintptr_t)memory;
+    return ATTN_OK;
+}
+
+static attn_status put(const attn_plan *plan, const attn_buffers *f, void *stream, void *workspace) {
+    attn_cuda *cuda = plan->context->cuda;
+    attn_cuda_home home;
+    attn_cuda_place place = {0};
+    attn_status status = attn__cuda_find_buffers(cuda->state->driver, plan, f, &home);
+    if (status == ATTN_OK) status = attn__cuda_enter(cuda, &home, stream, &place);
+    int error = cuda->state->driver->cuMemFreeAsync((attn_cu_pointer)(uintptr_t)workspace, stream); /* tried in any case */
+    attn__cuda_leave(&place);
+    return error && status == ATTN_OK ? attn__driver_fail(cuda->state->driver, error, "cuMemFreeAsync") : status;
+}
+
+/* ---- pieces ---- */
+
+/* Loads the entry where the call takes place; merge and rotary have no plan that could have done it. */
+static attn_status ready(attn_cuda *cuda, int entry, const attn_cuda_place *place) {
+    const attn_gpu *gpu = &cuda->state->gpu[place->gpu];
+    if (gpu->arch < ATTN_LEAST_ARCH) return fail_gpu(gpu);
+    return attn__cuda_load(cuda, &entry, 1, UINT32_C(1) << place->gpu);
+}
+
+static attn_status merge(attn_context *context, const attn_merge_args *args, void *stream) {
+    attn_cuda *cuda = context->cuda;
+    attn_cuda_home home;
+    attn_cuda_place place;
+    if (args->batch == 0 || args->rows == 0) return ATTN_OK;
+    RETURN_IF_ERROR(attn__cuda_find_merge(cuda->state->driver, args, &home));
+    RETURN_IF_ERROR(attn__cuda_enter(cuda, &home, stream, &place));
+    attn_status status = ready(cuda, ATTN_ENTRY_merge, &place);
+    attn_cuda_run run = start(cuda, stream);
+    if (status == ATTN_OK) status = attn__cuda_merge(&run, args);
+    attn__cuda_leave(&place);
+    return status;
+}
+
+static attn_status rotary(attn_context *context, const attn_rotary_args *args, void *stream) {
+    attn_cuda *cuda = context->cuda;
+    attn_cuda_home home;
+    attn_cuda_place place;
+    if (args->batch == 0 || (args->cu ? args->total : args->rows) == 0) return ATTN_OK;
+    RETURN_IF_ERROR(attn__cuda_find_rotary(cuda->state->driver, args, &home));
+    RETURN_IF_ERROR(attn__cuda_enter(cuda, &home, stream, &place));
+    attn_status status = ready(cuda, ATTN_ENTRY_rotary, &place);
+    attn_cuda_run run = start(cuda, stream);
+    if (status == ATTN_OK) status = attn__cuda_rotary(&run, args);
+    attn__cuda_leave(&place);
+    return status;
+}
+
+const attn_backend attn__backend_cuda = {
+    .name = "cuda",
+    .id = ATTN_BACKEND_CUDA,
+    .open = open_cuda,
+    .close = close_cuda,
+    .kernel = kernel,
+    .plan = plan_cuda,
+    .run = run_cuda,
+    .take = take,
+    .put = put,
+    .merge = merge,
+    .rotary = rotary,
+};
