@@ -9,22 +9,9 @@
 /* ---- rotary ---- */
 
 void attn__rotate(const attn_rotation *r, double *x) {
-    int32_t half = r->rotary_dim / 2;
-    for (int32_t n = 0; n < half; n++) {
-        int32_t first = r->interleaved ? 2 * n : n, second = r->interleaved ? 2 * n + 1 : n + half;
-        double c = attn__load(r->table_dtype, r->cos, r->table_row + n),
-               s = attn__load(r->table_dtype, r->sin, r->table_row + n);
-        double a = x[first], b = x[second];
-        if (r->inverse) s = -s;
-        if (r->dtype == ATTN_F64) {
-            x[first] = a * c - b * s;
-            x[second] = b * c + a * s;
-        } else {
-            float fa = (float)a, fb = (float)b, fc = (float)c, fs = (float)s;
-            float ac = fa * fc, bs = fb * fs, bc = fb * fc, as = fa * fs; /* rounded one by one: no contraction */
-            x[first] = ac - bs;
-            x[second] = bc + as;
-        }
+    for (int32_t n = 0; n < r->rotary_dim / 2; n++) {
+        attn_pair at = attn__rotate_pair(r, n);
+        attn__rotate_two(r, n, &x[at.first], &x[at.second]);
     }
 }
 
@@ -35,25 +22,11 @@ static double rounded(attn_dtype dtype, double x) {
     return attn__load(dtype, held, 0);
 }
 
-double attn__descale(const attn_buffers *f, const float *descale, int32_t b, int32_t kv_head) {
-    return descale ? descale[b * f->descale_stride[0] + kv_head * f->descale_stride[1]] : 1.0;
-}
-
-static attn_rotation rotation_at(const attn_problem *p, const attn_buffers *f, int32_t pos) {
-    return (attn_rotation){.dtype = p->dtype,
-                           .table_dtype = p->rotary_dtype,
-                           .cos = f->rotary_cos,
-                           .sin = f->rotary_sin,
-                           .table_row = (int64_t)pos * (p->rotary_dim / 2),
-                           .rotary_dim = p->rotary_dim,
-                           .interleaved = (p->flags & ATTN_ROTARY_INTERLEAVED) != 0};
-}
-
 void attn__q_row(const attn_problem *p, const attn_buffers *f, const attn_seq *s, int32_t i, int32_t h, double *out) {
     int64_t at = attn__q_offset(p, &f->q, s, i, h);
     for (int32_t x = 0; x < p->dim_qk; x++) out[x] = attn__load(p->dtype, f->q.data, at + x);
     if (p->flags & ATTN_ROTARY) {
-        attn_rotation r = rotation_at(p, f, attn__rotary_pos(p, f, s) + i * attn__rotary_q_step(p));
+        attn_rotation r = attn__rotation(p, f, attn__rotary_pos(p, f, s) + i * attn__rotary_q_step(p));
         attn__rotate(&r, out);
         for (int32_t x = 0; x < p->rotary_dim; x++) out[x] = rounded(p->dtype, out[x]);
     }
@@ -87,7 +60,7 @@ static void append_row(const append_job *job, const attn_seq *s, int32_t row, in
     double x[ATTN_MAX_DIM];
     for (int32_t n = 0; n < dim; n++) x[n] = attn__load(p->dtype, from->data, source + n);
     if (rotated) {
-        attn_rotation r = rotation_at(p, f, attn__rotary_pos(p, f, s) + row);
+        attn_rotation r = attn__rotation(p, f, attn__rotary_pos(p, f, s) + row);
         attn__rotate(&r, x);
     }
     double descale = p->dtype == p->kv_dtype ? 1.0 : attn__descale(f, is_key ? f->k_descale : f->v_descale, s->b, h);

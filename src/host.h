@@ -5,27 +5,16 @@
 #define ATTN_HOST_H
 
 #include "internal.h"
+#include "rotate.h"
 #include "schedule.h"
 
 enum { ATTN_MAX_DIM = 576 };
-
-/* The rotation of one row: the tables' numbers of its position, and how pairs lie. */
-typedef struct attn_rotation {
-    attn_dtype dtype, table_dtype;
-    const void *cos, *sin;
-    int64_t table_row; /* element offset of the position in the tables */
-    int32_t rotary_dim;
-    bool interleaved, inverse;
-} attn_rotation;
 
 /* Rotates the row x in place, in float32, or in double for F64. */
 void attn__rotate(const attn_rotation *r, double *x);
 
 /* Row i of head h of q, in double: rotated and rounded to its dtype where the problem says so, then times q_descale. */
 void attn__q_row(const attn_problem *p, const attn_buffers *f, const attn_seq *s, int32_t i, int32_t h, double *out);
-
-/* The factor of KV head h of sequence b in one of the descale arrays; 1 when there is none. */
-double attn__descale(const attn_buffers *f, const float *descale, int32_t b, int32_t kv_head);
 
 /* Writes k_new and v_new into the cache. */
 attn_status attn__host_append(const attn_plan *plan, const attn_buffers *f);

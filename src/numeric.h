@@ -84,17 +84,35 @@ ATTN_HD float attn__to_odd(double x) {
     return attn__float(away ? u + 1 : u - 1);
 }
 
-ATTN_HD double attn__load(attn_dtype dtype, const void *data, int64_t at) {
+/* Bytes of an element; 0 for anything that is no dtype. */
+ATTN_HD int attn__dtype_bytes(attn_dtype dtype) {
+    switch (dtype) {
+    case ATTN_F64: return 8;
+    case ATTN_F32: return 4;
+    case ATTN_F16:
+    case ATTN_BF16: return 2;
+    case ATTN_E4M3:
+    case ATTN_E5M2:
+    case ATTN_I8: return 1;
+    default: return 0;
+    }
+}
+
+/* Any dtype but F64. */
+ATTN_HD float attn__load_float(attn_dtype dtype, const void *data, int64_t at) {
     switch (dtype) {
     case ATTN_F32: return ((const float *)data)[at];
     case ATTN_F16: return attn__from_f16(((const uint16_t *)data)[at]);
     case ATTN_BF16: return attn__from_bf16(((const uint16_t *)data)[at]);
-    case ATTN_F64: return ((const double *)data)[at];
     case ATTN_E4M3: return attn__from_small(((const uint8_t *)data)[at], 4, 3, 0);
     case ATTN_E5M2: return attn__from_small(((const uint8_t *)data)[at], 5, 2, 1);
     case ATTN_I8: return ((const int8_t *)data)[at];
     default: return 0;
     }
+}
+
+ATTN_HD double attn__load(attn_dtype dtype, const void *data, int64_t at) {
+    return dtype == ATTN_F64 ? ((const double *)data)[at] : attn__load_float(dtype, data, at);
 }
 
 /* fp8 and integers saturate. */
@@ -111,7 +129,8 @@ ATTN_HD void attn__store(attn_dtype dtype, void *data, int64_t at, double x) {
     }
 }
 
-/* Are lse, d_lse and probs double? */
+/* Are lse, d_lse and probs double? And which dtype have they? */
 ATTN_HD int attn__wide(attn_dtype dtype) { return dtype == ATTN_F64; }
+ATTN_HD attn_dtype attn__real_dtype(attn_dtype dtype) { return attn__wide(dtype) ? ATTN_F64 : ATTN_F32; }
 
 #endif

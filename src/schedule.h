@@ -82,6 +82,16 @@ ATTN_HD const int32_t *attn__flash_at(const attn_problem *p, const attn_buffers 
     return f->flashmask + (((int64_t)b * p->flashmask_heads + head) * p->max_kv + j) * p->flashmask_vectors;
 }
 
+/* Element offset of (i, j) of sequence b and head h in bias, d_bias or probs. */
+ATTN_HD int64_t attn__matrix_at(const attn_matrix *m, int64_t b, int64_t h, int64_t i, int64_t j) {
+    return b * m->stride[0] + h * m->stride[1] + i * m->stride[2] + j * m->stride[3];
+}
+
+/* The factor of KV head h of sequence b in one of the descale arrays; 1 when there is none. */
+ATTN_HD double attn__descale(const attn_buffers *f, const float *descale, int32_t b, int32_t kv_head) {
+    return descale ? descale[b * f->descale_stride[0] + kv_head * f->descale_stride[1]] : 1.0;
+}
+
 /* Position for which k_new row 0 of sequence s is rotated, and how q row i goes on from there. */
 ATTN_HD int32_t attn__rotary_pos(const attn_problem *p, const attn_buffers *f, const attn_seq *s) {
     return p->flags & ATTN_ROTARY_POS ? f->rotary_pos[s->b] : s->used;

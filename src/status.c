@@ -40,15 +40,4 @@ const char *attn_dtype_name(attn_dtype dtype) {
     }
 }
 
-size_t attn_dtype_size(attn_dtype dtype) {
-    switch (dtype) {
-    case ATTN_F64: return 8;
-    case ATTN_F32: return 4;
-    case ATTN_F16:
-    case ATTN_BF16: return 2;
-    case ATTN_E4M3:
-    case ATTN_E5M2:
-    case ATTN_I8: return 1;
-    default: return 0;
-    }
-}
+size_t attn_dtype_size(attn_dtype dtype) { return (size_t)attn__dtype_bytes(dtype); }

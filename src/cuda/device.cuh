@@ -20,9 +20,10 @@
 DEVICE int64_t block_index(void) { return blockIdx.x + (int64_t)blockIdx.y * gridDim.x; }
 
 /* The last one to report stays; which one that is does not matter. */
-DEVICE void report(const attn_cuda_args &a, int flaw, int32_t b) {
-    *(volatile uint64_t *)a.status = (uint64_t)flaw << 32 | (uint32_t)b;
+DEVICE void report_to(uint64_t *status, int flaw, int32_t b) {
+    *(volatile uint64_t *)status = (uint64_t)flaw << 32 | (uint32_t)b;
 }
+DEVICE void report(const attn_cuda_args &a, int flaw, int32_t b) { report_to(a.status, flaw, b); }
 
 DEVICE int32_t clamped(const attn_cuda_args &a, int64_t x, int64_t least, int64_t most, int flaw, int32_t b) {
     if (x >= least && x <= most) return (int32_t)x;

@@ -11,7 +11,9 @@
     X(LEFTPAD, "leftpad")                                                                                                  \
     X(BATCH_INDEX, "batch_index")                                                                                          \
     X(PAGE_TABLE, "page_table")                                                                                            \
-    X(ROTARY_POS, "rotary_pos")
+    X(ROTARY_POS, "rotary_pos")                                                                                            \
+    X(CU, "cu")                                                                                                            \
+    X(POS, "pos")
 
 enum {
     ATTN_FLAW_NONE = 0,

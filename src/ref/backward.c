@@ -107,7 +107,7 @@ static void backward_bias(attn_ref *r) {
                 bias_sum(r, span_of(stride[0], b, p->batch), span_of(stride[1], h, p->heads_q),
                          span_of(stride[2], i, p->max_q), stride[3] == 0);
                 for (int32_t j = 0; j < cols; j++)
-                    attn__store(p->bias_dtype, m->data, attn__ref_matrix_at(m, b, h, i, j), r->d_bias[j]);
+                    attn__store(p->bias_dtype, m->data, attn__matrix_at(m, b, h, i, j), r->d_bias[j]);
             }
         }
     }

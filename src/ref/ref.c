@@ -48,7 +48,7 @@ void attn__ref_scores(attn_ref *r, int32_t h, int32_t i) {
         }
         if (p->flags & ATTN_ALIBI) x -= alibi * abs(i + (s->sk - s->sq) - j);
         if (p->flags & ATTN_BIAS)
-            x += attn__load(p->bias_dtype, f->bias.data, attn__ref_matrix_at(&f->bias, s->b, h, i, j));
+            x += attn__load(p->bias_dtype, f->bias.data, attn__matrix_at(&f->bias, s->b, h, i, j));
         r->key[r->count] = j;
         r->score[r->count] = x;
         r->slope[r->count] = slope;

@@ -91,8 +91,4 @@ static inline bool attn__ref_dropped(const attn_ref *r, int32_t h, int32_t i, in
     return r->dropout.threshold && attn__dropped(&r->dropout, batch_head, (uint32_t)i, (uint32_t)j);
 }
 
-static inline int64_t attn__ref_matrix_at(const attn_matrix *m, int64_t b, int64_t h, int64_t i, int64_t j) {
-    return b * m->stride[0] + h * m->stride[1] + i * m->stride[2] + j * m->stride[3];
-}
-
 #endif
