@@ -108,7 +108,7 @@ static void pad_q(const attn_problem *p, const attn_buffers *f, int32_t b, int64
     for (int64_t row = first; f->lse && row < end; row++) {
         for (int32_t h = 0; h < p->heads_q; h++) {
             int64_t at = packed ? h * p->total_q + row : ((int64_t)b * p->heads_q + h) * p->max_q + row;
-            attn__store(attn__wide(p->dtype) ? ATTN_F64 : ATTN_F32, f->lse, at, -INFINITY);
+            attn__store(attn__real_dtype(p->dtype), f->lse, at, -INFINITY);
         }
     }
 }

@@ -8,8 +8,6 @@
 #include "rotate.h"
 #include "schedule.h"
 
-enum { ATTN_MAX_DIM = 576 };
-
 /* Rotates the row x in place, in float32, or in double for F64. */
 void attn__rotate(const attn_rotation *r, double *x);
 

@@ -42,7 +42,7 @@ attn_status attn__merge_check(attn_merge_args *a, const attn_merge_args *args) {
 
 /* One row: a part weighs exp(lse_p - lse); parts with nothing in them are not read. */
 static void merge_row(const attn_merge_args *a, int32_t b, int32_t row, int32_t h) {
-    attn_dtype real = attn__wide(a->dtype) ? ATTN_F64 : ATTN_F32;
+    attn_dtype real = attn__real_dtype(a->dtype);
     int64_t at = ((int64_t)b * a->heads + h) * a->rows + row;
     double most = -INFINITY, sum = 0, out[ATTN_MAX_DIM] = {0};
     for (int32_t n = 0; n < a->parts; n++) {

@@ -62,7 +62,8 @@ ATTN_HD double attn__product(double a, double b) {
 
 /* Rotates pair n of the row, (*a, *b), in float32, or in double for F64. */
 ATTN_HD void attn__rotate_two(const attn_rotation *r, int32_t n, double *a, double *b) {
-    double c = attn__load(r->table_dtype, r->cos, r->table_row + n), s = attn__load(r->table_dtype, r->sin, r->table_row + n);
+    double c = attn__load(r->table_dtype, r->cos, r->table_row + n),
+           s = attn__load(r->table_dtype, r->sin, r->table_row + n);
     if (r->inverse) s = -s;
     if (r->dtype == ATTN_F64) {
         double ac = attn__product(*a, c), bs = attn__product(*b, s), bc = attn__product(*b, c), as = attn__product(*a, s);

@@ -8,6 +8,8 @@
 #include "attn.h"
 #include "mask.h"
 
+enum { ATTN_MAX_DIM = 576 }; /* of dim_qk and dim_v */
+
 typedef struct attn_seq {
     int32_t b;        /* sequence */
     int32_t slot;     /* where its keys are: batch index of a contiguous cache, row of the page table */

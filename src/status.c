@@ -1,5 +1,6 @@
 /* Status names and the thread-local detail text that every failing call leaves behind. */
 #include "internal.h"
+#include "numeric.h"
 
 #include <stdio.h>
 

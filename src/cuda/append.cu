@@ -29,7 +29,8 @@ DEVICE void append_row(const attn_cuda_args &a, const attn_seq &s, int32_t row, 
         return;
     }
     double descale = p.dtype == p.kv_dtype ? 1.0 : attn__descale(&a.f, is_key ? a.f.k_descale : a.f.v_descale, s.b, h);
-    rotate_row(rotated ? &r : NULL, make_row(p.kv_dtype, to.data, target), make_row(p.dtype, from.data, source), dim, descale);
+    rotate_row(rotated ? &r : NULL, make_row(p.kv_dtype, to.data, target), make_row(p.dtype, from.data, source), dim,
+               descale);
 }
 
 /* Warps: [batch][max_new][heads_kv]. */

@@ -6,10 +6,10 @@
  *   append     ATTN_APPEND      k_new, v_new -> cache                                      append.cu
  *   rotate_q   ATTN_ROTARY      q -> workspace, rotated; the others then read it there     rotary.cu
  *   ranges     FlashMask        vectors -> minima and maxima per tile of keys              ranges.cu
- *   fwd_...    always           o, lse; or partial results of chunks of keys               fwd.cu, fwd_any.cu
+ *   fwd_...    always           o, lse; or partial results of chunks of keys               fwd.cu, any.cu
  *   fold       split            partial results -> o, lse, in the order of the chunks      merge.cu
  *   fill       ATTN_VARLEN_Q    rows of o and lse that no sequence covers                  fill.cu
- *   probs      probs            recomputed from lse                                        probs.cu
+ *   probs      probs            recomputed from q and k                                    probs.cu
  */
 #ifndef ATTN_CUDA_ARGS_H
 #define ATTN_CUDA_ARGS_H
@@ -20,8 +20,10 @@
 enum {
     ATTN_CUDA_SPLIT_ROWS = 16, /* sequences of at most so many rows are split ... */
     ATTN_CUDA_CHUNK = 512, /* ... in chunks of so many keys: fixed numbers, so that results do not depend on the batch */
-    ATTN_ANY_ROWS = 4,     /* fwd_any: rows of a block, one warp each ... */
-    ATTN_ANY_COLS = 64     /* ... and keys that are masked or skipped together */
+    ATTN_CUDA_WARPS = 4,   /* warps of a block of the pieces */
+    ATTN_ANY_ROWS = ATTN_CUDA_WARPS, /* fwd_any: rows of a block, one warp each ... */
+    ATTN_ANY_COLS = 32,              /* ... and keys that are masked or skipped together */
+    ATTN_MERGE_PARTS = 48            /* parts that one launch of merge takes */
 };
 
 typedef struct attn_cuda_args {
@@ -38,11 +40,30 @@ typedef struct attn_cuda_args {
      */
     void *part_o, *part_lse;
     int32_t part_rows;
-    int32_t chunks;    /* ceil(max_kv / ATTN_CUDA_CHUNK); 0: nothing is split */
-    int32_t row_tiles; /* query tiles of max_q rows */
-    int32_t slots;     /* blocks of one sequence and head: max(row_tiles, chunks) */
-    float scale_log2;  /* scale * log2(e), the descales aside */
-    int32_t vector_ok; /* every row of q, k and v starts at a multiple of 16 bytes and is a multiple of 16 bytes long */
+    int32_t chunks;        /* ceil(max_kv / ATTN_CUDA_CHUNK); 0: nothing is split */
+    int32_t row_tiles;     /* query tiles of max_q rows */
+    int32_t slots;         /* blocks of one sequence and head: max(row_tiles, chunks) */
+    float scale_log2;      /* scale * log2(e), the descales aside */
+    int32_t vector_ok;     /* every row of q, k and v starts at a multiple of 16 bytes and is a multiple of 16 bytes long */
+    attn_tensor rotated_q; /* ATTN_ROTARY: where rotate_q writes, as f.q is later */
 } attn_cuda_args;
+
+/* What merge is given: some of the parts. A merge of more parts is several launches, with `state` between them. */
+typedef struct attn_cuda_merge {
+    attn_dtype dtype, out_dtype;
+    int32_t parts, batch, rows, heads, dim; /* parts: of this launch */
+    int32_t is_first, is_last;              /* is there no state before it; does it write o and lse */
+    double *state; /* [batch * heads * rows][dim + 2]: o, unnormalised; largest lse; sum of weights */
+    attn_tensor o;
+    void *lse;
+    attn_tensor o_parts[ATTN_MERGE_PARTS];
+    const void *lse_parts[ATTN_MERGE_PARTS];
+} attn_cuda_merge;
+
+/* What rotary is given. */
+typedef struct attn_cuda_rotary {
+    attn_rotary_args r;
+    uint64_t *status; /* as in attn_cuda_args */
+} attn_cuda_rotary;
 
 #endif

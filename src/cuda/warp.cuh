@@ -35,10 +35,10 @@ DEVICE double warp_sum(double x) {
     return x;
 }
 
-/* Row i of head h without a key, or past the end of its sequence: o = 0, lse = -inf. `row` and `head` as in the tensors. */
+/* A row without keys, or past the end of its sequence, by its offset in o and its index in lse: o = 0, lse = -inf. */
 DEVICE void write_empty(const attn_cuda_args &a, int64_t o_at, int64_t lse_at) {
     for (int32_t x = lane_index(); x < a.p.dim_v; x += 32) attn__store(a.p.out_dtype, a.f.o.data, o_at + x, 0);
-    if (a.f.lse && lane_index() == 0) attn__store(attn__wide(a.p.dtype) ? ATTN_F64 : ATTN_F32, a.f.lse, lse_at, -INFINITY);
+    if (a.f.lse && lane_index() == 0) attn__store(attn__real_dtype(a.p.dtype), a.f.lse, lse_at, -INFINITY);
 }
 
 #endif

@@ -35,8 +35,7 @@ static void write_o(attn_ref *r, int32_t h, int32_t i) {
 /* One row of probs, past the end of the sequence too. */
 static void write_probs(const attn_ref *r, int32_t h, int32_t i, int32_t count) {
     const attn_matrix *m = &r->f->probs;
-    for (int32_t j = 0; j < r->p->max_kv; j++)
-        attn__store(r->lse_dtype, m->data, attn__matrix_at(m, r->s.b, h, i, j), 0);
+    for (int32_t j = 0; j < r->p->max_kv; j++) attn__store(r->lse_dtype, m->data, attn__matrix_at(m, r->s.b, h, i, j), 0);
     for (int32_t n = 0; n < count; n++) {
         double sign = attn__ref_dropped(r, h, i, r->key[n]) ? -1 : 1;
         attn__store(r->lse_dtype, m->data, attn__matrix_at(m, r->s.b, h, i, r->key[n]), sign * r->score[n]);

@@ -47,8 +47,7 @@ void attn__ref_scores(attn_ref *r, int32_t h, int32_t i) {
             slope *= 1 - t * t;
         }
         if (p->flags & ATTN_ALIBI) x -= alibi * abs(i + (s->sk - s->sq) - j);
-        if (p->flags & ATTN_BIAS)
-            x += attn__load(p->bias_dtype, f->bias.data, attn__matrix_at(&f->bias, s->b, h, i, j));
+        if (p->flags & ATTN_BIAS) x += attn__load(p->bias_dtype, f->bias.data, attn__matrix_at(&f->bias, s->b, h, i, j));
         r->key[r->count] = j;
         r->score[r->count] = x;
         r->slope[r->count] = slope;
@@ -101,7 +100,7 @@ static attn_status run(const attn_plan *plan, const attn_buffers *f, void *strea
     RETURN_IF_ERROR(attn__host_fill_padding(plan, f));
 
     attn_ref r = {.p = p, .f = f, .kv_head = -1};
-    r.lse_dtype = attn__wide(p->dtype) ? ATTN_F64 : ATTN_F32;
+    r.lse_dtype = attn__real_dtype(p->dtype);
     r.pad_qk = attn__ref_pad(p->dim_qk);
     r.pad_v = attn__ref_pad(p->dim_v);
     r.dropout = attn__philox_make(f->seed, f->offset, p->dropout);
