@@ -62,13 +62,6 @@ else()
     message(STATUS "GPU kernels: none, nvcc is not found")
 endif()
 
-foreach(name IN LISTS attn_images) # UNTIL_ALL_SOURCES_ARE_THERE
-    if(attn_kernels_dir AND NOT ATTN_CUDA_KERNELS_DIR AND NOT DEFINED attn_line_${name} AND NOT EXISTS ${cuda_src}/${name}.cu)
-        message(WARNING "src/cuda/${name}.cu is not there: the library gets no GPU kernels")
-        set(attn_kernels_dir "")
-    endif()
-endforeach()
-
 # One fatbin. A forward kernel is compiled again when its own line changes, not when others do.
 function(attn_add_kernel name)
     set(options "")
@@ -79,7 +72,7 @@ function(attn_add_kernel name)
     endif()
     file(CONFIGURE OUTPUT ${attn_kernels_dir}/${name}.line CONTENT "${attn_line_${name}}\n" @ONLY)
     file(GLOB headers CONFIGURE_DEPENDS ${cuda_src}/*.cuh)
-    list(APPEND headers ${cuda_src}/args.h ${cuda_src}/flaw.h ${src}/mask.h ${src}/numeric.h ${src}/philox.h ${src}/schedule.h
+    list(APPEND headers ${cuda_src}/args.h ${cuda_src}/flaw.h ${src}/mask.h ${src}/numeric.h ${src}/philox.h ${src}/rotate.h ${src}/schedule.h
         ${PROJECT_SOURCE_DIR}/include/attn.h)
     add_custom_command(OUTPUT ${attn_kernels_dir}/${name}.fatbin
         COMMAND ${PROJECT_SOURCE_DIR}/scripts/compile_kernel.sh ${attn_kernels_dir}/${name} ${ATTN_NVCC} -fatbin -std=c++17 -O3

@@ -85,7 +85,4 @@ attn_status REAL(probs_run)(const attn_plan *plan, const attn_buffers *f);
 
 static inline int32_t attn__pad(int32_t n) { return (n + ATTN_LANES - 1) / ATTN_LANES * ATTN_LANES; }
 
-#define ATTN_LOG2E 1.4426950408889634074
-#define ATTN_LN2 0.69314718055994530942
-
 #endif

@@ -233,8 +233,7 @@ static attn_status lay_out(attn_plan *plan) {
     fits = fits && attn__plan_reserve(plan, CUDA_PART_O, parts, p->dim_v * real) &&
            attn__plan_reserve(plan, CUDA_PART_LSE, parts, real) &&
            attn__plan_reserve(plan, CUDA_RANGES, ranges, sizeof(attn_flash_range)) &&
-           attn__plan_reserve(plan, CUDA_Q, rotated, rotated_row(p) * (int64_t)attn_dtype_size(p->dtype)) &&
-           attn__plan_reserve(plan, CUDA_LSE, rows_of(p), real);
+           attn__plan_reserve(plan, CUDA_Q, rotated, rotated_row(p) * (int64_t)attn_dtype_size(p->dtype));
     RETURN_IF(!fits, ATTN_INVALID, "max_q=%d, max_kv=%d: the workspace does not fit into memory", p->max_q, p->max_kv);
     return ATTN_OK;
 }

@@ -60,8 +60,7 @@ enum {
     CUDA_PART_O,   /* part_o of args.h */
     CUDA_PART_LSE, /* part_lse of args.h */
     CUDA_RANGES,   /* ranges of args.h */
-    CUDA_Q,        /* ATTN_ROTARY: the rotated q; attn__cuda_rotated_q says how it lies */
-    CUDA_LSE       /* forward: lse, for probs, where the buffers have none; shaped like f->lse */
+    CUDA_Q         /* ATTN_ROTARY: the rotated q; attn__cuda_rotated_q says how it lies */
 };
 
 /* What the launches of one call share. The CUDA context that they go to is current. */

@@ -1,17 +1,140 @@
-/* Placeholder until the row of launches is there: refuses, so that nothing is taken for computed. */
+/*
+ * A run as a row of launches on the caller's stream; args.h has the list. Nothing here looks at what buffers hold, allocates
+ * (but for attn_merge of very many parts) or waits, so that a run can be captured in a graph.
+ */
 #include "cuda.h"
+#include "numeric.h"
+
+#include <string.h>
+
+/* Launches a piece with so many warps, each of which works by itself. */
+static attn_status launch_warps(const attn_cuda_run *run, int entry, int64_t warps, const void *args, size_t args_bytes) {
+    return attn__cuda_launch(run, entry, attn__ceil_div(warps, ATTN_CUDA_WARPS), 32 * ATTN_CUDA_WARPS, 0, args, args_bytes);
+}
+
+static attn_cuda_args make_args(const attn_cuda_run *run, const attn_plan *plan, const attn_buffers *f) {
+    const attn_problem *p = &plan->problem;
+    attn_cuda_args a;
+    memset(&a, 0, sizeof a);
+    a.p = *p;
+    a.f = *f;
+    a.f.page_table_stride = p->page_size ? attn__pages_per_slot(p, f) : 0;
+    a.status = run->status;
+    if (p->op != ATTN_FORWARD) return a;
+    const attn_cuda_entry *forward = &attn__cuda_entries[run->forward];
+    if (p->flashmask_vectors) {
+        a.ranges = attn__part(plan, f, CUDA_RANGES);
+        a.range_cols = forward->bn;
+        a.range_tiles = (int32_t)attn__ceil_div(p->max_kv, forward->bn);
+    }
+    a.chunks = plan->chunks;
+    if (a.chunks) {
+        a.part_o = attn__part(plan, f, CUDA_PART_O);
+        a.part_lse = attn__part(plan, f, CUDA_PART_LSE);
+        a.part_rows = attn__min32(p->max_q, ATTN_CUDA_SPLIT_ROWS);
+    }
+    a.row_tiles = (int32_t)attn__ceil_div(p->max_q, forward->bm);
+    a.slots = attn__max32(a.row_tiles, a.chunks);
+    a.scale_log2 = (float)(p->scale * ATTN_LOG2E);
+    a.vector_ok = run->vector_ok;
+    if (p->flags & ATTN_ROTARY) a.rotated_q = attn__cuda_rotated_q(plan, f);
+    return a;
+}
+
+/* What the forward kernel reads: the cache with the new keys, the rotated q, FlashMask's ranges. */
+static attn_status launch_before(const attn_cuda_run *run, attn_cuda_args *a) {
+    const attn_problem *p = &a->p;
+    if (p->flags & ATTN_APPEND)
+        RETURN_IF_ERROR(launch_warps(run, ATTN_ENTRY_append, (int64_t)p->batch * p->heads_kv * p->max_new, a, sizeof *a));
+    if (p->op != ATTN_FORWARD) return ATTN_OK;
+    if (p->flags & ATTN_ROTARY) {
+        RETURN_IF_ERROR(launch_warps(run, ATTN_ENTRY_rotate_q, (int64_t)p->batch * p->heads_q * p->max_q, a, sizeof *a));
+        a->f.q = a->rotated_q;
+    }
+    if (p->flashmask_vectors)
+        RETURN_IF_ERROR(
+            launch_warps(run, ATTN_ENTRY_ranges, (int64_t)p->batch * p->flashmask_heads * a->range_tiles, a, sizeof *a));
+    return ATTN_OK;
+}
+
+/* Attention itself. */
+static attn_status launch_rows(const attn_cuda_run *run, const attn_cuda_args *a) {
+    const attn_problem *p = &a->p;
+    const attn_cuda_entry *forward = &attn__cuda_entries[run->forward];
+    int64_t heads = (int64_t)p->batch * p->heads_q;
+    RETURN_IF_ERROR(
+        attn__cuda_launch(run, run->forward, heads * a->slots, 32 * forward->warps, forward->shared_bytes, a, sizeof *a));
+    if (a->chunks)
+        RETURN_IF_ERROR(
+            launch_warps(run, ATTN_ENTRY_fold, heads * a->part_rows * attn__ceil_div(p->dim_v, 32), a, sizeof *a));
+    if (!a->f.probs.data) return ATTN_OK;
+    return attn__cuda_launch(run, ATTN_ENTRY_probs, heads * attn__ceil_div(p->max_q, ATTN_ANY_ROWS), 32 * ATTN_CUDA_WARPS,
+                             0, a, sizeof *a);
+}
 
 attn_status attn__cuda_forward(const attn_cuda_run *run, const attn_plan *plan, const attn_buffers *f) {
-    (void)run, (void)plan, (void)f;
-    return attn__fail(ATTN_UNSUPPORTED, "backend=cuda: the launches are not written yet");
+    attn_cuda_args a = make_args(run, plan, f);
+    RETURN_IF_ERROR(launch_before(run, &a));
+    if (a.p.op != ATTN_FORWARD) return ATTN_OK;
+    if (a.p.max_q > 0) RETURN_IF_ERROR(launch_rows(run, &a));
+    return a.p.flags & ATTN_VARLEN_Q ? launch_warps(run, ATTN_ENTRY_fill, a.p.total_q, &a, sizeof a) : ATTN_OK;
+}
+
+/* ---- pieces ---- */
+
+/* Rows of all heads and sequences; false when they are too many to be counted. */
+static bool count_rows(int32_t batch, int32_t heads, int32_t rows, int64_t *count) {
+    return !__builtin_mul_overflow((int64_t)batch * heads, (int64_t)rows, count);
+}
+
+/* Parts [first, ...) of the merge in one launch; returns how many they are. */
+static int32_t take_parts(attn_cuda_merge *m, const attn_merge_args *args, int32_t first) {
+    m->parts = attn__min32(args->parts - first, ATTN_MERGE_PARTS);
+    for (int32_t n = 0; n < m->parts; n++) {
+        m->o_parts[n] = args->o_parts[first + n];
+        m->lse_parts[n] = args->lse_parts[first + n];
+    }
+    m->is_first = first == 0;
+    m->is_last = first + m->parts == args->parts;
+    return m->parts;
 }
 
 attn_status attn__cuda_merge(const attn_cuda_run *run, const attn_merge_args *args) {
-    (void)run, (void)args;
-    return attn__fail(ATTN_UNSUPPORTED, "backend=cuda: the launches are not written yet");
+    attn_cuda_merge m;
+    memset(&m, 0, sizeof m);
+    m.dtype = args->dtype;
+    m.out_dtype = args->out_dtype;
+    m.batch = args->batch;
+    m.rows = args->rows;
+    m.heads = args->heads;
+    m.dim = args->dim;
+    m.o = args->o;
+    m.lse = args->lse;
+    int64_t rows, bytes;
+    bool fits = count_rows(args->batch, args->heads, args->rows, &rows) &&
+                !__builtin_mul_overflow(rows, (int64_t)sizeof(double) * (args->dim + 2), &bytes);
+    RETURN_IF(!fits, ATTN_INVALID, "rows=%d: so many rows do not fit into memory", args->rows);
+    attn_cu_pointer state = 0;
+    if (args->parts > ATTN_MERGE_PARTS)
+        RETURN_IF_DRIVER(run->driver, cuMemAllocAsync, (&state, (size_t)bytes, run->stream));
+    m.state = (double *)(uintptr_t)state;
+    attn_status status = ATTN_OK;
+    for (int32_t first = 0; first < args->parts && status == ATTN_OK;) {
+        first += take_parts(&m, args, first);
+        status = launch_warps(run, ATTN_ENTRY_merge, rows, &m, sizeof m);
+    }
+    int error = state ? run->driver->cuMemFreeAsync(state, run->stream) : 0;
+    return error && status == ATTN_OK ? attn__driver_fail(run->driver, error, "cuMemFreeAsync") : status;
 }
 
 attn_status attn__cuda_rotary(const attn_cuda_run *run, const attn_rotary_args *args) {
-    (void)run, (void)args;
-    return attn__fail(ATTN_UNSUPPORTED, "backend=cuda: the launches are not written yet");
+    attn_cuda_rotary c;
+    memset(&c, 0, sizeof c);
+    c.r = *args;
+    c.status = run->status;
+    int64_t rows;
+    RETURN_IF(!count_rows(args->batch, args->heads, args->rows, &rows), ATTN_INVALID,
+              "rows=%d: so many rows of %d sequences and %d heads are more than a grid can have", args->rows, args->batch,
+              args->heads);
+    return launch_warps(run, ATTN_ENTRY_rotary, rows, &c, sizeof c);
 }
