@@ -151,7 +151,7 @@ static const char *parse_window(const char *text, void *target) {
 #define AT(field) offsetof(settings, field)
 
 const option options_machine[] = {
-    {"backend", "NAME", "auto (default), ref or cpu", parse_backend, AT(config.backend), 0},
+    {"backend", "NAME", "auto (default: cpu), ref, cpu or cuda", parse_backend, AT(config.backend), 0},
     {"threads", "N", "threads; default: ATTN_NUM_THREADS, else every CPU", parse_int, AT(config.threads), 0},
     {0},
 };

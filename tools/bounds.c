@@ -14,6 +14,24 @@
  *
  * dot, add and sum below are small constants. Keys that ref gives no probability to contribute nothing: one wrong key among
  * n shows as an error of 1/n, some orders of magnitude above these bounds.
+ *
+ * Tensor cores (arithmetic.tensor) multiply exactly and add in float, but they cut off where others round. An error of up to
+ * 2u of what the sum has reached goes one way, so these errors add up instead of cancelling. A sum of n products takes n / 8
+ * additions of eight (f16, bf16), and on average it has reached half of its end:
+ *
+ *     dot(d) = 2 + d / 8                                      o_i is off by another u (2 + n / 8) sum_j p_ij max|v_j|
+ *
+ * - f32: a number is the sum of two TF32 ones, 2^-22 off; a product is three products, the fourth one, 2^-22 of it, is left
+ *   out. That is 3 * 2^-22 = 12u of every product. The three products, in additions of four, make six times as many additions.
+ * - f16, bf16: p is rounded to the tile's dtype before it meets v. The errors of the p_ij, at most r p_ij (r is 2^-11, 2^-8),
+ *   are as good as independent of the v_j, except for what all of them have in common, which scales o_i as a whole; f16 loses
+ *   2^-25 of the largest p of the row besides, to underflow:
+ *
+ *     o_i is off by another  r max|o_i| + 5 sqrt(sum_j (r p_ij max|v_j|)^2 + (2^-25 max p_i max|v_j|)^2)
+ *
+ *   5: five times the root of the mean square, were all errors as large as they can be; they are about half of that. Where
+ *   strides of zero repeat values nothing is independent, and the sum of the absolute values takes the place of the root.
+ * - Exponentials come from an instruction that is 2^-22 off, 4u.
  */
 #include <float.h>
 #include <math.h>
@@ -22,10 +40,26 @@
 
 #include "compare.h"
 
-static double dot_constant(double d) { return 2 + sqrt(d) / 2; }
 /* Where strides of zero repeat a value, the roundings of a sum repeat too, and add up instead of cancelling. */
 static double sum_constant(const check_case *c, double n) { return 4 + (has(c, F_BROADCAST) ? n / 4 : sqrt(n) / 2); }
 static const double add_constant = 4;
+
+/* The sum of d products. */
+static double dot_constant(arithmetic how, double d) {
+    if (!how.tensor) return 2 + sqrt(d) / 2;
+    return how.tile == ATTN_F32 ? 14 + 6 * d / 8 : 2 + d / 8;
+}
+
+arithmetic arithmetic_of(const char *backend, const char *kernel) {
+    static const struct {
+        const char *mark;
+        attn_dtype tile;
+    } tiles[] = {{"_f32_d", ATTN_F32}, {"_f16_d", ATTN_F16}, {"_bf16_d", ATTN_BF16}};
+    arithmetic how = {false, ATTN_DTYPE_DEFAULT};
+    for (int n = 0; n < 3 && strcmp(backend, "cuda") == 0; n++)
+        if (strstr(kernel, tiles[n].mark)) how = (arithmetic){true, tiles[n].tile};
+    return how;
+}
 
 /* Euclidean norm and largest magnitude of a row. */
 typedef struct magnitude {
@@ -48,6 +82,7 @@ static magnitude measure(const attn_tensor *t, int64_t at, int32_t n, double fac
 typedef struct analysis {
     oracle *o;
     const check_case *c;
+    arithmetic how;
     double unit;      /* roundoff of the arithmetic */
     double least;     /* its smallest normal number: probabilities below may vanish */
     double keep;      /* 1 / (1 - dropout) */
@@ -79,11 +114,11 @@ static void bound_gradients(analysis *a, int i, magnitude q, const double *probs
     magnitude d_o = measure(&f->d_o, case_q_at(c, &f->d_o, a->b, i, a->h), p->dim_v, 1);
     magnitude out = measure(&f->o, case_q_at(c, &f->o, a->b, i, a->h), p->dim_v, 1);
     double d_lse = f->d_lse ? fabs(((const double *)f->d_lse)[lse_at]) : 0, factor = fabs(p->scale);
-    double dots = a->unit * dot_constant(p->dim_v);
+    double dots = a->unit * dot_constant(a->how, p->dim_v);
     for (int j = 0; j < c->seq[a->b].sk; j++) {
         if (a->e[j] == 0) continue;
         double probability = fabs(probs[j]), e = a->e[j] + dots, g = d_o.norm * (a->keep * a->v[j].norm + out.norm) + d_lse;
-        if (p->softcap > 0) e += a->unit * dot_constant(p->dim_qk) * factor * q.norm * a->k[j].norm / p->softcap;
+        if (p->softcap > 0) e += a->unit * dot_constant(a->how, p->dim_qk) * factor * q.norm * a->k[j].norm / p->softcap;
         double off = (probability * e + a->least) * g;
         int64_t kv = case_kv_row(c, a->b, c->seq[a->b].leftpad + j) * p->heads_kv + a->kv_head;
         o->d_q_error[row] += factor * off * a->k[j].most;
@@ -97,6 +132,26 @@ static void bound_gradients(analysis *a, int i, magnitude q, const double *probs
         exp(c->buffers.sink[a->h] - o->lse[lse_at]) * (d_o.norm * out.norm + d_lse) * (a->unit * size + dots);
 }
 
+/* What the products of p and v add to the error of o; weight = sum p|v|. */
+static double product_error(const analysis *a, int64_t row, int32_t keys, const double *probs, double weight) {
+    const check_case *c = a->c;
+    const attn_problem *p = &c->problem;
+    if (!a->how.tensor) return 0;
+    double error = a->unit * dot_constant(a->how, keys) * weight;
+    if (a->how.tile == ATTN_F32) return error;
+    double roundoff = a->how.tile == ATTN_F16 ? 0x1p-11 : 0x1p-8, lost = a->how.tile == ATTN_F16 ? 0x1p-25 : 0;
+    double most = 0, squares = 0, sum = 0, out = 0;
+    for (int j = 0; j < keys; j++) most = fmax(most, fabs(probs[j]));
+    for (int j = 0; j < keys; j++) {
+        if (a->e[j] == 0) continue;
+        double part = roundoff * fabs(probs[j]) * a->v[j].most, under = lost * most * a->v[j].most;
+        squares += part * part + under * under;
+        sum += part + under;
+    }
+    for (int x = 0; x < p->dim_v; x++) out = fmax(out, fabs(a->o->o[row * p->dim_v + x]) / a->keep);
+    return error + roundoff * out + (has(c, F_BROADCAST) ? sum : 5 * sqrt(squares));
+}
+
 static void bound_row(analysis *a, int i) {
     oracle *o = a->o;
     const check_case *c = a->c;
@@ -105,10 +160,11 @@ static void bound_row(analysis *a, int i) {
     int64_t row = case_q_row(c, a->b, i) * p->heads_q + a->h, lse_at = case_lse_at(c, a->b, i, a->h);
     int64_t line = (((int64_t)a->b * p->heads_q + a->h) * p->max_q + i) * p->max_kv;
     const double *probs = o->probs + line;
-    double lse = o->lse[lse_at], dot = dot_constant(p->dim_qk);
+    double lse = o->lse[lse_at], dot = dot_constant(a->how, p->dim_qk);
     if (lse == -INFINITY || lse != lse) return; /* exact: zeros, or NaN */
     int longer = s->sq * (p->heads_q / p->heads_kv) > s->sk ? s->sq * (p->heads_q / p->heads_kv) : s->sk;
-    double q_scale = case_descale(c, c->buffers.q_descale, a->b, a->kv_head), sum = sum_constant(c, longer);
+    double q_scale = case_descale(c, c->buffers.q_descale, a->b, a->kv_head);
+    double sum = sum_constant(c, longer) + (a->how.tensor ? 4 : 0);
     magnitude q = measure(&o->buffers.q, case_q_at(c, &o->buffers.q, a->b, i, a->h), p->dim_qk, q_scale);
     double mean = 0, weight = 0, weighted = 0, left = 1;
     for (int j = 0; j < s->sk; j++) {
@@ -124,7 +180,7 @@ static void bound_row(analysis *a, int i) {
     }
     if ((p->flags & ATTN_SINK) && isfinite(c->buffers.sink[a->h]))
         mean += fabs(left) * a->unit * (add_constant * (fabs(c->buffers.sink[a->h]) + fabs(lse)) + sum);
-    o->o_error[row] = a->keep * (weighted + mean * weight);
+    o->o_error[row] = a->keep * (weighted + mean * weight + product_error(a, row, s->sk, probs, weight));
     o->lse_error[lse_at] = mean + a->unit * (add_constant * fabs(lse) + sum);
     for (int j = 0; j < s->sk; j++) {
         if (a->e[j] > 0) o->probs_error[line + j] = fabs(probs[j]) * (a->e[j] + mean) + a->least;
@@ -171,7 +227,7 @@ static bool results_sane(const oracle *o, const check_case *c, char *why, size_t
            all_numbers(o->d_sink, p->heads_q, "d_sink", why, size);
 }
 
-bool oracle_bound(oracle *o, const check_case *c, char *why, size_t size) {
+bool oracle_bound(oracle *o, const check_case *c, arithmetic how, char *why, size_t size) {
     const attn_problem *p = &c->problem;
     if (p->op == ATTN_KV_APPEND) return true;
     if (!has(c, F_NAN) && !results_sane(o, c, why, size)) return false;
@@ -185,7 +241,7 @@ bool oracle_bound(oracle *o, const check_case *c, char *why, size_t size) {
     if (o->d_bias) o->d_bias_error = must_alloc(case_pairs(c), sizeof(double));
     if (o->d_sink) o->d_sink_error = must_alloc(p->heads_q, sizeof(double));
     bool wide = p->dtype == ATTN_F64; /* then ref is no more exact than what it judges */
-    analysis a = {.o = o, .c = c, .unit = wide ? 0x1p-52 : 0x1p-24, .least = wide ? DBL_MIN : FLT_MIN};
+    analysis a = {.o = o, .c = c, .how = how, .unit = wide ? 0x1p-52 : 0x1p-24, .least = wide ? DBL_MIN : FLT_MIN};
     a.keep = 1 / (1 - p->dropout);
     a.k = must_alloc(p->max_kv, sizeof *a.k);
     a.v = must_alloc(p->max_kv, sizeof *a.v);

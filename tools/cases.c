@@ -273,6 +273,8 @@ static void draw_base(check_case *c, const case_filter *filter) {
     p->size = sizeof *p;
     int kind = rng_range(r, 0, 99);
     p->op = filter->op >= 0 ? (attn_op)filter->op : kind < 52 ? ATTN_FORWARD : kind < 92 ? ATTN_BACKWARD : ATTN_KV_APPEND;
+    c->left_out = p->op == ATTN_BACKWARD && filter->no_backward;
+    if (c->left_out) p->op = ATTN_FORWARD;
     p->dtype = filter->dtype            ? filter->dtype
                : p->op == ATTN_BACKWARD ? (attn_dtype)ONE_OF(r, ATTN_F32, ATTN_F32, ATTN_F16, ATTN_BF16, ATTN_F64)
                                         : (attn_dtype)ONE_OF(r, ATTN_F32, ATTN_F32, ATTN_F32, ATTN_F16, ATTN_F16, ATTN_BF16,
@@ -282,6 +284,19 @@ static void draw_base(check_case *c, const case_filter *filter) {
     p->dim_qk = p->dim_v = draw_dim(r);
     p->max_q = draw_length(r);
     p->max_kv = rng_chance(r, 20) ? p->max_q : draw_length(r);
+    if (!filter->small) return;
+    if (p->batch > 3) p->batch = 3;
+    if (p->max_q > 65) p->max_q = rng_range(r, 1, 65);
+    if (p->max_kv > 65) p->max_kv = rng_range(r, 1, 65);
+}
+
+/* What a feature has made long: as many keys as it takes to be split, and no more. */
+static void draw_small(check_case *c) {
+    attn_problem *p = &c->problem;
+    if (p->heads_q / p->heads_kv > 3) p->heads_q = 3 * p->heads_kv;
+    if (!has(c, F_LONG_KV)) return;
+    p->max_kv = rng_range(&c->rng, 500, 1100);
+    p->batch = p->heads_q = p->heads_kv = 1;
 }
 
 /* A random number of features on top of the ones that are asked for. */
@@ -444,6 +459,7 @@ bool case_draw(check_case *c, const case_filter *filter, uint64_t seed, long num
     for (int n = 0; n < FEATURES; n++) {
         if (has(c, (feature_id)n) && n <= F_LONG_KV) table[n].apply(c);
     }
+    if (filter->small) draw_small(c);
     shrink(c);
     for (int n = F_LONG_KV + 1; n < FEATURES; n++) {
         if (has(c, (feature_id)n)) table[n].apply(c);

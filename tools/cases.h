@@ -87,6 +87,8 @@ typedef struct case_filter {
     int op;            /* attn_op, or -1: any */
     attn_dtype dtype;  /* DEFAULT: any */
     uint64_t features; /* every case has these */
+    bool small;        /* few rows, keys and dims: for tools under which everything takes a thousand times as long */
+    bool no_backward;  /* the backend has none: forward cases are drawn instead */
 } case_filter;
 
 /* ---- a case ---- */
@@ -128,6 +130,7 @@ typedef struct check_case {
     long number;
     uint64_t drawn;       /* features that were drawn */
     uint64_t features;    /* those and the ones that they need */
+    bool left_out;        /* would have been a backward case, if the filter let it */
     attn_problem problem; /* every default filled in */
     attn_problem given;   /* the same with defaults left to the library, here and there */
     attn_buffers buffers;

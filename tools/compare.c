@@ -8,9 +8,19 @@
 #include "compare.h"
 
 #include <math.h>
+#include <stdarg.h>
 #include <string.h>
 
 #include "numeric.h"
+
+void verdict_fail(verdict *v, const char *format, ...) {
+    va_list arguments;
+    if (v->failed) return;
+    v->failed = true;
+    va_start(arguments, format);
+    vsnprintf(v->why, sizeof v->why, format, arguments);
+    va_end(arguments);
+}
 
 /* ---- one element ---- */
 
@@ -50,12 +60,11 @@ static void conclude(verdict *v, const worst *w, const char *name, const char *a
         v->worst = w->ratio;
         v->worst_name = name;
     }
-    if (w->ratio <= 1 || v->failed) return;
-    v->failed = true;
-    snprintf(v->why, sizeof v->why,
-             "%s at %s %lld, %lld, %lld, %lld: got %.9g, want %.9g, off by %.3g, and %.3g is allowed before rounding", name,
-             axes, (long long)w->index[0], (long long)w->index[1], (long long)w->index[2], (long long)w->index[3], w->got,
-             w->want, fabs(w->got - w->want), w->error);
+    if (w->ratio <= 1) return;
+    verdict_fail(v,
+                 "%s at %s %lld, %lld, %lld, %lld: got %.9g, want %.9g, off by %.3g, and %.3g is allowed before rounding",
+                 name, axes, (long long)w->index[0], (long long)w->index[1], (long long)w->index[2], (long long)w->index[3],
+                 w->got, w->want, fabs(w->got - w->want), w->error);
 }
 
 /* ---- tensors ---- */
@@ -191,9 +200,8 @@ static void compare_cache(verdict *v, const check_case *c, const oracle *o, cons
     const unsigned char *want = o->cache[array - c->blocks];
     for (int64_t n = 0; n < array->count && !v->failed; n++) {
         if (memcmp(array->data + n * (int64_t)element, want + n * (int64_t)element, element) == 0) continue;
-        v->failed = true;
-        snprintf(v->why, sizeof v->why, "%s: element %lld of its memory is %.9g, and should be %.9g", name, (long long)n,
-                 attn__load(array->dtype, array->data, n), attn__load(array->dtype, want, n));
+        verdict_fail(v, "%s: element %lld of its memory is %.9g, and should be %.9g", name, (long long)n,
+                     attn__load(array->dtype, array->data, n), attn__load(array->dtype, want, n));
     }
     for (int b = 0; b < p->batch; b++) {
         for (int r = 0; r < c->seq[b].appended; r++) {
@@ -225,7 +233,5 @@ void compare(verdict *v, check_case *c, const oracle *o) {
         compare_cache(v, c, o, "v", &f->v, p->dim_v);
     }
     const char *damaged = case_damage(c);
-    if (!damaged || v->failed) return;
-    v->failed = true;
-    snprintf(v->why, sizeof v->why, "%s: memory that is not an output was changed", damaged);
+    if (damaged) verdict_fail(v, "%s: memory that is not an output was changed", damaged);
 }

@@ -24,19 +24,42 @@ typedef struct oracle {
 /* Runs ref; fills in o and lse of a backward case. On failure attn_error_detail says why. */
 attn_status oracle_run(oracle *o, check_case *c, attn_context *ref);
 
+/* How a kernel computes, as far as errors go. */
+typedef struct arithmetic {
+    bool tensor;     /* products of matrices by tensor cores, whose sums are cut off instead of rounded */
+    attn_dtype tile; /* with tensor: what their operands are; probabilities are rounded to it. F32: three TF32 products */
+} arithmetic;
+
+/* From the names that attn_context_backend and attn_plan_kernel give. */
+arithmetic arithmetic_of(const char *backend, const char *kernel);
+
 /* Works out the bounds (bounds.c). False, with the reason, when the oracle's own result cannot be right. */
-bool oracle_bound(oracle *o, const check_case *c, char *why, size_t size);
+bool oracle_bound(oracle *o, const check_case *c, arithmetic how, char *why, size_t size);
 
 void oracle_free(oracle *o);
+
+/* The rotary embedding by the letter of attn.h: in float32, or in double for F64. */
+typedef struct rotation {
+    attn_dtype dtype, table; /* of the row, of cos and sin */
+    const void *cos, *sin;   /* [positions][dim / 2] */
+    int32_t dim;             /* how many of the dims are rotated */
+    bool neighbours;         /* pairs (0,1), (2,3), ...; otherwise halves */
+    bool inverse;
+} rotation;
+void rotate_row(const rotation *r, double *x, int64_t at); /* the row for position `at` */
 
 int64_t case_pairs(const check_case *c); /* elements of a dense matrix */
 
 typedef struct verdict {
     bool failed;
+    bool broken;            /* the device is of no use any more */
     double worst;           /* largest error that passed, in units of what is allowed */
     const char *worst_name; /* its tensor */
     char why[512];          /* the first failing tensor's worst element */
 } verdict;
+
+/* Notes a failure, unless there was one before. */
+void verdict_fail(verdict *v, const char *format, ...) __attribute__((format(printf, 2, 3)));
 
 /* Judges what a run has left in the case's outputs, and wipes them. */
 void compare(verdict *v, check_case *c, const oracle *o);

@@ -26,7 +26,7 @@ void device_close(device *d); /* NULL is ignored */
 
 bool device_is_direct(const device *d); /* host memory goes to the library as it is: nothing is copied */
 bool device_is_gpu(const device *d);
-const char *device_name(const device *d); /* "NVIDIA H200"; "" on the host */
+const char *device_name(const device *d);   /* "NVIDIA H200"; "" on the host */
 size_t device_cache_bytes(const device *d); /* of the last cache that all of it shares; 0: not known */
 
 /* Dense TFLOP/s of its tensor cores for tiles of this dtype (f32: three TF32 products for one); 0: not known. */

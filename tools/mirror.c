@@ -72,11 +72,11 @@ void *mirror_at(const mirror *m, const void *host) {
 attn_buffers mirror_buffers(const mirror *m, const attn_buffers *buffers) {
 #define AT(field) offsetof(attn_buffers, field)
     static const size_t pointers[] = {
-        AT(q.data),      AT(k.data),      AT(v.data),       AT(o.data),     AT(lse),         AT(d_o.data),   AT(d_lse),
-        AT(d_q.data),    AT(d_k.data),    AT(d_v.data),     AT(bias.data),  AT(d_bias.data), AT(probs.data), AT(alibi),
-        AT(sink),        AT(d_sink),      AT(cu_q),         AT(cu_kv),      AT(used_q),      AT(used_kv),    AT(leftpad),
-        AT(batch_index), AT(page_table),  AT(flashmask),    AT(k_new.data), AT(v_new.data),  AT(cu_new),     AT(rotary_cos),
-        AT(rotary_sin),  AT(rotary_pos),  AT(q_descale),    AT(k_descale),  AT(v_descale),   AT(workspace)};
+        AT(q.data),      AT(k.data),     AT(v.data),    AT(o.data),     AT(lse),         AT(d_o.data),   AT(d_lse),
+        AT(d_q.data),    AT(d_k.data),   AT(d_v.data),  AT(bias.data),  AT(d_bias.data), AT(probs.data), AT(alibi),
+        AT(sink),        AT(d_sink),     AT(cu_q),      AT(cu_kv),      AT(used_q),      AT(used_kv),    AT(leftpad),
+        AT(batch_index), AT(page_table), AT(flashmask), AT(k_new.data), AT(v_new.data),  AT(cu_new),     AT(rotary_cos),
+        AT(rotary_sin),  AT(rotary_pos), AT(q_descale), AT(k_descale),  AT(v_descale),   AT(workspace)};
     attn_buffers there = *buffers;
     for (size_t n = 0; n < sizeof pointers / sizeof *pointers && !device_is_direct(m->d); n++) {
         void *p;

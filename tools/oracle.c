@@ -17,16 +17,14 @@
 /* The product of two floats is exact in double, so this rounds it once, to float: no compiler can contract it. */
 static float product(double a, double b) { return (float)((float)a * (double)(float)b); }
 
-/* Rotates a row for position `at`: in float32, or in double for F64. */
-static void rotate(const check_case *c, double *x, int64_t at) {
-    const attn_problem *p = &c->problem;
-    int32_t half = p->rotary_dim / 2;
-    bool neighbours = p->flags & ATTN_ROTARY_INTERLEAVED;
+void rotate_row(const rotation *r, double *x, int64_t at) {
+    int32_t half = r->dim / 2;
     for (int32_t n = 0; n < half; n++) {
-        double cosine = attn__load(p->rotary_dtype, c->buffers.rotary_cos, at * half + n);
-        double sine = attn__load(p->rotary_dtype, c->buffers.rotary_sin, at * half + n);
-        double *first = x + (neighbours ? 2 * n : n), *second = first + (neighbours ? 1 : half), a = *first, b = *second;
-        if (p->dtype == ATTN_F64) {
+        double cosine = attn__load(r->table, r->cos, at * half + n), sine = attn__load(r->table, r->sin, at * half + n);
+        double *first = x + (r->neighbours ? 2 * n : n), *second = first + (r->neighbours ? 1 : half);
+        double a = *first, b = *second;
+        if (r->inverse) sine = -sine;
+        if (r->dtype == ATTN_F64) {
             *first = a * cosine - b * sine;
             *second = a * sine + b * cosine;
         } else {
@@ -34,6 +32,14 @@ static void rotate(const check_case *c, double *x, int64_t at) {
             *second = product(a, sine) + product(b, cosine);
         }
     }
+}
+
+static void rotate(const check_case *c, double *x, int64_t at) {
+    const attn_problem *p = &c->problem;
+    const attn_buffers *f = &c->buffers;
+    rotation r = {p->dtype, p->rotary_dtype, f->rotary_cos, f->rotary_sin, p->rotary_dim, false, false};
+    r.neighbours = p->flags & ATTN_ROTARY_INTERLEAVED;
+    rotate_row(&r, x, at);
 }
 
 /* Row r of k_new or v_new into a copy of the cache block. */
