@@ -4,6 +4,9 @@
  *
  * What is counted: 2 * (dim_qk + dim_v) operations for each allowed pair of a query and a key in the forward pass, 2.5 times
  * that in the backward pass; bytes are those of every tensor read or written once. The time is the median.
+ *
+ * On a GPU runs follow each other without a pause, with an event between each two of them, and take turns on as many copies of
+ * the tensors as it takes to leave its cache. The peak there is that of its tensor cores, from its data sheet.
  */
 #define _POSIX_C_SOURCE 200809L
 
@@ -12,11 +15,12 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "device.h"
 #include "mask.h"
 #include "numeric.h"
 #include "tool.h"
 
-enum { MAX_DTYPES = 8, MAX_RUNS = 1000 };
+enum { MAX_DTYPES = 8, MAX_RUNS = 1000, MAX_COPIES = 8, WARM_RUNS = 3, BATCH = 32 };
 
 typedef struct dtype_list {
     int count;
@@ -65,7 +69,7 @@ static const command bench = {
     "[OPTION]...",
     "Times attention on random data. Sizes and dtypes may be lists with commas: every combination is run.\n"
     "The time is the median of the runs after a first one; peak is the share of the arithmetic peak that a\n"
-    "loop of multiply-adds reaches on this machine with as many threads.\n",
+    "loop of multiply-adds reaches on this machine with as many threads, or that the data sheet of a GPU names.\n",
     "attn bench --heads 32/8 --dim 128 --seqlen 512,1024,2048 --causal\n"
     "attn bench --heads 32/8 --dim 128 --seqlen 1/32768 --dtype bf16 --threads 2 --json\n"
     "attn bench --op backward --seqlen 1024 --check\n"
@@ -81,9 +85,28 @@ static const command bench = {
 typedef struct result {
     const char *backend, *kernel;
     int threads;
-    double ms, gflops, gb_per_s, peak_fraction;
-    double error; /* relative RMS against ref; < 0: not asked for */
+    double ms, gflops, gb_per_s;
+    double peak_fraction; /* 0: the peak is not known */
+    double error;         /* relative RMS against ref; < 0: not asked for */
 } result;
+
+/* Where to measure. */
+typedef struct place {
+    attn_context *context;
+    device *d;
+} place;
+
+static int open_place(place *at, const attn_config *config) {
+    attn_status status = attn_context_create(&at->context, config);
+    if (status != ATTN_OK) return tool_status("bench", status);
+    at->d = device_open(at->context, false);
+    return at->d ? TOOL_OK : TOOL_RUNTIME;
+}
+
+static void close_place(place *at) {
+    device_close(at->d);
+    attn_context_destroy(at->context);
+}
 
 /* ---- data ---- */
 
@@ -151,13 +174,55 @@ static bool make_data(data *d, const attn_problem *p, uint64_t seed) {
     return true;
 }
 
+/* The tensors where the backend can read them, several times. */
+typedef struct copies {
+    int count;
+    mirror m[MAX_COPIES];
+    attn_buffers buffers[MAX_COPIES];
+    void *workspace;
+} copies;
+
+static void free_copies(copies *c, device *d) {
+    for (int n = 0; n < c->count; n++) mirror_free(&c->m[n]);
+    device_free(d, c->workspace);
+    free(c);
+}
+
+/* On the host there is one, the tensors themselves. NULL: a message was printed. */
+static copies *make_copies(const data *from, device *d, size_t workspace_bytes) {
+    copies *c = tool_alloc(1, sizeof *c);
+    double bytes = 1;
+    if (!c) return NULL;
+    memset(c, 0, sizeof *c);
+    for (int i = 0; i < TENSORS; i++) bytes += (double)from->count[i] * (double)attn_dtype_size(from->dtype[i]);
+    double wanted = 1 + 2 * (double)device_cache_bytes(d) / bytes;
+    int count = wanted > MAX_COPIES ? MAX_COPIES : (int)wanted;
+    c->workspace = device_alloc(d, workspace_bytes);
+    bool made = c->workspace;
+    for (; c->count < count && made; c->count++) {
+        mirror *m = &c->m[c->count];
+        *m = (mirror){.d = d};
+        for (int i = 0; i < TENSORS && made; i++)
+            made = !from->memory[i] ||
+                   mirror_add(m, "tensor", from->memory[i], (size_t)from->count[i] * attn_dtype_size(from->dtype[i]), 0, 0);
+        made = made && mirror_upload(m);
+        if (!made) continue;
+        c->buffers[c->count] = mirror_buffers(m, &from->buffers);
+        c->buffers[c->count].workspace = c->workspace;
+        c->buffers[c->count].workspace_size = workspace_bytes;
+    }
+    if (made) return c;
+    free_copies(c, d);
+    return NULL;
+}
+
 /* o and lse for a backward pass. */
-static attn_status run_forward(attn_context *context, const attn_problem *p, const data *d) {
+static attn_status run_forward(const place *at, const attn_problem *p, const attn_buffers *buffers) {
     attn_problem forward = *p;
-    attn_buffers f = d->buffers;
+    attn_buffers f = *buffers;
     forward.op = ATTN_FORWARD;
     f.d_o = f.d_q = f.d_k = f.d_v = (attn_tensor){0};
-    return attn_forward(context, &forward, &f, NULL);
+    return attn_forward(at->context, &forward, &f, device_stream(at->d, 0));
 }
 
 /* ---- measuring ---- */
@@ -167,17 +232,32 @@ static int compare_doubles(const void *a, const void *b) {
     return (x > y) - (x < y);
 }
 
+/* `runs` runs, one after the other on the copies in turn; adds their times. */
+static attn_status time_batch(const attn_plan *plan, const copies *c, device *d, int runs, double *times) {
+    attn_status status = ATTN_OK;
+    bool works = device_mark(d, 0);
+    for (int n = 0; n < runs && status == ATTN_OK && works; n++) {
+        status = attn_run(plan, &c->buffers[n % c->count], device_stream(d, 0));
+        works = device_mark(d, n + 1);
+    }
+    works = device_wait(d) && works;
+    for (int n = 0; n < runs && status == ATTN_OK && works; n++) times[n] = device_between(d, n, n + 1);
+    return status != ATTN_OK || works ? status : ATTN_DEVICE;
+}
+
 /* Runs the plan again and again; the median in milliseconds. */
-static attn_status time_plan(const attn_plan *plan, const attn_buffers *f, const bench_settings *s, double *ms) {
-    double times[MAX_RUNS], begin = tool_seconds();
-    attn_status status = attn_run(plan, f, NULL); /* touches the memory, wakes the threads */
+static attn_status time_plan(const attn_plan *plan, const copies *c, device *d, const bench_settings *s, double *ms) {
+    double times[MAX_RUNS + BATCH], begin = tool_seconds();
+    int batch = device_is_gpu(d) ? BATCH : 1, warm = device_is_gpu(d) ? WARM_RUNS : 1, count = 0;
+    attn_status status = time_batch(plan, c, d, warm, times); /* touches the memory, wakes the threads, loads the kernel */
     double now = tool_seconds(), end = now + s->seconds;
-    int count = 0, least = s->repeat > 0 ? s->repeat : now - begin > s->seconds ? 1 : 3;
+    int least = s->repeat > 0 ? s->repeat : now - begin > s->seconds ? 1 : 3;
+    if (status == ATTN_OK && times[warm - 1] > 1e3 * s->seconds / batch) batch = 1;
     while (status == ATTN_OK && count < MAX_RUNS && (count < least || (s->repeat <= 0 && now < end))) {
-        begin = now;
-        status = attn_run(plan, f, NULL);
+        int runs = s->repeat > 0 && s->repeat - count < batch ? s->repeat - count : batch;
+        status = time_batch(plan, c, d, runs, times + count);
         now = tool_seconds();
-        times[count++] = 1e3 * (now - begin);
+        count += runs;
     }
     if (status != ATTN_OK) return status;
     qsort(times, (size_t)count, sizeof *times, compare_doubles);
@@ -211,15 +291,21 @@ static double cached_peak(int threads, bool wide) {
     return gflops;
 }
 
-static int fill_rates(result *r, const attn_problem *p, const data *d) {
+/* In GFLOP/s; 0: not known, < 0: could not be measured. */
+static double find_peak(const result *r, const device *where, const attn_problem *p, attn_dtype tile) {
+    if (device_is_gpu(where)) return 1e3 * device_peak_tflops(where, tile);
+    return cached_peak(r->threads, attn__wide(p->dtype));
+}
+
+static int fill_rates(result *r, const device *where, const attn_problem *p, const data *d) {
     double flops = 2.0 * (p->dim_qk + p->dim_v) * p->batch * p->heads_q * allowed_pairs(p), bytes = 0;
     if (p->op == ATTN_BACKWARD) flops *= 2.5;
     for (int i = 0; i < TENSORS; i++) bytes += (double)d->count[i] * (double)attn_dtype_size(d->dtype[i]);
-    double peak = cached_peak(r->threads, attn__wide(p->dtype));
-    if (peak <= 0) return tool_error(TOOL_RUNTIME, "bench: the threads for measuring the peak could not be started");
+    double peak = find_peak(r, where, p, d->dtype[T_O]); /* fp8 is multiplied as bf16, which its results are */
+    if (peak < 0) return tool_error(TOOL_RUNTIME, "bench: the threads for measuring the peak could not be started");
     r->gflops = 1e-6 * flops / r->ms;
     r->gb_per_s = 1e-6 * bytes / r->ms;
-    r->peak_fraction = r->gflops / peak;
+    r->peak_fraction = peak > 0 ? r->gflops / peak : 0;
     return TOOL_OK;
 }
 
@@ -270,10 +356,10 @@ static int compare_with_ref(result *r, const attn_problem *p, const data *d) {
 }
 
 /* What --check lets pass: the accuracy that the library promises. */
-static double error_bar(const attn_problem *p) {
+static double error_bar(const attn_problem *p, const result *r) {
     switch (p->dtype) {
     case ATTN_F64: return 1e-13;
-    case ATTN_F32: return p->op == ATTN_FORWARD ? 1e-6 : 5e-6;
+    case ATTN_F32: return strcmp(r->backend, "cuda") == 0 ? 1e-5 : p->op == ATTN_FORWARD ? 1e-6 : 5e-6;
     case ATTN_F16: return 2.9e-4;
     default: return 2.3e-3;
     }
@@ -281,34 +367,33 @@ static double error_bar(const attn_problem *p) {
 
 /* ---- one shape ---- */
 
-/* Fills in everything but the error. */
-static int measure(attn_context *context, const attn_plan *plan, const attn_problem *p, const bench_settings *s, data *d,
+/* Fills in everything but the error, and brings the results back to the host. */
+static int measure(const place *at, const attn_plan *plan, const attn_problem *p, const bench_settings *s, data *d,
                    result *r) {
-    attn_buffers *f = &d->buffers;
-    f->seed = s->common.seed;
-    f->offset = s->common.offset;
-    f->workspace_size = attn_plan_workspace(plan);
-    char *memory = tool_alloc((int64_t)f->workspace_size + 64, 1);
-    if (!memory) return TOOL_RUNTIME;
-    f->workspace = memory + (64 - (uintptr_t)memory % 64);
-    attn_status status = p->op == ATTN_BACKWARD ? run_forward(context, p, d) : ATTN_OK;
-    if (status == ATTN_OK) status = time_plan(plan, f, s, &r->ms);
-    f->workspace = NULL;
-    f->workspace_size = 0;
-    free(memory);
-    return status == ATTN_OK ? fill_rates(r, p, d) : tool_status("bench", status);
+    d->buffers.seed = s->common.seed;
+    d->buffers.offset = s->common.offset;
+    copies *c = make_copies(d, at->d, attn_plan_workspace(plan));
+    if (!c) return TOOL_RUNTIME;
+    attn_status status = ATTN_OK;
+    for (int n = 0; n < c->count && p->op == ATTN_BACKWARD && status == ATTN_OK; n++)
+        status = run_forward(at, p, &c->buffers[n]);
+    if (status == ATTN_OK) status = time_plan(plan, c, at->d, s, &r->ms);
+    bool fetched = status != ATTN_OK || mirror_download(&c->m[0]);
+    free_copies(c, at->d);
+    if (status != ATTN_OK) return tool_status("bench", status);
+    return fetched ? fill_rates(r, at->d, p, d) : TOOL_RUNTIME;
 }
 
-static int bench_one(attn_context *context, const attn_problem *p, const bench_settings *s, result *r) {
+static int bench_one(const place *at, const attn_problem *p, const bench_settings *s, result *r) {
     attn_plan *plan;
-    attn_status status = attn_plan_create(&plan, context, p); /* refuses sizes that make no sense */
+    attn_status status = attn_plan_create(&plan, at->context, p); /* refuses sizes that make no sense */
     if (status != ATTN_OK) return tool_status("bench", status);
-    *r = (result){.backend = attn_context_backend(context),
+    *r = (result){.backend = attn_context_backend(at->context),
                   .kernel = attn_plan_kernel(plan),
-                  .threads = attn_context_threads(context),
+                  .threads = attn_context_threads(at->context),
                   .error = -1};
     data d;
-    int code = make_data(&d, p, s->common.seed) ? measure(context, plan, p, s, &d, r) : TOOL_RUNTIME;
+    int code = make_data(&d, p, s->common.seed) ? measure(at, plan, p, s, &d, r) : TOOL_RUNTIME;
     if (code == TOOL_OK && s->check && strcmp(r->backend, "ref") != 0) code = compare_with_ref(r, p, &d);
     free_data(&d);
     attn_plan_destroy(plan);
@@ -356,14 +441,14 @@ static void print_row(const attn_problem *p, const result *r, const bench_settin
 }
 
 /* Measures one shape and prints its line. */
-static int bench_line(attn_context *context, const attn_problem *p, const bench_settings *s) {
+static int bench_line(const place *at, const attn_problem *p, const bench_settings *s) {
     result r;
-    int code = bench_one(context, p, s, &r);
+    int code = bench_one(at, p, s, &r);
     if (code != TOOL_OK) return code;
     (s->json ? print_json : print_row)(p, &r, s);
     fflush(stdout);
-    if (s->check && strcmp(r.backend, "ref") != 0 && !(r.error <= error_bar(p)))
-        return tool_error(TOOL_FAILED, "bench: the error is above %g", error_bar(p));
+    if (s->check && strcmp(r.backend, "ref") != 0 && !(r.error <= error_bar(p, &r)))
+        return tool_error(TOOL_FAILED, "bench: the error is above %g", error_bar(p, &r));
     return TOOL_OK;
 }
 
@@ -387,12 +472,11 @@ static int run_demo(const bench_settings *s) {
     };
     static const attn_backend_id backends[2] = {ATTN_BACKEND_REF, ATTN_BACKEND_CPU};
     enum { ROWS = sizeof rows / sizeof *rows };
-    attn_context *contexts[2] = {NULL, NULL};
+    place places[2] = {{NULL, NULL}, {NULL, NULL}};
     int code = TOOL_OK, worst = TOOL_OK;
     for (int i = 0; i < 2 && code == TOOL_OK; i++) {
         attn_config config = {.size = sizeof config, .backend = backends[i], .threads = s->common.config.threads};
-        attn_status status = attn_context_create(&contexts[i], &config);
-        if (status != ATTN_OK) code = tool_status("bench", status);
+        code = open_place(&places[i], &config);
     }
     if (!s->json && code == TOOL_OK) print_head(s);
     for (int n = 0; n < 2 * ROWS && code <= TOOL_FAILED; n++) {
@@ -405,22 +489,20 @@ static int run_demo(const bench_settings *s) {
         p.dim_qk = rows[i].dim_qk;
         p.dim_v = rows[i].dim_v;
         p.window_left = rows[i].left;
-        code = bench_line(contexts[n % 2], &p, s);
+        code = bench_line(&places[n % 2], &p, s);
         if (code > worst) worst = code;
     }
-    for (int i = 0; i < 2; i++) attn_context_destroy(contexts[i]);
+    for (int i = 0; i < 2; i++) close_place(&places[i]);
     return worst > code ? worst : code;
 }
 
 /* Every combination of the lists. */
 static int run_sweep(const bench_settings *s) {
     const settings *c = &s->common;
-    attn_context *context;
-    attn_status status = attn_context_create(&context, &c->config);
-    if (status != ATTN_OK) return tool_status("bench", status);
+    place at = {NULL, NULL};
+    int code = open_place(&at, &c->config), worst = code;
     int64_t total = (int64_t)s->dtypes.count * c->batch.count * c->heads.count * c->dim.count * c->seqlen.count;
-    int code = TOOL_OK, worst = TOOL_OK;
-    if (!s->json) print_head(s);
+    if (!s->json && code == TOOL_OK) print_head(s);
     for (int64_t n = 0; n < total && code <= TOOL_FAILED; n++) {
         int64_t rest = n;
         attn_problem p = c->problem;
@@ -438,10 +520,10 @@ static int run_sweep(const bench_settings *s) {
         p.dim_v = dim[1];
         p.heads_q = heads[0];
         p.heads_kv = heads[1];
-        code = bench_line(context, &p, s);
+        code = bench_line(&at, &p, s);
         if (code > worst) worst = code;
     }
-    attn_context_destroy(context);
+    close_place(&at);
     return worst;
 }
 

@@ -27,9 +27,9 @@
  *   are as good as independent of the v_j, except for what all of them have in common, which scales o_i as a whole; f16 loses
  *   2^-25 of the largest p of the row besides, to underflow:
  *
- *     o_i is off by another  r max|o_i| + 5 sqrt(sum_j (r p_ij max|v_j|)^2 + (2^-25 max p_i max|v_j|)^2)
+ *     o_i is off by another  r max|o_i| + 4 sqrt(sum_j (r p_ij max|v_j|)^2 + (2^-25 max p_i max|v_j|)^2)
  *
- *   5: five times the root of the mean square, were all errors as large as they can be; they are about half of that. Where
+ *   4: four times the root of the mean square, were all errors as large as they can be; they are about half of that. Where
  *   strides of zero repeat values nothing is independent, and the sum of the absolute values takes the place of the root.
  * - Exponentials come from an instruction that is 2^-22 off, 4u.
  */
@@ -149,7 +149,7 @@ static double product_error(const analysis *a, int64_t row, int32_t keys, const 
         sum += part + under;
     }
     for (int x = 0; x < p->dim_v; x++) out = fmax(out, fabs(a->o->o[row * p->dim_v + x]) / a->keep);
-    return error + roundoff * out + (has(c, F_BROADCAST) ? sum : 5 * sqrt(squares));
+    return error + roundoff * out + (has(c, F_BROADCAST) ? sum : 4 * sqrt(squares));
 }
 
 static void bound_row(analysis *a, int i) {

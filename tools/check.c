@@ -100,7 +100,7 @@ static attn_status run_mirrored(check_case *c, attn_context *context, const cont
                                                   : attn_kv_append(context, &c->given, &there, stream);
         works = device_wait(j->device) && mirror_download(&m);
     }
-    if (works && status == ATTN_OK && device_is_gpu(j->device)) status = attn_device_status(context);
+    if (works && status == ATTN_OK) status = attn_device_status(context);
     if (works && mirror_damage(&m)) verdict_fail(v, "%s: memory around it was changed on the device", mirror_damage(&m));
     mirror_free(&m);
     if (!works) verdict_fail(v, "the device failed; nothing more can be run");

@@ -1,10 +1,11 @@
 /*
  * `attn run`: attention of .npy files. Inputs are read once and results are computed where they are written from, so that its
- * memory is inputs, results and the library's workspace.
+ * memory is inputs, results and the library's workspace. A GPU has copies of the inputs and results.
  */
 #include <stdlib.h>
 #include <string.h>
 
+#include "device.h"
 #include "inputs.h"
 
 typedef enum output { OUT_O, OUT_LSE, OUT_PROBS, OUT_D_Q, OUT_D_K, OUT_D_V, OUT_D_BIAS, OUT_D_SINK, OUTPUTS } output;
@@ -165,25 +166,63 @@ static int allocate_results(run_settings *s) {
 }
 
 /* The forward pass that a backward pass without --o and --lse starts from. */
-static attn_status forward_first(attn_context *context, const run_settings *s) {
+static attn_status forward_first(attn_context *context, const run_settings *s, const attn_buffers *buffers, void *stream) {
     attn_problem p = s->problem;
-    attn_buffers f = s->buffers;
+    attn_buffers f = *buffers;
     p.op = ATTN_FORWARD;
     f.d_o = f.d_q = f.d_k = f.d_v = (attn_tensor){0};
     f.d_bias = (attn_matrix){0};
     f.d_lse = NULL;
     f.d_sink = NULL;
-    return attn_forward(context, &p, &f, NULL);
+    return attn_forward(context, &p, &f, stream);
 }
 
-static attn_status compute(attn_context *context, const run_settings *s) {
+static attn_status compute(attn_context *context, const run_settings *s, const attn_buffers *f, void *stream) {
     switch (s->problem.op) {
-    case ATTN_FORWARD: return attn_forward(context, &s->problem, &s->buffers, NULL);
-    case ATTN_KV_APPEND: return attn_kv_append(context, &s->problem, &s->buffers, NULL);
+    case ATTN_FORWARD: return attn_forward(context, &s->problem, f, stream);
+    case ATTN_KV_APPEND: return attn_kv_append(context, &s->problem, f, stream);
     default: break;
     }
-    attn_status status = s->result[OUT_O] ? forward_first(context, s) : ATTN_OK;
-    return status == ATTN_OK ? attn_backward(context, &s->problem, &s->buffers, NULL) : status;
+    attn_status status = s->result[OUT_O] ? forward_first(context, s, f, stream) : ATTN_OK;
+    return status == ATTN_OK ? attn_backward(context, &s->problem, f, stream) : status;
+}
+
+/* Bytes of a result. */
+static size_t result_bytes(const run_settings *s, output which) {
+    int64_t d[4], count = 1;
+    npy_dtype dtype;
+    int ndim = result_shape(s, which, d, &dtype);
+    for (int i = 0; i < ndim; i++) count *= d[i];
+    return (size_t)count * npy_dtype_size(dtype);
+}
+
+static bool mirror_files(mirror *m, const run_settings *s) {
+    bool added = true;
+    for (input i = 0; i < INPUTS && added; i++) {
+        const npy_array *a = &s->files.in.array[i];
+        if (a->data)
+            added = mirror_add(m, "input", a->data, (size_t)a->header.count * npy_dtype_size(a->header.dtype), 0, 0);
+    }
+    for (output i = 0; i < OUTPUTS && added; i++)
+        if (s->result[i]) added = mirror_add(m, "result", s->result[i], result_bytes(s, i), 0, 0);
+    return added && mirror_upload(m);
+}
+
+/* Computes on the memory of the context's device; results and caches end up on the host. */
+static int compute_there(attn_context *context, const run_settings *s) {
+    mirror m = {.d = device_open(context, false)};
+    if (!m.d) return TOOL_RUNTIME;
+    int code = mirror_files(&m, s) ? TOOL_OK : TOOL_RUNTIME;
+    if (code == TOOL_OK) {
+        attn_buffers f = mirror_buffers(&m, &s->buffers);
+        attn_status status = compute(context, s, &f, device_stream(m.d, 0));
+        bool works = device_wait(m.d) && mirror_download(&m);
+        if (status == ATTN_OK && works) status = attn_device_status(context);
+        code = status != ATTN_OK ? tool_status("run", status) : works ? TOOL_OK : TOOL_RUNTIME;
+    }
+    mirror_free(&m);
+    device_close(m.d);
+    return code;
 }
 
 static int write_one(const char *path, npy_dtype dtype, int ndim, const int64_t *dims, const void *data) {
@@ -220,8 +259,7 @@ static int run_files(run_settings *s) {
     if (code != TOOL_OK) return code;
     attn_context *context;
     attn_status status = attn_context_create(&context, &s->files.common.config);
-    if (status == ATTN_OK) status = compute(context, s);
-    code = status == ATTN_OK ? TOOL_OK : tool_status("run", status);
+    code = status == ATTN_OK ? compute_there(context, s) : tool_status("run", status);
     attn_context_destroy(context);
     return code == TOOL_OK ? write_results(s) : code;
 }
