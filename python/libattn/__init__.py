@@ -7,7 +7,7 @@ The functions and their arguments: help(libattn.interface). `python -m libattn` 
 """
 
 from . import _lib
-from ._lib import set_backend, set_num_threads
+from ._lib import device_status, set_backend, set_num_threads
 from .interface import (
     flash_attn_combine,
     flash_attn_func,
@@ -23,6 +23,7 @@ from .masks import flashmask_attention, scaled_dot_product_attention
 __version__ = _lib.version()
 
 __all__ = [
+    "device_status",
     "flash_attn_combine",
     "flash_attn_func",
     "flash_attn_kvpacked_func",

@@ -27,6 +27,11 @@ def main() -> None:
     print(
         f"host memory   {library.attn_context_backend(context).decode()}, {library.attn_context_threads(context)} threads"
     )
+    try:
+        _lib.cuda_context()
+        print("GPU memory    cuda")
+    except (NotImplementedError, RuntimeError) as reason:
+        print(f"GPU memory    none: {reason}")
     print(f"cpu           {library.attn_cpu_features().decode()}")
     print(f"\n{'backend':9}{'kernel':18}{'op':10}{'tile':9}{'available':11}needs")
     for row in rows:

@@ -6,7 +6,7 @@ A framework is a small object (see _numpy.py and _torch.py) with
     contiguous(x)         x, or a contiguous copy
     broadcast(x, shape)   x seen with that shape
     empty(like, shape, code)   a new array where `like` lives
-    place(x)              the C context for x's memory, and the stream to run on (0: none)
+    place(x)              where x lives, as a Place
     itemsize(x)           bytes of an element
 What is checked here is what C cannot see: shapes that must agree, dtypes of tables. The rest is the library's to say.
 """
@@ -28,6 +28,14 @@ class View(NamedTuple):
     shape: tuple
     strides: tuple  # in elements
     code: int  # ATTN_F32, ..., INT32, or 0 for what is neither
+
+
+class Place(NamedTuple):
+    """Where a call runs."""
+
+    context: Any  # of the C library
+    stream: Optional[int] = None
+    scratch: Any = None  # bytes -> an array of so many there; None: the C library sees to its workspace itself
 
 
 class Options(NamedTuple):
@@ -266,8 +274,14 @@ class Call:
                 self.flag(_lib.ROTARY_POS)
 
     def run(self, function) -> None:
-        context, stream = self.framework.place(self.kept[0])
-        check(function(context, ctypes.byref(self.problem), ctypes.byref(self.buffers), stream))
+        place = self.framework.place(self.kept[0])
+        if place.scratch is None:
+            check(function(place.context, ctypes.byref(self.problem), ctypes.byref(self.buffers), place.stream))
+            return
+        plan = _lib.cuda_plan(bytes(self.problem))
+        self.buffers.workspace_size = plan.workspace
+        self.buffers.workspace = self.keep(place.scratch(plan.workspace)).address if plan.workspace else None
+        check(library.attn_run(plan.handle, ctypes.byref(self.buffers), place.stream))
 
 
 def output_code(code: int) -> int:
@@ -358,8 +372,8 @@ def merge(framework, o_parts, lse_parts, out_code: int):
         o=tensor(framework.view(out)),
         lse=framework.view(out_lse).address,
     )
-    context, stream = framework.place(kept[0])
-    check(library.attn_merge(context, ctypes.byref(args), stream))
+    place = framework.place(kept[0])
+    check(library.attn_merge(place.context, ctypes.byref(args), place.stream))
     return out, out_lse
 
 
@@ -397,5 +411,5 @@ def rotary(framework, x, y, cos, sin, pos, cu, max_rows: int, interleaved: bool,
         cu=views[3] and views[3].address,
         total=x_view.shape[0] if cu is not None else 0,
     )
-    context, stream = framework.place(x)
-    check(library.attn_rotary(context, ctypes.byref(args), stream))
+    place = framework.place(x)
+    check(library.attn_rotary(place.context, ctypes.byref(args), place.stream))

@@ -6,6 +6,7 @@ The structs mirror include/attn.h field by field; tests/package/test_abi.py hold
 from __future__ import annotations
 
 import ctypes as c
+import functools
 import os
 import pathlib
 import sys
@@ -230,6 +231,12 @@ def load_library() -> c.CDLL:
             ("attn_context_create", c.c_int, [c.POINTER(c.c_void_p), c.POINTER(Config)]),
             ("attn_context_backend", c.c_char_p, [c.c_void_p]),
             ("attn_context_threads", c.c_int32, [c.c_void_p]),
+            ("attn_device_status", c.c_int, [c.c_void_p]),
+            ("attn_plan_create", c.c_int, [c.POINTER(c.c_void_p), c.c_void_p, c.POINTER(Problem)]),
+            ("attn_plan_destroy", None, [c.c_void_p]),
+            ("attn_plan_workspace", c.c_size_t, [c.c_void_p]),
+            ("attn_plan_kernel", c.c_char_p, [c.c_void_p]),
+            ("attn_run", c.c_int, [c.c_void_p, c.POINTER(Buffers), c.c_void_p]),
             ("attn_forward", c.c_int, [c.c_void_p, c.POINTER(Problem), c.POINTER(Buffers), c.c_void_p]),
             ("attn_backward", c.c_int, [c.c_void_p, c.POINTER(Problem), c.POINTER(Buffers), c.c_void_p]),
             ("attn_merge", c.c_int, [c.c_void_p, c.POINTER(MergeArgs), c.c_void_p]),
@@ -277,9 +284,9 @@ def set_num_threads(threads: int) -> None:
     _choice["threads"] = int(threads)
 
 
-def host_context() -> c.c_void_p:
-    """The context for host memory; one for each choice, kept for the life of the process."""
-    key = (_choice["backend"], _choice["threads"])
+def context_of(backend: str, threads: int = 0) -> c.c_void_p:
+    """One context for each choice, kept for the life of the process."""
+    key = (backend, threads)
     with _lock:
         if key not in _contexts:
             made = c.c_void_p()
@@ -287,6 +294,48 @@ def host_context() -> c.c_void_p:
             check(library.attn_context_create(c.byref(made), c.byref(config)))
             _contexts[key] = made
         return _contexts[key]
+
+
+def host_context() -> c.c_void_p:
+    """The context for host memory."""
+    return context_of(_choice["backend"], _choice["threads"])
+
+
+def cuda_context() -> c.c_void_p:
+    """The context for the memory of NVIDIA GPUs, all of them; NotImplementedError where there are none."""
+    return context_of("cuda")
+
+
+def device_status() -> None:
+    """Raises ValueError if lengths, pages or indices in GPU memory were out of range since the last time.
+
+    Kernels bring such values into range and make a note of it, since the host never reads them. It does not wait for the
+    GPU: what runs still is not yet in it. torch.cuda.synchronize() comes first.
+    """
+    check(library.attn_device_status(cuda_context()))
+
+
+class Plan:
+    """A plan of the C library: how a problem will be computed, and the workspace that it wants."""
+
+    def __init__(self, context: c.c_void_p, problem: Problem):
+        self.handle = c.c_void_p()
+        check(library.attn_plan_create(c.byref(self.handle), context, c.byref(problem)))
+        self.workspace = library.attn_plan_workspace(self.handle)
+
+    @property
+    def kernel(self) -> str:
+        return library.attn_plan_kernel(self.handle).decode()
+
+    def __del__(self):
+        if library is not None:  # which it is when the interpreter ends
+            library.attn_plan_destroy(self.handle)
+
+
+@functools.lru_cache(maxsize=256)
+def cuda_plan(problem: bytes) -> Plan:
+    """The plan of a problem, given as its bytes, on the GPU. Who runs it holds it, whatever the cache forgets."""
+    return Plan(cuda_context(), Problem.from_buffer_copy(problem))
 
 
 def kernels() -> list[KernelInfo]:

@@ -10,7 +10,7 @@ import sys
 import numpy as np
 
 from . import _core, _lib
-from ._core import Append, Options, View
+from ._core import Append, Options, Place, View
 
 CODES = {
     np.dtype(np.float32): _lib.F32,
@@ -61,7 +61,7 @@ def itemsize(x) -> int:
 
 
 def place(x):
-    return _lib.host_context(), None
+    return Place(_lib.host_context())
 
 
 _this = sys.modules[__name__]

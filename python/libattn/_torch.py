@@ -18,7 +18,7 @@ import torch
 from torch.library import custom_op
 
 from . import _core, _lib
-from ._core import Append, Options, View
+from ._core import Append, Options, Place, View
 
 CODES = {
     torch.float32: _lib.F32,
@@ -31,7 +31,7 @@ CODES = {
     torch.int32: _core.INT32,
 }
 DTYPES = {code: dtype for dtype, code in CODES.items()}
-DEVICES = ("cpu",)  # whose memory there is a backend for
+DEVICES = ("cpu", "cuda")  # whose memory there is a backend for
 
 # ---- the framework, as _core wants it ----
 
@@ -61,10 +61,17 @@ def itemsize(x) -> int:
 
 
 def place(x):
-    """The context for the tensor's own device, and its current stream."""
+    """The context for the tensor's own device, and its current stream.
+
+    A workspace comes from torch's allocator, which gives its memory to nobody else on that stream before the call is over,
+    and which knows what to do inside a CUDA graph.
+    """
     if x.device.type not in DEVICES:
-        raise NotImplementedError(f"device={x.device}: this build of libattn works on CPU tensors")
-    return _lib.host_context(), None
+        raise NotImplementedError(f"device={x.device}: libattn works on tensors of {' and '.join(DEVICES)}")
+    if x.device.type == "cpu":
+        return Place(_lib.host_context())
+    stream = torch.cuda.current_stream(x.device).cuda_stream
+    return Place(_lib.cuda_context(), stream, lambda size: torch.empty(size, dtype=torch.uint8, device=x.device))
 
 
 _this = sys.modules[__name__]
