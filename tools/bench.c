@@ -301,7 +301,7 @@ static int fill_rates(result *r, const device *where, const attn_problem *p, con
     double flops = 2.0 * (p->dim_qk + p->dim_v) * p->batch * p->heads_q * allowed_pairs(p), bytes = 0;
     if (p->op == ATTN_BACKWARD) flops *= 2.5;
     for (int i = 0; i < TENSORS; i++) bytes += (double)d->count[i] * (double)attn_dtype_size(d->dtype[i]);
-    double peak = find_peak(r, where, p, d->dtype[T_O]); /* fp8 is multiplied as bf16, which its results are */
+    double peak = find_peak(r, where, p, d->dtype[T_O]); /* fp8 is multiplied in 16 bits, as its results are */
     if (peak < 0) return tool_error(TOOL_RUNTIME, "bench: the threads for measuring the peak could not be started");
     r->gflops = 1e-6 * flops / r->ms;
     r->gb_per_s = 1e-6 * bytes / r->ms;
