@@ -5,7 +5,7 @@ JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 
 MAKEFLAGS += --no-print-directory
 
-.PHONY: all demo test install fuzz format check-format clean help
+.PHONY: all demo test install kernels check-kernels fuzz format check-format clean help
 all:
 	@scripts/setup.sh build
 	@cmake --preset release >/dev/null
@@ -19,6 +19,14 @@ test:
 
 install: all
 	cmake --install build --prefix $(PREFIX)
+
+kernels:
+	@scripts/setup.sh build
+	@cmake --preset release | grep '^-- GPU kernels'
+	@cmake --build --preset release -j $(JOBS) --target attn_kernels
+
+check-kernels: kernels
+	@scripts/check_kernels.py
 
 fuzz:
 	@scripts/setup.sh fuzz
@@ -40,6 +48,7 @@ help:
 	@echo "make demo          build, draw the tiles of an attention problem, measure and check a few more"
 	@echo "make test          everything that is tested: with sanitizers, with clang, fuzzed; less than 15 minutes"
 	@echo "make install       install to PREFIX (now $(PREFIX)); DESTDIR is honoured"
+	@echo "make kernels       compile the GPU kernels only, to build/kernels; make check-kernels holds them to their budget"
 	@echo "make fuzz          each fuzz target for FUZZ_SECONDS (now $(FUZZ_SECONDS))"
 	@echo "make format        format the sources; make check-format only says what is not as it should be"
 	@echo "make clean         remove the build folders"

@@ -62,7 +62,7 @@ else()
     message(STATUS "GPU kernels: none, nvcc is not found")
 endif()
 
-# One fatbin. A forward kernel is compiled again when its own line changes, not when others do.
+# One fatbin. A forward kernel is compiled again when its own line changes, not when others do: NAME.how has that line.
 function(attn_add_kernel name)
     set(options "")
     set(source ${cuda_src}/${name}.cu)
@@ -70,14 +70,14 @@ function(attn_add_kernel name)
         set(source ${cuda_src}/fwd.cu)
         set(options -DVARIANT=${name})
     endif()
-    file(CONFIGURE OUTPUT ${attn_kernels_dir}/${name}.line CONTENT "${attn_line_${name}}\n" @ONLY)
+    file(CONFIGURE OUTPUT ${attn_kernels_dir}/${name}.how CONTENT "${attn_line_${name}}\n${ATTN_NVCC} ${ATTN_CUDA_ARCHS}\n" @ONLY)
     file(GLOB headers CONFIGURE_DEPENDS ${cuda_src}/*.cuh)
-    list(APPEND headers ${cuda_src}/args.h ${cuda_src}/flaw.h ${src}/mask.h ${src}/numeric.h ${src}/philox.h ${src}/rotate.h ${src}/schedule.h
-        ${PROJECT_SOURCE_DIR}/include/attn.h)
+    list(APPEND headers ${cuda_src}/args.h ${cuda_src}/flaw.h ${src}/mask.h ${src}/numeric.h ${src}/philox.h
+        ${src}/rotate.h ${src}/schedule.h ${PROJECT_SOURCE_DIR}/include/attn.h)
     add_custom_command(OUTPUT ${attn_kernels_dir}/${name}.fatbin
         COMMAND ${PROJECT_SOURCE_DIR}/scripts/compile_kernel.sh ${attn_kernels_dir}/${name} ${ATTN_NVCC} -fatbin -std=c++17 -O3
             ${options} -I ${PROJECT_SOURCE_DIR}/include -I ${src} -I ${cuda_src} ${ATTN_CUDA_ARCHS} ${source}
-        DEPENDS ${source} ${headers} ${attn_kernels_dir}/${name}.line ${PROJECT_SOURCE_DIR}/scripts/compile_kernel.sh
+        DEPENDS ${source} ${headers} ${attn_kernels_dir}/${name}.how ${PROJECT_SOURCE_DIR}/scripts/compile_kernel.sh
         COMMENT "GPU kernel ${name}" VERBATIM)
 endfunction()
 

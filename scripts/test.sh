@@ -71,6 +71,11 @@ for isa in $(build/attn info | sed -n 's/^cpu .*fwd_\(.*\)_f32 .* yes .*/\1/p' |
     stage "attn check, $isa kernels" env ATTN_CPU="$isa" build/attn check --backend cpu --cases $((check_cases / 4)) --seed 2
 done
 stage "attn check, accuracy at 4096 x 4096 x 128" build/attn check --backend cpu --bars
+if grep -q '^ATTN_NVCC:.*NOTFOUND' build/CMakeCache.txt; then
+    skip "GPU kernels: registers, shared memory, spills" "nvcc is missing"
+else
+    stage "GPU kernels: registers, shared memory, spills" scripts/check_kernels.py
+fi
 stage "examples" examples/check.sh build
 stage "exported symbols" tests/abi/check.sh build
 stage "installed library, README example" tests/install/check.sh build
@@ -82,7 +87,7 @@ stage "build, Address- and UndefinedBehaviorSanitizer" build asan attn-tests
 stage "tests, Address- and UndefinedBehaviorSanitizer" build-asan/attn-tests
 stage "build, ThreadSanitizer" build tsan attn-tests
 # Not the fork_ tests: ThreadSanitizer does not follow threads into a child.
-stage "tests of threads, ThreadSanitizer" build-tsan/attn-tests pool_ c5_threads callers_ fault_in_each_thread
+stage "tests of threads, ThreadSanitizer" build-tsan/attn-tests pool_ c5_threads callers_ fault_in_each_thread cuda_threads
 
 if command -v clang >/dev/null; then
     stage "build, clang" build clang

@@ -135,8 +135,6 @@ TEST(c3_wrong_config) {
     check_config(c, ATTN_INVALID, "backend=4");
     c.backend = (attn_backend_id)-1;
     check_config(c, ATTN_INVALID, "backend=-1");
-    c.backend = ATTN_BACKEND_CUDA;
-    check_config(c, ATTN_UNSUPPORTED, "backend=cuda");
     c = good;
     c.threads = -1;
     check_config(c, ATTN_INVALID, "threads=-1");

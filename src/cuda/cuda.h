@@ -93,8 +93,8 @@ attn_status attn__cuda_rotary(const attn_cuda_run *run, const attn_rotary_args *
 /* The code of an entry's file; NULL when this library was built without it. With NULL: of any file. */
 const void *attn__cuda_image(const char *file);
 
-/* For tests: every file has this image; NULL: the embedded ones. */
-void attn__cuda_image_replace(const void *image);
+/* For tests: from here on this function is asked; NULL: the embedded images. */
+void attn__cuda_image_replace(const void *(*image)(const char *file));
 
 /* ---- contexts, kernels, pointers (device.c, pointers.c) ---- */
 

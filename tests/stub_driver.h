@@ -1,0 +1,72 @@
+/*
+ * A CUDA driver without a GPU, for the tests: every entry of src/cuda/driver.def, on host memory. Nothing is computed; a launch
+ * is written down. Any call can be made to fail, everything that is taken must be given back, and calls are counted by name.
+ *
+ *     stub_start();                      the library uses the stub from here on: one GPU, sm_90
+ *     void *q = stub_memory(STUB_DEVICE, 0, bytes);
+ *     stub_fail(5, 719);                 the sixth call from now on returns 719
+ *     ...
+ *     CHECK(stub_failed() == NULL);      or the name of the call that was made to fail
+ *     CHECK(stub_live() == 0);           libraries, memory, primary contexts that are still held; memory of stub_memory aside
+ *     stub_stop();
+ */
+#ifndef STUB_DRIVER_H
+#define STUB_DRIVER_H
+
+#include <stdbool.h>
+#include <stddef.h>
+
+#include "cuda/driver.h"
+
+enum { STUB_GPUS = 4, STUB_LAUNCHES = 64, STUB_ARGS = 4096 };
+
+typedef struct stub_settings {
+    int version;    /* 13000 */
+    int init_error; /* what cuInit returns */
+    int gpus;
+    int arch[STUB_GPUS], shared_bytes[STUB_GPUS];
+    bool has_images; /* kernels in the library: one that names every file */
+} stub_settings;
+
+/* What one launch asked for. */
+typedef struct stub_launch {
+    const char *name; /* of the kernel */
+    unsigned grid[3], block[3], shared_bytes;
+    attn_cu_stream stream;
+    attn_cu_context context; /* that was current */
+    size_t args_bytes;
+    _Alignas(16) unsigned char args[STUB_ARGS];
+} stub_launch;
+
+extern stub_settings stub; /* may be changed between stub_start and the first use */
+
+void stub_start(void);
+void stub_stop(void);
+
+/* Lets `after` calls pass and fails the next one; negative: none. */
+void stub_fail(long after, int error);
+const char *stub_failed(void);
+
+/* Calls of an entry, by name, since stub_start or stub_forget; all calls when the name is NULL. */
+long stub_calls(const char *name);
+void stub_forget(void); /* calls and launches */
+
+int stub_live(void);
+int stub_depth(void); /* contexts on this thread's stack */
+
+/* Launches since stub_forget, at most STUB_LAUNCHES of them. */
+int stub_launches(void);
+const stub_launch *stub_launch_at(int index);
+
+/* Memory as the driver would have made it; freed by stub_stop. Pageable memory is any other. */
+typedef enum stub_kind { STUB_DEVICE, STUB_PINNED, STUB_MANAGED } stub_kind;
+void *stub_memory(stub_kind kind, int device, size_t bytes);
+/* Tells the driver of memory that somebody else owns. */
+void stub_adopt(stub_kind kind, int device, void *memory, size_t bytes);
+
+/* A context of the caller's own on a device, made current on this thread (NULL: none is); and a stream in it. */
+attn_cu_context stub_context(int device);
+void stub_set_current(attn_cu_context context);
+attn_cu_stream stub_stream(int device);
+
+#endif

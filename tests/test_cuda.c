@@ -1,0 +1,679 @@
+/*
+ * The host side of the cuda backend, on a stub of the driver (stub_driver.h): what is loaded, chosen, launched and refused, and
+ * that every call of the driver may fail. No kernel runs here; results are compared on a GPU by `attn check --backend cuda`.
+ */
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <math.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "build.h"
+#include "cuda/cuda.h"
+#include "cuda/flaw.h"
+#include "fault.h"
+#include "stub_driver.h"
+#include "test.h"
+
+/* A rig whose memory is the device's. */
+static bool make_on(rig *r, int device) {
+    if (!CHECK(rig_make(r, 1))) return false;
+    for (int n = 0; n < r->blocks; n++) stub_adopt(STUB_DEVICE, device, r->block[n].data, r->block[n].bytes);
+    return true;
+}
+
+static rig small(void) { return (rig){.p = problem(ATTN_BF16, 2, 4, 2, 33, 65, 64)}; }
+
+static attn_status run_plan(attn_plan *plan, const rig *r, int device, void *stream) {
+    attn_buffers f = rig_forward_buffers(r);
+    f.workspace_size = attn_plan_workspace(plan);
+    f.workspace = f.workspace_size ? stub_memory(STUB_DEVICE, device, f.workspace_size) : NULL;
+    return attn_run(plan, &f, stream);
+}
+
+static attn_status plan_and_run(attn_context *context, const rig *r, int device, void *stream) {
+    attn_plan *plan;
+    RETURN_IF_ERROR(attn_plan_create(&plan, context, &r->p));
+    attn_status status = run_plan(plan, r, device, stream);
+    attn_plan_destroy(plan);
+    return status;
+}
+
+static attn_status create(attn_context **context) {
+    attn_config config = {.size = sizeof config, .backend = ATTN_BACKEND_CUDA};
+    return attn_context_create(context, &config);
+}
+
+static attn_context *cuda_context(void) {
+    attn_context *context = NULL;
+    CHECK_OK(create(&context));
+    return context;
+}
+
+static const attn_cuda_entry *entry_named(const char *name) {
+    for (int n = 0; n < ATTN_ENTRIES; n++) {
+        if (strcmp(attn__cuda_entries[n].name, name) == 0) return &attn__cuda_entries[n];
+    }
+    return NULL;
+}
+
+/* The launch of the forward kernel among those that were written down. */
+static const stub_launch *forward_launch(void) {
+    for (int n = 0; n < stub_launches(); n++) {
+        if (strncmp(stub_launch_at(n)->name, "fwd_", 4) == 0) return stub_launch_at(n);
+    }
+    return NULL;
+}
+
+/* ---- what is missing is said ---- */
+
+TEST(cuda_without_a_driver_says_why) {
+    attn_context *context;
+    Dl_info math = {0};
+    double (*volatile function)(double) = cos;
+    void *address;
+    memcpy(&address, (void *)&function, sizeof address);
+    CHECK(dladdr(address, &math) && math.dli_fname[0] == '/');
+    stub_start();
+    attn__driver_replace(NULL);
+    setenv("ATTN_CUDA_DRIVER", "/nowhere/libcuda.so.1", 1);
+    CHECK_STATUS(create(&context), ATTN_UNSUPPORTED, "backend=cuda: no CUDA driver (/nowhere/libcuda.so.1");
+    CHECK(context == NULL);
+    setenv("ATTN_CUDA_DRIVER", "libcuda.so.1", 1);
+    CHECK_STATUS(create(&context), ATTN_INVALID, "ATTN_CUDA_DRIVER=libcuda.so.1: want an absolute path");
+    setenv("ATTN_CUDA_DRIVER", math.dli_fname, 1);
+    CHECK_STATUS(create(&context), ATTN_UNSUPPORTED, "has no cuDriverGetVersion");
+    unsetenv("ATTN_CUDA_DRIVER");
+    stub_start();
+    CHECK_OK(create(&context)); /* a failure is not kept */
+    attn_context_destroy(context);
+    stub_stop();
+}
+
+TEST(cuda_that_cannot_serve_says_why) {
+    attn_context *context;
+    stub_start();
+    stub.version = 11080;
+    CHECK_STATUS(create(&context), ATTN_UNSUPPORTED, "for CUDA 11.8; want 12.0");
+    stub_start();
+    stub.init_error = ATTN_CU_NO_DEVICE;
+    CHECK_STATUS(create(&context), ATTN_UNSUPPORTED, "no GPU");
+    stub_start();
+    stub.gpus = 0;
+    CHECK_STATUS(create(&context), ATTN_UNSUPPORTED, "no GPU");
+    stub_start();
+    stub.init_error = 3;
+    CHECK_STATUS(create(&context), ATTN_DEVICE, "cuInit=3: CUDA_ERROR_STUB, made to fail");
+    stub_start();
+    stub.arch[0] = 75;
+    CHECK_STATUS(create(&context), ATTN_UNSUPPORTED, "Stub is sm_75, and sm_80 is the least");
+    stub_start();
+    stub.has_images = false;
+    CHECK_STATUS(create(&context), ATTN_UNSUPPORTED, "built without GPU kernels");
+    attn_kernel_info info;
+    for (int32_t n = 0; attn_kernel_get(n, &info, sizeof info) == ATTN_OK; n++) {
+        CHECK(strcmp(info.backend, "cuda") != 0 || !info.available);
+    }
+    stub_stop();
+}
+
+TEST(cuda_has_no_backward_yet) {
+    stub_start();
+    attn_context *context = cuda_context();
+    attn_problem p = problem(ATTN_F32, 1, 1, 1, 8, 8, 8);
+    attn_plan *plan;
+    p.op = ATTN_BACKWARD;
+    CHECK_STATUS(attn_plan_create(&plan, context, &p), ATTN_UNSUPPORTED, "op=backward");
+    attn_context_destroy(context);
+    CHECK(stub_live() == 0);
+    stub_stop();
+}
+
+/* ---- every call fails in turn ---- */
+
+/* Merge and rotary on memory of the device. */
+static attn_status pieces(attn_context *context, void *stream) {
+    float *x = stub_memory(STUB_DEVICE, 0, 64 * sizeof *x), *o = stub_memory(STUB_DEVICE, 0, 64 * sizeof *o);
+    attn_tensor parts[2] = {attn_dense(x, 2, 2, 8), attn_dense(x, 2, 2, 8)};
+    const void *lse[2] = {x, x};
+    attn_merge_args m = {.size = sizeof m, .dtype = ATTN_F32, .parts = 2, .batch = 1, .rows = 2, .heads = 2, .dim = 8};
+    m.o_parts = parts;
+    m.lse_parts = lse;
+    m.o = attn_dense(o, 2, 2, 8);
+    RETURN_IF_ERROR(attn_merge(context, &m, stream));
+    attn_rotary_args r = {
+        .size = sizeof r, .dtype = ATTN_F32, .batch = 1, .rows = 2, .heads = 2, .dim = 8, .rotary_dim = 8};
+    r.rotary_len = 2;
+    r.x = parts[0];
+    r.y = m.o;
+    r.cos = r.sin = x;
+    return attn_rotary(context, &r, stream);
+}
+
+static attn_status whole_life(rig *r, void *stream) {
+    attn_context *context;
+    RETURN_IF_ERROR(create(&context));
+    attn_status status = plan_and_run(context, r, 0, stream);
+    attn_buffers f = rig_forward_buffers(r);
+    f.workspace = NULL;
+    if (status == ATTN_OK) status = attn_forward(context, &r->p, &f, stream);
+    if (status == ATTN_OK) status = pieces(context, stream);
+    if (status == ATTN_OK) status = attn_device_status(context);
+    attn_context_destroy(context);
+    return status;
+}
+
+/* What these calls say when they give something back, nobody can be told. */
+static bool is_silent(const char *call) {
+    static const char *const names[] = {"cuLibraryUnload", "cuMemFreeHost", "cuDevicePrimaryCtxRelease", "cuCtxPopCurrent"};
+    bool silent = false;
+    for (int n = 0; n < 4; n++) silent = silent || strcmp(call, names[n]) == 0;
+    return silent;
+}
+
+/* A run of many launches: append, rotation, FlashMask, split, packed q. */
+static rig rich(void) {
+    static int32_t cu[] = {0, 3, 5}, used[] = {1000, 7}, pos[] = {0, 0};
+    rig r = {.p = problem(ATTN_F16, 2, 4, 2, 3, 1100, 64)};
+    r.p.flags = ATTN_CAUSAL | ATTN_VARLEN_Q | ATTN_USED_KV | ATTN_APPEND | ATTN_ROTARY | ATTN_ROTARY_POS;
+    r.p.total_q = 6;
+    r.p.max_new = 2;
+    r.p.rotary_dim = 32;
+    r.p.rotary_len = 16;
+    r.p.flashmask_vectors = 1;
+    r.f.cu_q = cu;
+    r.f.used_kv = used;
+    r.f.rotary_pos = pos;
+    r.probs = true;
+    return r;
+}
+
+static void adopt_ints(const rig *r) {
+    stub_adopt(STUB_DEVICE, 0, (void *)(uintptr_t)r->f.cu_q, 3 * sizeof(int32_t));
+    stub_adopt(STUB_DEVICE, 0, (void *)(uintptr_t)r->f.used_kv, 2 * sizeof(int32_t));
+    stub_adopt(STUB_DEVICE, 0, (void *)(uintptr_t)r->f.rotary_pos, 2 * sizeof(int32_t));
+}
+
+TEST(cuda_each_call_of_the_driver_fails) {
+    rig r = rich();
+    stub_start();
+    if (!make_on(&r, 0)) return;
+    adopt_ints(&r);
+    for (int way = 0; way < 3; way++) { /* without a context, with one of the caller's, with a stream */
+        attn_cu_context current = way == 1 ? stub_context(0) : NULL;
+        void *stream = way == 2 ? stub_stream(0) : NULL;
+        const char *failed = "";
+        long n = 0;
+        for (; failed && n < 1000; n++) {
+            stub_start();
+            stub_set_current(current);
+            stub_fail(n, 719);
+            attn_status status = whole_life(&r, stream);
+            failed = stub_failed();
+            test_context("way %d, call %ld, %s", way, n, failed ? failed : "none");
+            bool told = failed && !is_silent(failed);
+            CHECK_STATUS(status, told ? ATTN_DEVICE : ATTN_OK, told ? failed : "");
+            if (told && strcmp(failed, "cuDriverGetVersion") != 0)
+                CHECK(strstr(attn_error_detail(), "=719: ") || strstr(attn_error_detail(), "LAUNCH_FAILED"));
+            CHECK_SAY(stub_live() == 0, "%d still held", stub_live());
+            CHECK(stub_depth() == (current ? 1 : 0));
+            stub_fail(-1, 0);
+            CHECK_OK(whole_life(&r, stream));
+        }
+        CHECK_SAY(n > 30 && n < 1000, "%ld calls", n - 1);
+    }
+    stub_stop();
+    rig_free(&r);
+}
+
+TEST(cuda_out_of_memory_is_said) {
+    rig r = rich();
+    stub_start();
+    if (!make_on(&r, 0)) return;
+    adopt_ints(&r);
+    attn_context *context = cuda_context();
+    attn_buffers f = rig_forward_buffers(&r);
+    CHECK_OK(attn_forward(context, &r.p, &f, NULL)); /* the plan is kept */
+    int found = 0;
+    for (long n = 0; n < 100; n++) {
+        stub_fail(n, ATTN_CU_OUT_OF_MEMORY);
+        attn_status status = attn_forward(context, &r.p, &f, NULL);
+        const char *failed = stub_failed();
+        if (!failed) break;
+        if (strcmp(failed, "cuMemAllocAsync") != 0) continue;
+        CHECK_STATUS(status, ATTN_NO_MEMORY, "cuMemAllocAsync=2");
+        found++;
+    }
+    CHECK(found == 1);
+    stub_fail(-1, 0);
+    attn_context_destroy(context);
+    CHECK(stub_live() == 0);
+    stub_stop();
+    rig_free(&r);
+}
+
+TEST(cuda_each_allocation_fails) {
+    rig r = small();
+    stub_start();
+    if (!make_on(&r, 0)) return;
+    long n = 0, hit = 1;
+    for (; hit && n < 100; n++) {
+        test_context("allocation %ld", n);
+        attn__fault_arm(ATTN_FAULT_ALLOC, n, 0);
+        attn_status status = whole_life(&r, NULL);
+        hit = attn__fault_hit(ATTN_FAULT_ALLOC);
+        attn__fault_arm(ATTN_FAULT_ALLOC, -1, 0);
+        CHECK(status == (hit ? ATTN_NO_MEMORY : ATTN_OK));
+        CHECK(stub_live() == 0 && stub_depth() == 0);
+    }
+    CHECK(n > 3 && n < 100);
+    stub_stop();
+    rig_free(&r);
+}
+
+/* ---- pointers, devices, streams ---- */
+
+TEST(cuda_refuses_memory_that_it_cannot_reach) {
+    rig r = small();
+    stub_start();
+    stub.gpus = 2;
+    if (!make_on(&r, 0)) return;
+    attn_context *context = cuda_context();
+    attn_plan *plan;
+    if (!CHECK_OK(attn_plan_create(&plan, context, &r.p))) return;
+    attn_buffers good = rig_forward_buffers(&r);
+    char text[64];
+    static _Alignas(64) char pageable[1 << 17];
+    void *elsewhere = stub_memory(STUB_DEVICE, 1, sizeof pageable), *pinned = stub_memory(STUB_PINNED, 1, sizeof pageable);
+    void *managed = stub_memory(STUB_MANAGED, 1, sizeof pageable);
+    stub_forget();
+    for (int n = 0; n < 4; n++) {
+        static const char *const names[] = {"q.data", "k.data", "lse", "workspace"};
+        attn_buffers f = good;
+        void **field[] = {&f.q.data, &f.k.data, &f.lse, &f.workspace};
+        f.workspace_size = sizeof pageable;
+        if (n == 3 && attn_plan_workspace(plan) == 0) continue; /* it is not looked at */
+        *field[n] = pageable;
+        snprintf(text, sizeof text, "%s=%p: is host memory that the GPU cannot reach", names[n], (void *)pageable);
+        CHECK_STATUS(attn_run(plan, &f, NULL), ATTN_INVALID, text);
+        *field[n] = elsewhere;
+        snprintf(text, sizeof text,
+                 n == 0 ? "is on device 0, and q.data is on device 1" : "%s=%p: is on device 1, and q.data", names[n],
+                 elsewhere);
+        CHECK_STATUS(attn_run(plan, &f, NULL), ATTN_INVALID, text);
+        CHECK(stub_launches() == 0 && stub_depth() == 0);
+        *field[n] = pinned;
+        CHECK_OK(attn_run(plan, &f, NULL));
+        *field[n] = managed;
+        CHECK_OK(attn_run(plan, &f, NULL));
+        CHECK(stub_launches() > 0);
+        stub_forget();
+    }
+    snprintf(text, sizeof text, "stream=%p: is of device 1, and q.data is on device 0", (void *)stub_stream(1));
+    CHECK_STATUS(attn_run(plan, &good, stub_stream(1)), ATTN_INVALID, text);
+    CHECK(stub_launches() == 0 && stub_depth() == 0);
+    attn_plan_destroy(plan);
+    attn_context_destroy(context);
+    CHECK(stub_live() == 0);
+    stub_stop();
+    rig_free(&r);
+}
+
+TEST(cuda_runs_where_the_memory_is) {
+    rig r = small();
+    stub_start();
+    stub.gpus = 3;
+    stub.arch[1] = 86;
+    stub.shared_bytes[1] = 101376;
+    stub.arch[2] = 75;
+    if (!make_on(&r, 1)) return;
+    attn_context *context = cuda_context();
+    for (int way = 0; way < 4; way++) { /* no context; another device's; the right one; a stream's */
+        static const int current[] = {-1, 0, 1, 0};
+        test_context("way %d", way);
+        stub_set_current(current[way] < 0 ? NULL : stub_context(current[way]));
+        stub_forget();
+        CHECK_OK(plan_and_run(context, &r, 1, way == 3 ? stub_stream(1) : NULL));
+        const stub_launch *l = forward_launch();
+        if (!CHECK(l != NULL)) return;
+        CHECK((l->context == stub_context(1)) == (way >= 2)); /* otherwise the primary one */
+        CHECK(l->stream == (way == 3 ? stub_stream(1) : NULL));
+        CHECK(stub_depth() == (current[way] < 0 ? 0 : 1));
+        const attn_cuda_entry *e = entry_named(l->name);
+        CHECK(e && e->arch <= 86 && e->shared_bytes <= 101376 && l->shared_bytes == e->shared_bytes);
+    }
+    stub_set_current(NULL);
+    rig other = small();
+    if (!make_on(&other, 2)) return;
+    CHECK_STATUS(plan_and_run(context, &other, 2, NULL), ATTN_UNSUPPORTED, "device 2: Stub is sm_75");
+    CHECK(stub_depth() == 0);
+    attn_context_destroy(context);
+    CHECK(stub_live() == 0);
+    stub_stop();
+    rig_free(&r);
+    rig_free(&other);
+}
+
+/* A captured stream allows neither synchronisation nor allocation: a run may make these calls and no other. */
+TEST(cuda_run_can_be_captured) {
+    static const char *const allowed[] = {"cuPointerGetAttributes", "cuCtxGetCurrent", "cuCtxGetDevice", "cuStreamGetCtx",
+                                          "cuCtxPushCurrent",       "cuCtxPopCurrent", "cuLaunchKernel"};
+    rig r = rich();
+    stub_start();
+    if (!make_on(&r, 0)) return;
+    adopt_ints(&r);
+    attn_context *context = cuda_context();
+    attn_plan *plan;
+    if (!CHECK_OK(attn_plan_create(&plan, context, &r.p))) return;
+    for (int way = 0; way < 2; way++) {
+        if (way == 0) stub_set_current(stub_context(0));
+        stub_forget();
+        attn__fault_arm(ATTN_FAULT_ALLOC, 0, 1);
+        CHECK_OK(run_plan(plan, &r, 0, stub_stream(0)));
+        CHECK(attn__fault_seen(ATTN_FAULT_ALLOC) == 0);
+        attn__fault_arm(ATTN_FAULT_ALLOC, -1, 0);
+        long known = 0;
+        for (size_t n = 0; n < sizeof allowed / sizeof allowed[0]; n++) known += stub_calls(allowed[n]);
+        CHECK_SAY(known == stub_calls(NULL), "%ld other calls", stub_calls(NULL) - known);
+        CHECK(stub_calls("cuLaunchKernel") >= 5);
+    }
+    attn_plan_destroy(plan);
+    attn_context_destroy(context);
+    CHECK(stub_live() == 0);
+    stub_stop();
+    rig_free(&r);
+}
+
+/* ---- the status word ---- */
+
+TEST(cuda_device_status_says_what_was_out_of_range) {
+    rig r = small();
+    stub_start();
+    if (!make_on(&r, 0)) return;
+    CHECK_STATUS(attn_device_status(NULL), ATTN_INVALID, "context=NULL");
+    attn_context *cpu = make_context(ATTN_BACKEND_CPU, 1), *context = cuda_context();
+    CHECK_OK(attn_device_status(cpu));
+    CHECK_OK(attn_device_status(context)); /* nothing has run */
+    stub_forget();
+    CHECK_OK(plan_and_run(context, &r, 0, NULL));
+    const stub_launch *l = forward_launch();
+    if (!CHECK(l && l->args_bytes == sizeof(attn_cuda_args))) return;
+    uint64_t *status = ((const attn_cuda_args *)(const void *)l->args)->status;
+    CHECK(status && *status == 0);
+    *status = (uint64_t)ATTN_FLAW_USED_KV << 32 | 17;
+    CHECK_STATUS(attn_device_status(context), ATTN_INVALID,
+                 "used_kv[17]: out of range on the device; it was brought into range");
+    CHECK_OK(attn_device_status(context));
+    attn_context_destroy(context);
+    attn_context_destroy(cpu);
+    CHECK(stub_live() == 0);
+    stub_stop();
+    rig_free(&r);
+}
+
+/* ---- choice of kernel, split, workspace ---- */
+
+typedef struct feature {
+    const char *name;
+    bool all; /* beyond what the plain kernels do */
+    uint32_t flags;
+    double softcap, dropout;
+    int32_t vectors, page_size;
+    attn_dtype out_dtype;
+} feature;
+
+/* The least dim of a row that fits, or 0 when only fwd_any does. */
+static int32_t least_dim(attn_dtype tile, int32_t dim, bool all, int arch, int shared_bytes) {
+    int32_t least = 0;
+    for (int n = 0; n < ATTN_ENTRIES; n++) {
+        const attn_cuda_entry *e = &attn__cuda_entries[n];
+        bool fits = e->dtype == tile && e->dim >= dim && (e->all || !all) && e->arch <= arch &&
+                    e->shared_bytes <= (size_t)shared_bytes && n != ATTN_ENTRY_fwd_any;
+        if (fits && (!least || e->dim < least)) least = e->dim;
+    }
+    return least;
+}
+
+static void check_choice(attn_context *context, attn_dtype q, attn_dtype kv, attn_dtype tile, int32_t dim,
+                         const feature *x) {
+    attn_problem p = problem(q, 2, 4, 2, 100, 300, dim);
+    attn_plan *plan;
+    p.kv_dtype = kv;
+    p.flags |= x->flags;
+    p.softcap = x->softcap;
+    p.dropout = x->dropout;
+    p.flashmask_vectors = x->vectors;
+    p.page_size = x->page_size;
+    p.num_pages = x->page_size ? 100 : 0;
+    p.out_dtype = q == ATTN_F64 ? ATTN_F64 : x->out_dtype;
+    p.window_left = p.flags & ATTN_WINDOW ? 7 : 0;
+    test_context("%s/%s, dim %d, %s", attn_dtype_name(q), attn_dtype_name(kv), dim, x->name);
+    if (!CHECK_OK(attn_plan_create(&plan, context, &p))) return;
+    bool out_differs = attn_dtype_size(q) == 1 || (x->out_dtype && x->out_dtype != q);
+    int32_t least = least_dim(tile, dim, x->all || kv != q || out_differs, stub.arch[0], stub.shared_bytes[0]);
+    const attn_cuda_entry *e = entry_named(attn_plan_kernel(plan));
+    if (least)
+        CHECK_SAY(e->dim == least && e->dtype == tile, "%s has dim %d; want %d", e->name, e->dim, least);
+    else
+        CHECK_SAY(e == &attn__cuda_entries[ATTN_ENTRY_fwd_any], "%s instead of fwd_any", e->name);
+    CHECK(e->all || !x->all);
+    attn_plan_destroy(plan);
+}
+
+TEST(cuda_chooses_the_kernel_by_dtype_dim_and_feature) {
+    static const struct {
+        attn_dtype q, kv, tile;
+    } dtypes[] = {
+        {ATTN_F32, ATTN_F32, ATTN_F32},   {ATTN_F16, ATTN_F16, ATTN_F16},    {ATTN_BF16, ATTN_BF16, ATTN_BF16},
+        {ATTN_F16, ATTN_E4M3, ATTN_F16},  {ATTN_BF16, ATTN_E5M2, ATTN_BF16}, {ATTN_BF16, ATTN_I8, ATTN_BF16},
+        {ATTN_F16, ATTN_BF16, ATTN_F32},  {ATTN_BF16, ATTN_F16, ATTN_F32},   {ATTN_F16, ATTN_F32, ATTN_F32},
+        {ATTN_E4M3, ATTN_E4M3, ATTN_F16}, {ATTN_E4M3, ATTN_BF16, ATTN_F32},  {ATTN_F64, ATTN_F64, ATTN_F64},
+    };
+    static const feature features[] = {
+        {"plain", .all = false},
+        {"causal, window, sink", .flags = ATTN_CAUSAL | ATTN_WINDOW | ATTN_SINK},
+        {"lengths", .flags = ATTN_USED_Q | ATTN_USED_KV | ATTN_LEFTPAD | ATTN_BATCH_INDEX},
+        {"alibi", .all = true, .flags = ATTN_ALIBI},
+        {"bias", .all = true, .flags = ATTN_BIAS},
+        {"descale", .all = true, .flags = ATTN_DESCALE},
+        {"softcap", .all = true, .softcap = 30},
+        {"dropout", .all = true, .dropout = 0.1},
+        {"flashmask", .all = true, .flags = ATTN_CAUSAL, .vectors = 1},
+        {"pages", .all = true, .page_size = 16},
+        {"out", .out_dtype = ATTN_F32},
+    };
+    static const int32_t dims[] = {1, 32, 33, 64, 80, 96, 128, 192, 256, 257, 512, 576};
+    for (int gpu = 0; gpu < 2; gpu++) {
+        stub_start();
+        if (gpu == 1) {
+            stub.arch[0] = 89;
+            stub.shared_bytes[0] = 101376;
+        }
+        attn_context *context = cuda_context();
+        for (size_t t = 0; t < sizeof dtypes / sizeof dtypes[0]; t++) {
+            for (size_t d = 0; d < sizeof dims / sizeof dims[0]; d++) {
+                for (size_t x = 0; x < sizeof features / sizeof features[0]; x++) {
+                    attn_dtype out = features[x].out_dtype;
+                    if (out && dtypes[t].q == ATTN_F64) continue;
+                    feature one = features[x];
+                    check_choice(context, dtypes[t].q, dtypes[t].kv, dtypes[t].tile, dims[d], &one);
+                }
+            }
+        }
+        attn_context_destroy(context);
+        CHECK(stub_live() == 0);
+        stub_stop();
+    }
+}
+
+/* Moves a tensor's start by one element. */
+TEST(cuda_takes_rows_of_any_alignment) {
+    rig r = {.p = problem(ATTN_BF16, 2, 4, 2, 33, 64, 64)};
+    stub_start();
+    if (!make_on(&r, 0)) return;
+    attn_context *context = cuda_context();
+    attn_plan *plan;
+    if (!CHECK_OK(attn_plan_create(&plan, context, &r.p))) return;
+    char line[128];
+    for (int way = 0; way < 6; way++) {
+        attn_buffers f = rig_forward_buffers(&r);
+        f.workspace = stub_memory(STUB_DEVICE, 0, 1 << 20);
+        f.workspace_size = 1 << 20;
+        attn_tensor *t[] = {&f.q, &f.k, &f.v};
+        char *room = stub_memory(STUB_DEVICE, 0, 1 << 20);
+        if (way < 3) t[way]->data = room + 2;
+        if (way == 3) f.k = attn_dense(room, 64, 2, 65);
+        if (way == 4) f.k = attn_dense(room, 64, 2, 72); /* aligned: rows of 144 bytes */
+        bool aligned = way >= 4;
+        test_context("way %d", way);
+        stub_forget();
+        CHECK_OK(attn_run(plan, &f, NULL));
+        const stub_launch *l = forward_launch();
+        if (!CHECK(l != NULL)) return;
+        const attn_cuda_entry *e = entry_named(l->name);
+        const attn_cuda_args *a = (const void *)l->args;
+        CHECK(a->vector_ok == aligned);
+        CHECK(e->all || aligned);
+        CHECK(!aligned || strcmp(l->name, attn_plan_kernel(plan)) == 0);
+        snprintf(line, sizeof line, "rows that are not 16-byte aligned: %s\n", l->name);
+        if (strcmp(l->name, attn_plan_kernel(plan)) != 0) CHECK(strstr(attn_plan_describe(plan), line) != NULL);
+    }
+    attn_plan_destroy(plan);
+    attn_context_destroy(context);
+    stub_stop();
+    rig_free(&r);
+}
+
+static size_t workspace_of(attn_context *context, attn_problem p) {
+    attn_plan *plan;
+    if (!CHECK_OK(attn_plan_create(&plan, context, &p))) return 0;
+    size_t bytes = attn_plan_workspace(plan);
+    attn_plan_destroy(plan);
+    return bytes;
+}
+
+TEST(cuda_workspace_is_as_large_as_documented) {
+    stub_start();
+    attn_context *context = cuda_context();
+    attn_problem p = problem(ATTN_BF16, 3, 4, 2, 1, 2048, 64);
+    size_t parts = 3 * 4 * 1 * 4; /* batch, heads, rows, chunks of 512 keys */
+    CHECK(workspace_of(context, p) == parts * 64 * 4 + parts * 4);
+    p.max_kv = 512;
+    CHECK(workspace_of(context, p) == 0); /* one chunk */
+    p.max_kv = 2048;
+    p.max_q = 17;
+    CHECK(workspace_of(context, p) == 0); /* no sequence is short */
+    p.flags = ATTN_USED_Q;                /* one may be */
+    CHECK(workspace_of(context, p) == 16 * parts * (64 * 4 + 4));
+    p = problem(ATTN_F64, 3, 4, 2, 1, 2048, 64);
+    CHECK(workspace_of(context, p) == parts * (64 * 8 + 8));
+    p = problem(ATTN_F16, 2, 4, 2, 40, 100, 36);
+    p.flags = ATTN_APPEND | ATTN_USED_KV | ATTN_ROTARY | ATTN_CAUSAL;
+    p.max_new = 1;
+    p.rotary_dim = 2;
+    p.rotary_len = 100;
+    CHECK(workspace_of(context, p) == 2 * 40 * 4 * 40 * 2); /* rows of 36 numbers are padded to 40 */
+    p = problem(ATTN_F16, 1 << 20, 64, 64, 16, 1 << 20, 576);
+    attn_plan *plan;
+    CHECK_STATUS(attn_plan_create(&plan, context, &p), ATTN_OK, ""); /* 2^60 bytes are many, and can be counted */
+    attn_plan_destroy(plan);
+    attn_context_destroy(context);
+    CHECK(stub_live() == 0);
+    stub_stop();
+}
+
+/* Workspace of a one-shot call comes from the stream and goes back to it; the caller's is used where it is large enough. */
+TEST(cuda_one_shot_takes_workspace_from_the_stream) {
+    rig r = {.p = problem(ATTN_BF16, 1, 2, 2, 1, 1024, 64)};
+    stub_start();
+    if (!make_on(&r, 0)) return;
+    attn_context *context = cuda_context();
+    attn_buffers f = rig_forward_buffers(&r);
+    CHECK_OK(attn_forward(context, &r.p, &f, stub_stream(0)));
+    CHECK(stub_calls("cuMemAllocAsync") == 1 && stub_calls("cuMemFreeAsync") == 1);
+    f.workspace_size = 1 << 20;
+    f.workspace = stub_memory(STUB_DEVICE, 0, f.workspace_size);
+    CHECK_OK(attn_forward(context, &r.p, &f, stub_stream(0)));
+    CHECK(stub_calls("cuMemAllocAsync") == 1);
+    attn_context_destroy(context);
+    CHECK(stub_live() == 0);
+    stub_stop();
+    rig_free(&r);
+}
+
+TEST(cuda_grids_reach_past_two_billion_blocks) {
+    stub_start();
+    attn_context *context = cuda_context();
+    rig r = small();
+    if (!make_on(&r, 0)) return;
+    CHECK_OK(plan_and_run(context, &r, 0, NULL)); /* loads probs */
+    stub_set_current(stub_context(0));
+    attn_cuda_run run = {.driver = context->cuda->state->driver, .kernels = context->cuda->kernel};
+    static const int64_t counts[] = {1, INT32_MAX, INT64_C(1) << 31, (INT64_C(1) << 31) + 5, INT64_C(123456789012)};
+    int args = 7;
+    for (size_t n = 0; n < sizeof counts / sizeof counts[0]; n++) {
+        stub_forget();
+        test_context("%lld blocks", (long long)counts[n]);
+        CHECK_OK(attn__cuda_launch(&run, ATTN_ENTRY_probs, counts[n], 32, 0, &args, sizeof args));
+        if (!CHECK(stub_launches() == 1)) return;
+        const stub_launch *l = stub_launch_at(0);
+        int64_t blocks = (int64_t)l->grid[0] * l->grid[1];
+        CHECK(blocks >= counts[n] && blocks - counts[n] < l->grid[1] && l->grid[0] <= INT32_MAX);
+        CHECK(l->args_bytes == sizeof args && memcmp(l->args, &args, sizeof args) == 0);
+    }
+    stub_forget();
+    CHECK_OK(attn__cuda_launch(&run, ATTN_ENTRY_probs, 0, 32, 0, &args, sizeof args));
+    CHECK(stub_launches() == 0);
+    CHECK_STATUS(attn__cuda_launch(&run, ATTN_ENTRY_probs, INT64_C(1) << 50, 32, 0, &args, sizeof args), ATTN_INVALID,
+                 "more than a grid can have");
+    attn_context_destroy(context);
+    stub_stop();
+    rig_free(&r);
+}
+
+/* ---- threads ---- */
+
+typedef struct worker {
+    attn_context *context;
+    rig *r;
+    int failures;
+} worker;
+
+static void *work(void *arg) {
+    worker *w = arg;
+    attn_buffers f = rig_forward_buffers(w->r);
+    for (int n = 0; n < 50; n++) {
+        w->failures += plan_and_run(w->context, w->r, 0, n % 2 ? stub_stream(0) : NULL) != ATTN_OK;
+        w->failures += attn_forward(w->context, &w->r->p, &f, NULL) != ATTN_OK;
+        w->failures += pieces(w->context, NULL) != ATTN_OK;
+        w->failures += attn_device_status(w->context) != ATTN_OK;
+    }
+    return NULL;
+}
+
+TEST(cuda_threads_share_a_context) {
+    enum { THREADS = 4 };
+    rig r[THREADS];
+    worker workers[THREADS];
+    pthread_t threads[THREADS];
+    stub_start();
+    attn_context *context = cuda_context();
+    for (int n = 0; n < THREADS; n++) {
+        r[n] = (rig){.p = problem(n % 2 ? ATTN_F32 : ATTN_F16, 1, 2, 1, 1 + 20 * n, 600, 16 << n)};
+        if (!make_on(&r[n], 0)) return;
+        workers[n] = (worker){.context = context, .r = &r[n]};
+        CHECK(pthread_create(&threads[n], NULL, work, &workers[n]) == 0);
+    }
+    for (int n = 0; n < THREADS; n++) {
+        pthread_join(threads[n], NULL);
+        CHECK_SAY(workers[n].failures == 0, "thread %d failed %d times", n, workers[n].failures);
+    }
+    CHECK(stub_calls("cuMemHostAlloc") == 1 && stub_calls("cuLibraryLoadData") <= ATTN_ENTRIES);
+    CHECK(stub_calls("cuDevicePrimaryCtxRetain") == 1);
+    attn_context_destroy(context);
+    CHECK(stub_live() == 0);
+    stub_stop();
+    for (int n = 0; n < THREADS; n++) rig_free(&r[n]);
+}
