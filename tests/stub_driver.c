@@ -1,4 +1,5 @@
 /* The stub driver: see stub_driver.h. One mutex guards all of it; the stack of contexts belongs to each thread. */
+#define _GNU_SOURCE
 #include "stub_driver.h"
 
 #include <pthread.h>

@@ -152,8 +152,11 @@ static attn_status pieces(attn_context *context, void *stream) {
     return attn_rotary(context, &r, stream);
 }
 
+static bool failed_late; /* the call that failed was one of the context's end, where nobody can be told */
+
 static attn_status whole_life(rig *r, void *stream) {
     attn_context *context;
+    failed_late = false;
     RETURN_IF_ERROR(create(&context));
     attn_status status = plan_and_run(context, r, 0, stream);
     attn_buffers f = rig_forward_buffers(r);
@@ -161,17 +164,14 @@ static attn_status whole_life(rig *r, void *stream) {
     if (status == ATTN_OK) status = attn_forward(context, &r->p, &f, stream);
     if (status == ATTN_OK) status = pieces(context, stream);
     if (status == ATTN_OK) status = attn_device_status(context);
+    bool failed = stub_failed() != NULL;
     attn_context_destroy(context);
+    failed_late = stub_failed() && !failed;
     return status;
 }
 
-/* What these calls say when they give something back, nobody can be told. */
-static bool is_silent(const char *call) {
-    static const char *const names[] = {"cuLibraryUnload", "cuMemFreeHost", "cuDevicePrimaryCtxRelease", "cuCtxPopCurrent"};
-    bool silent = false;
-    for (int n = 0; n < 4; n++) silent = silent || strcmp(call, names[n]) == 0;
-    return silent;
-}
+/* The work is done when the context is popped, and it can only fail when there is nothing to pop. */
+static bool is_silent(const char *call) { return strcmp(call, "cuCtxPopCurrent") == 0; }
 
 /* A run of many launches: append, rotation, FlashMask, split, packed q. */
 static rig rich(void) {
@@ -213,7 +213,7 @@ TEST(cuda_each_call_of_the_driver_fails) {
             attn_status status = whole_life(&r, stream);
             failed = stub_failed();
             test_context("way %d, call %ld, %s", way, n, failed ? failed : "none");
-            bool told = failed && !is_silent(failed);
+            bool told = failed && !failed_late && !is_silent(failed);
             CHECK_STATUS(status, told ? ATTN_DEVICE : ATTN_OK, told ? failed : "");
             if (told && strcmp(failed, "cuDriverGetVersion") != 0)
                 CHECK(strstr(attn_error_detail(), "=719: ") || strstr(attn_error_detail(), "LAUNCH_FAILED"));
@@ -448,6 +448,7 @@ static void check_choice(attn_context *context, attn_dtype q, attn_dtype kv, att
     p.page_size = x->page_size;
     p.num_pages = x->page_size ? 100 : 0;
     p.out_dtype = q == ATTN_F64 ? ATTN_F64 : x->out_dtype;
+    p.cache_batch = p.flags & ATTN_BATCH_INDEX ? 5 : 0;
     p.window_left = p.flags & ATTN_WINDOW ? 7 : 0;
     test_context("%s/%s, dim %d, %s", attn_dtype_name(q), attn_dtype_name(kv), dim, x->name);
     if (!CHECK_OK(attn_plan_create(&plan, context, &p))) return;

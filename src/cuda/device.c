@@ -171,9 +171,10 @@ void attn__cuda_unload(attn_cuda *cuda) {
     for (int32_t n = 0; n < cuda->state->gpus; n++) {
         attn_cu_context popped;
         if (!cuda->primary[n]) continue;
-        if (cuda->status && d->cuCtxPushCurrent(cuda->primary[n]) == ATTN_CU_SUCCESS) {
-            d->cuMemFreeHost(cuda->status);
-            d->cuCtxPopCurrent(&popped);
+        if (cuda->status) {
+            bool pushed = d->cuCtxPushCurrent(cuda->primary[n]) == ATTN_CU_SUCCESS;
+            d->cuMemFreeHost(cuda->status); /* tried in any case */
+            if (pushed) d->cuCtxPopCurrent(&popped);
             cuda->status = NULL;
         }
         d->cuDevicePrimaryCtxRelease(cuda->state->gpu[n].device);

@@ -1,0 +1,134 @@
+#!/usr/bin/env python3
+"""Checks what the compiler said of the GPU kernels against their budget, a line per kernel and architecture.
+
+    scripts/check_kernels.py [FOLDER]      FOLDER holds the fatbins and logs of `make kernels`; build/kernels
+
+Exit 1 when a kernel spills, takes more registers than its blocks can have, more shared memory than its architecture has, was
+compiled with a warning ("serialized" among them: wgmma that waits for itself), or is missing. src/cuda/budget.txt lists what
+is allowed beyond that, each with its reason. Exit 0 with a word when there is no nvcc, and so nothing to check.
+"""
+
+import fnmatch
+import pathlib
+import re
+import sys
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+REGISTERS = 65536  # of a multiprocessor
+SHARED = {80: 99 << 10, 90: 227 << 10}  # most that a block can have; sm_86 and 89, which run the rows of sm_80, have 99 KB
+LIBRARY_BYTES = 15 << 20  # most that all images together may have
+PIECE_THREADS = 128
+BYTES = {"F16": 2, "BF16": 2, "F32": 4}
+
+
+def read_table():
+    """{entry: (image, threads, dynamic shared memory, its limit)} from variants.def."""
+    entries = {}
+    for line in (ROOT / "src/cuda/variants.def").read_text().splitlines():
+        match = re.match(r"(FWD|PIECE)\((.*)\)", line)
+        if not match:
+            continue
+        words = [word.strip() for word in match[2].split(",")]
+        if match[1] == "PIECE":
+            entries[words[0]] = (words[1].rsplit(".", 1)[0], PIECE_THREADS, 0, SHARED[80])
+            continue
+        name, arch, dtype = words[0], int(words[1]), words[2]
+        dim, bm, bn, warps = map(int, words[3:7])
+        shared = (bm + 2 * bn) * dim * BYTES[dtype]  # a tile of Q, K and V each: TILE_BYTES of src/cuda/cuda.c
+        limit = max(size for least, size in SHARED.items() if least <= arch)
+        entries[name] = (name, 32 * warps, shared, limit)
+    return entries
+
+
+def read_budget():
+    """[(pattern, blocks, spill bytes)]: the last line whose pattern fits a kernel counts."""
+    rows = []
+    for line in (ROOT / "src/cuda/budget.txt").read_text().splitlines():
+        if line.strip() and not line.startswith("#"):
+            pattern, blocks, spills, _reason = line.split(maxsplit=3)
+            rows.append((pattern, int(blocks), int(spills)))
+    return rows
+
+
+def read_log(path):
+    """({(entry, arch): [registers, static shared memory, spilled bytes]}, warnings) from what ptxas -v said."""
+    found, warnings, key = {}, [], None
+    for line in path.read_text().splitlines():
+        if re.search(r"\bwarning\b|serialized", line, re.IGNORECASE):
+            warnings.append(line.strip())
+        entry = re.search(r"Compiling entry function '(\w+)' for 'sm_(\d+)a?'", line)
+        spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", line)
+        used = re.search(r"Used (\d+) registers", line)
+        if entry:
+            key = (entry[1], int(entry[2]))
+            found[key] = [0, 0, 0]
+        elif key and spills:
+            found[key][2] += int(spills[1]) + int(spills[2])
+        elif key and used:
+            shared = re.search(r"(\d+) bytes smem", line)
+            found[key][:2] = int(used[1]), int(shared[1]) if shared else 0
+    return found, warnings
+
+
+def check(entry, row, numbers, budget):
+    """Prints the line of one kernel on one architecture; returns how much is wrong with it."""
+    _, threads, dynamic, most_shared = row
+    registers, static, spills = numbers
+    blocks, allowed = 1, 0
+    for pattern, some_blocks, some_spills in budget:
+        if fnmatch.fnmatch(entry[0], pattern):
+            blocks, allowed = some_blocks, some_spills
+    most_registers = min(255, REGISTERS // (threads * blocks))
+    wrong = []
+    if registers > most_registers:
+        wrong.append("registers")
+    if static + dynamic > most_shared:
+        wrong.append("shared memory")
+    if spills > allowed:
+        wrong.append("spills")
+    print(
+        f"{entry[0]:28} sm_{entry[1]:<3} {threads:7} {registers:5}/{most_registers:<4} {static + dynamic:7}/{most_shared:<7}"
+        f" {spills:6}/{allowed:<5} {', '.join(wrong) or 'ok'}"
+    )
+    return len(wrong)
+
+
+def without_nvcc():
+    cache = ROOT / "build/CMakeCache.txt"
+    return cache.exists() and re.search(r"^ATTN_NVCC:FILEPATH=.*NOTFOUND$", cache.read_text(), re.MULTILINE)
+
+
+def main():
+    folder = pathlib.Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "build/kernels"
+    if len(sys.argv) == 1 and without_nvcc():
+        print("check-kernels: skipped, nvcc is not found on this machine")
+        return 0
+    table, budget, bad, lines, size = read_table(), read_budget(), 0, 0, 0
+    print(f"{'kernel':28} {'arch':6} {'threads':>7} {'registers':>10} {'shared memory':>15} {'spills':>12}")
+    for image in sorted({row[0] for row in table.values()}):
+        log, fatbin = folder / f"{image}.log", folder / f"{image}.fatbin"
+        if not log.exists() or not fatbin.exists():
+            print(f"{image}: {log} or {fatbin} is missing; make kernels compiles them")
+            bad += 1
+            continue
+        size += fatbin.stat().st_size
+        found, warnings = read_log(log)
+        for line in warnings:
+            print(f"{image}: {line}")
+        bad += len(warnings)
+        for name in [name for name, row in table.items() if row[0] == image]:
+            entries = [entry for entry in found if entry[0] == name]
+            if not entries:
+                print(f"{name}: the compiler did not speak of it; is it an entry of {image}?")
+                bad += 1
+            for entry in entries:
+                bad += check(entry, table[name], found[entry], budget)
+                lines += 1
+    print(f"all images: {size} bytes of at most {LIBRARY_BYTES}")
+    bad += size > LIBRARY_BYTES
+    print(f"{lines} passed" if not bad else f"{bad} violations: {bad} failed")
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
