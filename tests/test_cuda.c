@@ -424,16 +424,16 @@ typedef struct feature {
     attn_dtype out_dtype;
 } feature;
 
-/* The least dim of a row that fits, or 0 when only fwd_any does. */
-static int32_t least_dim(attn_dtype tile, int32_t dim, bool all, int arch, int shared_bytes) {
-    int32_t least = 0;
+/* The last row of the least dim that fits; fwd_any when no other does. */
+static const attn_cuda_entry *best_row(attn_dtype tile, int32_t dim, bool all, int arch, int shared_bytes) {
+    const attn_cuda_entry *best = &attn__cuda_entries[ATTN_ENTRY_fwd_any];
     for (int n = 0; n < ATTN_ENTRIES; n++) {
         const attn_cuda_entry *e = &attn__cuda_entries[n];
         bool fits = e->dtype == tile && e->dim >= dim && (e->all || !all) && e->arch <= arch &&
                     e->shared_bytes <= (size_t)shared_bytes && n != ATTN_ENTRY_fwd_any;
-        if (fits && (!least || e->dim < least)) least = e->dim;
+        if (fits && e->dim <= best->dim) best = e;
     }
-    return least;
+    return best;
 }
 
 static void check_choice(attn_context *context, attn_dtype q, attn_dtype kv, attn_dtype tile, int32_t dim,
@@ -453,12 +453,9 @@ static void check_choice(attn_context *context, attn_dtype q, attn_dtype kv, att
     test_context("%s/%s, dim %d, %s", attn_dtype_name(q), attn_dtype_name(kv), dim, x->name);
     if (!CHECK_OK(attn_plan_create(&plan, context, &p))) return;
     bool out_differs = attn_dtype_size(q) == 1 || (x->out_dtype && x->out_dtype != q);
-    int32_t least = least_dim(tile, dim, x->all || kv != q || out_differs, stub.arch[0], stub.shared_bytes[0]);
+    const attn_cuda_entry *want = best_row(tile, dim, x->all || kv != q || out_differs, stub.arch[0], stub.shared_bytes[0]);
     const attn_cuda_entry *e = entry_named(attn_plan_kernel(plan));
-    if (least)
-        CHECK_SAY(e->dim == least && e->dtype == tile, "%s has dim %d; want %d", e->name, e->dim, least);
-    else
-        CHECK_SAY(e == &attn__cuda_entries[ATTN_ENTRY_fwd_any], "%s instead of fwd_any", e->name);
+    CHECK_SAY(e == want, "%s instead of %s", e->name, want->name);
     CHECK(e->all || !x->all);
     attn_plan_destroy(plan);
 }

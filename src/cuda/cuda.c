@@ -131,7 +131,7 @@ static bool wants_all(const attn_problem *p) {
            p->flashmask_vectors || p->page_size || p->kv_dtype != p->dtype || p->out_dtype != p->dtype;
 }
 
-/* The last row of the table that takes the problem; fwd_any takes them all. */
+/* Of the rows that take the problem that of the least dim, and of several the last; fwd_any, the largest, takes them all. */
 static const attn_kernel *choose(const attn_problem *p, const attn_gpu *gpu, bool all) {
     const attn_kernel *chosen = &kernels[0];
     int32_t dim = p->dim_qk > p->dim_v ? p->dim_qk : p->dim_v;
@@ -139,7 +139,8 @@ static const attn_kernel *choose(const attn_problem *p, const attn_gpu *gpu, boo
         const attn_cuda_entry *e = kernels[n].impl;
         bool any = e == &attn__cuda_entries[ATTN_ENTRY_fwd_any];
         bool fits = any || (e->dtype == tile_dtype(p) && e->dim >= dim && (e->all || !all));
-        if (kernels[n].op == p->op && fits && runs_on(e, gpu)) chosen = &kernels[n];
+        if (kernels[n].op != p->op || !fits || !runs_on(e, gpu)) continue;
+        if (chosen->op != p->op || e->dim <= ((const attn_cuda_entry *)chosen->impl)->dim) chosen = &kernels[n];
     }
     return chosen;
 }

@@ -91,7 +91,9 @@ def test_info_json_agrees_with_the_text():
     info = json.loads(call("info", "--json").stdout)
     text = call("info").stdout
     assert info["version"] in text and info["cpu"] in text and {"ref", "cpu"} <= set(info["backends"])
-    assert len(info["kernels"]) == len(re.findall(r" (?:yes|no) ", text + " "))
+    assert len(info["kernels"]) == len(re.findall(r" (?:forward|backward|append) .* (?:yes|no) ", text))
+    assert info["cuda"].get("why", "driver for CUDA") in text
+    assert ("cuda" in info["backends"]) == info["cuda"]["usable"]
     for op in ("forward", "backward"):
         assert any(k["op"] == op and k["backend"] == "cpu" and k["available"] for k in info["kernels"])
 
