@@ -85,11 +85,27 @@ ATTN_API int attn_version(void);
 /* ---- context ------------------------------------------------------------------------------------------------------ */
 
 typedef enum attn_backend_id {
-    ATTN_BACKEND_AUTO = 0, /* the fastest that is there */
+    ATTN_BACKEND_AUTO = 0, /* the fastest for data in host memory: cpu */
     ATTN_BACKEND_REF = 1,  /* the naive algorithm in double, one thread: the oracle of every test */
     ATTN_BACKEND_CPU = 2,  /* tiles, threads, SIMD */
-    ATTN_BACKEND_CUDA = 3
+    ATTN_BACKEND_CUDA = 3  /* NVIDIA GPUs from sm_80 on; data in their memory */
 } attn_backend_id;
+
+/*
+ * The cuda backend. The library loads the CUDA driver (libcuda.so.1, for CUDA 12.0 or newer; ATTN_CUDA_DRIVER may name another
+ * file by its absolute path) when its first context is made, and links nothing. A context serves all GPUs of the process: a call
+ * runs on the device of its tensors, which must all be of that one device, or pinned or managed host memory; anything else is
+ * refused by name before the call does anything. `stream` is a CUstream, or NULL for the default stream; the CUDA context is the
+ * stream's, for NULL the one that is current, if it belongs to the device, and otherwise the device's primary context.
+ *
+ * attn_plan_create loads the kernels. attn_run neither allocates nor waits nor reads device memory, so it can be captured into a
+ * CUDA graph, and lengths may change between replays; make the plan while a CUDA context of the device is current, so that the
+ * kernels are there when the capture begins. attn_merge and attn_rotary load theirs in their first call. A workspace is device
+ * memory; the one-shot calls take it from the stream (cuMemAllocAsync) and give it back to the stream.
+ *
+ * Calls return when the work is queued. What a kernel meets (a fault of the device) shows in a later call as ATTN_DEVICE; see
+ * attn_device_status for values out of range. Backward is not there yet: ATTN_UNSUPPORTED. After fork a child cannot use CUDA.
+ */
 
 typedef struct attn_context attn_context; /* backend, threads, plan cache */
 
@@ -320,7 +336,7 @@ ATTN_API const char *attn_plan_describe(const attn_plan *plan);
 /* The name of the kernel row, "fwd_avx2_f32" for instance. Lives as long as the library. */
 ATTN_API const char *attn_plan_kernel(const attn_plan *plan);
 
-/* Runs the plan. Checks the buffers first. `stream` is a CUstream for the cuda backend and ignored by the others. */
+/* Runs the plan. Checks the buffers first. `stream` is a CUstream, or NULL, for the cuda backend and ignored by the others. */
 ATTN_API attn_status attn_run(const attn_plan *plan, const attn_buffers *buffers, void *stream);
 
 /*

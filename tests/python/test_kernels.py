@@ -1,0 +1,72 @@
+"""scripts/check_kernels.py: each kind of violation is seen, in made-up logs of the compiler."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+from conftest import ROOT
+
+LINES = [re.match(r"(FWD|PIECE)\(\s*(\w+)\s*,\s*(?:(\w+)\.cu)?", line)
+         for line in (ROOT / "src/cuda/variants.def").read_text().splitlines()]
+ENTRIES = {match[2]: match[3] or match[2] for match in LINES if match}  # entry: its image
+
+
+def log_of(entry, registers=32, shared=0, spills=0, extra=""):
+    return (
+        f"ptxas info    : Compiling entry function '{entry}' for 'sm_80'\n"
+        f"    0 bytes stack frame, {spills} bytes spill stores, 0 bytes spill loads\n"
+        f"ptxas info    : Used {registers} registers, used 1 barriers, {shared} bytes smem, 1240 bytes cmem[0]\n{extra}"
+    )
+
+
+def check(folder, **changed):
+    """Logs of all kernels, those of `append` as given; the exit status and the text."""
+    for image in set(ENTRIES.values()):
+        (folder / f"{image}.fatbin").write_bytes(b"image")
+        (folder / f"{image}.log").write_text(
+            "".join(log_of(e, **(changed if e == "append" else {})) for e, i in ENTRIES.items() if i == image)
+        )
+    return run(folder)
+
+
+def run(folder):
+    done = subprocess.run([sys.executable, ROOT / "scripts/check_kernels.py", folder], capture_output=True, text=True)
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_kernels_within_their_budget_pass(tmp_path):
+    code, text = check(tmp_path)
+    assert code == 0 and f"{len(ENTRIES)} passed" in text
+
+
+@pytest.mark.parametrize(
+    "changed, word",
+    [
+        (dict(registers=256), "registers"),
+        (dict(shared=(99 << 10) + 1), "shared memory"),
+        (dict(spills=4), "spills"),
+        (dict(extra="wgmma.mma_async instructions are serialized due to ...\n"), "serialized"),
+        (dict(extra="append.cu(3): warning #177-D: declared but never referenced\n"), "warning"),
+    ],
+)
+def test_violations_are_seen(tmp_path, changed, word):
+    code, text = check(tmp_path, **changed)
+    assert code == 1 and word in "\n".join(line for line in text.splitlines() if line.startswith("append")), text
+    assert text.endswith("1 failed\n")
+
+
+def test_a_missing_kernel_is_seen(tmp_path):
+    check(tmp_path)
+    (tmp_path / "append.log").write_text("")
+    assert run(tmp_path)[0] == 1
+    (tmp_path / "append.log").unlink()
+    code, text = run(tmp_path)
+    assert code == 1 and "missing" in text
+
+
+def test_images_that_are_too_large_together_are_seen(tmp_path):
+    check(tmp_path)
+    (tmp_path / "append.fatbin").write_bytes(b"x" * (15 << 20))
+    assert run(tmp_path)[0] == 1
