@@ -70,6 +70,9 @@ stage "attn check, $check_cases random cases" build/attn check --backend cpu --c
 for isa in $(build/attn info | sed -n 's/^cpu .*fwd_\(.*\)_f32 .* yes .*/\1/p' | sed '$d'); do
     stage "attn check, $isa kernels" env ATTN_CPU="$isa" build/attn check --backend cpu --cases $((check_cases / 4)) --seed 2
 done
+# The way that a GPU run takes, on a machine that may have none: arrays are copied to where the backend works, and back.
+stage "tests on copies" env ATTN_TEST_BACKEND=copies build/attn-tests c1_ c2_ c4_ c5_
+stage "attn check on copies" build/attn check --backend cpu --copies --cases $((check_cases / 20)) --seed 3
 stage "attn check, accuracy at 4096 x 4096 x 128" build/attn check --backend cpu --bars
 if grep -q '^ATTN_NVCC:.*NOTFOUND' build/CMakeCache.txt; then
     skip "GPU kernels: registers, shared memory, spills" "nvcc is missing"

@@ -8,6 +8,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "device.h"
 #include "internal.h"
 #include "numeric.h"
 #include "schedule.h"
@@ -251,7 +252,62 @@ attn_buffers rig_backward_buffers(const rig *r) {
     return f;
 }
 
-static attn_status run_op(const rig *r, attn_context *context, attn_op op, attn_buffers f) {
+/* Small arrays that tests write down themselves, and how many elements of four bytes they have. */
+static bool mirror_own(mirror *m, const rig *r, const attn_buffers *f) {
+    const attn_problem *p = &r->full;
+    int64_t batch = p->batch, slots = p->flags & ATTN_BATCH_INDEX ? p->cache_batch : batch;
+    int64_t descales = (batch - 1) * f->descale_stride[0] + (p->heads_kv - 1) * f->descale_stride[1] + 1;
+    const struct {
+        const void *data;
+        int64_t count;
+    } own[] = {{f->cu_q, batch + 1},
+               {f->cu_kv, batch + 1},
+               {f->cu_new, batch + 1},
+               {f->used_q, batch},
+               {f->used_kv, batch},
+               {f->leftpad, batch},
+               {f->batch_index, batch},
+               {f->rotary_pos, batch},
+               {f->page_table, p->page_size ? slots * attn__pages_per_slot(p, f) : 0},
+               {f->flashmask, batch * p->flashmask_heads * p->max_kv * p->flashmask_vectors},
+               {f->alibi, (batch - 1) * f->alibi_stride + p->heads_q},
+               {f->sink, p->heads_q},
+               {f->q_descale, descales},
+               {f->k_descale, descales},
+               {f->v_descale, descales}};
+    for (size_t n = 0; n < sizeof own / sizeof *own; n++) {
+        bool known = !own[n].data;
+        for (int i = 0; i < m->count; i++) known = known || m->block[i].host == own[n].data;
+        if (known) continue;
+        if (!mirror_add(m, "array", own[n].data, (size_t)own[n].count * 4, 0, 0)) return false;
+        m->block[m->count - 1].input = true;
+    }
+    return true;
+}
+
+/* Calls the library on the rig's memory, or on copies where the context's backend wants them; plan NULL: a one-shot call. */
+static attn_status call_there(const rig *r, attn_context *context, const attn_plan *plan, const attn_problem *p,
+                              const attn_buffers *f) {
+    mirror m = {.d = test_device(context)};
+    attn_status status = ATTN_NO_MEMORY;
+    bool works = m.d != NULL;
+    for (int n = 0; n < r->blocks && works; n++) works = mirror_add(&m, "block", r->block[n].data, r->block[n].bytes, 0, 0);
+    if (works && f->workspace) works = mirror_add(&m, "workspace", f->workspace, f->workspace_size, 0, 0);
+    if (works && mirror_own(&m, r, f) && mirror_upload(&m)) {
+        attn_buffers there = mirror_buffers(&m, f);
+        void *stream = device_stream(m.d, 0);
+        status = plan                     ? attn_run(plan, &there, stream)
+                 : p->op == ATTN_FORWARD  ? attn_forward(context, p, &there, stream)
+                 : p->op == ATTN_BACKWARD ? attn_backward(context, p, &there, stream)
+                                          : attn_kv_append(context, p, &there, stream);
+        works = device_wait(m.d) && mirror_download(&m);
+        if (status == ATTN_OK) status = works ? attn_device_status(context) : ATTN_DEVICE;
+    }
+    if (m.d) mirror_free(&m);
+    return status;
+}
+
+attn_status rig_run_op(const rig *r, attn_context *context, attn_op op, attn_buffers f) {
     attn_problem p = r->p;
     p.op = op;
     attn_plan *plan;
@@ -260,27 +316,48 @@ static attn_status run_op(const rig *r, attn_context *context, attn_op op, attn_
     f.workspace_size = attn_plan_workspace(plan);
     f.workspace = aligned_alloc(64, (f.workspace_size + 63) / 64 * 64 + 64);
     if (f.workspace) memset(f.workspace, r->clean_workspace ? 0 : 0xFF, f.workspace_size);
-    status = f.workspace ? attn_run(plan, &f, NULL) : ATTN_NO_MEMORY;
+    status = f.workspace ? call_there(r, context, plan, &p, &f) : ATTN_NO_MEMORY;
     free(f.workspace);
     attn_plan_destroy(plan);
     return status;
 }
 
 attn_status rig_run(rig *r, attn_context *context) {
-    if (r->p.op == ATTN_BACKWARD) return run_op(r, context, ATTN_BACKWARD, rig_backward_buffers(r));
-    attn_status status = run_op(r, context, r->p.op, rig_forward_buffers(r));
-    return status == ATTN_OK && r->backward ? run_op(r, context, ATTN_BACKWARD, rig_backward_buffers(r)) : status;
+    if (r->p.op == ATTN_BACKWARD) return rig_run_op(r, context, ATTN_BACKWARD, rig_backward_buffers(r));
+    attn_status status = rig_run_op(r, context, r->p.op, rig_forward_buffers(r));
+    r->backward = r->backward && test_has_backward(context);
+    return status == ATTN_OK && r->backward ? rig_run_op(r, context, ATTN_BACKWARD, rig_backward_buffers(r)) : status;
 }
 
 attn_status rig_call(rig *r, attn_context *context) {
     attn_buffers forward = rig_forward_buffers(r), backward = rig_backward_buffers(r);
-    if (r->p.op == ATTN_KV_APPEND) return attn_kv_append(context, &r->p, &forward, NULL);
-    if (r->p.op == ATTN_BACKWARD) return attn_backward(context, &r->p, &backward, NULL);
-    attn_status status = attn_forward(context, &r->p, &forward, NULL);
+    if (r->p.op != ATTN_FORWARD)
+        return call_there(r, context, NULL, &r->p, r->p.op == ATTN_BACKWARD ? &backward : &forward);
+    attn_status status = call_there(r, context, NULL, &r->p, &forward);
+    r->backward = r->backward && test_has_backward(context);
     if (status != ATTN_OK || !r->backward) return status;
     attn_problem p = r->p;
     p.op = ATTN_BACKWARD;
-    return attn_backward(context, &p, &backward, NULL);
+    return call_there(r, context, NULL, &p, &backward);
+}
+
+/* ---- where ---- */
+
+bool on_host(void) { return !getenv("ATTN_TEST_BACKEND"); }
+
+/* Is the context one that works on copies? */
+static bool wants_copies(const attn_context *context) {
+    const char *wish = getenv("ATTN_TEST_BACKEND"), *backend = attn_context_backend(context);
+    return strcmp(backend, "cuda") == 0 || (wish && strcmp(wish, "copies") == 0 && strcmp(backend, "cpu") == 0);
+}
+
+bool test_has_backward(const attn_context *context) { return !wants_copies(context); }
+
+device *test_device(const attn_context *context) {
+    static device *direct, *other; /* for the life of the process */
+    device **d = wants_copies(context) ? &other : &direct;
+    if (!*d) *d = device_open(context, wants_copies(context));
+    return *d;
 }
 
 /* ---- access ---- */
@@ -368,11 +445,20 @@ void rig_copy(rig *to, int32_t to_b, const rig *from, int32_t from_b) {
     copy_matrix(to, to_b, from, from_b, rows, keys);
 }
 
+/* Is block n a result of what was run? */
+static bool is_result(const rig *r, int n) {
+    const attn_buffers *f = &r->f;
+    const void *gradients[] = {f->d_q.data, f->d_k.data, f->d_v.data, f->d_bias.data, f->d_sink}, *data = r->block[n].data;
+    bool gradient = false;
+    for (int i = 0; i < 5; i++) gradient = gradient || gradients[i] == data;
+    return r->block[n].kind != RIG_INPUT && (!gradient || r->backward || r->p.op == ATTN_BACKWARD);
+}
+
 bool rig_same(const rig *a, const rig *b) {
     int i = 0, j = 0;
     for (;;) {
-        while (i < a->blocks && a->block[i].kind == RIG_INPUT) i++;
-        while (j < b->blocks && b->block[j].kind == RIG_INPUT) j++;
+        while (i < a->blocks && !is_result(a, i)) i++;
+        while (j < b->blocks && !is_result(b, j)) j++;
         if (i == a->blocks || j == b->blocks) return i == a->blocks && j == b->blocks;
         if (a->block[i].bytes != b->block[j].bytes || memcmp(a->block[i].data, b->block[j].data, a->block[i].bytes) != 0)
             return false;

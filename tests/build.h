@@ -65,8 +65,18 @@ void rig_reset(rig *r, unsigned char pattern);
 /* Plan and run, with a workspace that is exactly as large as it must be; backward too where the rig says so. */
 attn_status rig_run(rig *r, attn_context *context);
 
+attn_status rig_run_op(const rig *r, attn_context *context, attn_op op, attn_buffers f);
+
 /* The same by the one-shot calls. */
 attn_status rig_call(rig *r, attn_context *context);
+
+/*
+ * ATTN_TEST_BACKEND=cuda in the environment: what each_cpu and each_host run goes to the GPU instead, on copies in its memory,
+ * and forward only. ATTN_TEST_BACKEND=copies: the same with the cpu backend, to see that the tests stand it.
+ */
+bool on_host(void);
+bool test_has_backward(const attn_context *context);     /* a run without one takes .backward from the rig */
+struct device *test_device(const attn_context *context); /* its memory, of device.h; NULL: cannot be had */
 
 /* What forward and backward take of the buffers: gradients do not go into forward, probs not into backward. */
 attn_buffers rig_forward_buffers(const rig *r);
@@ -117,10 +127,10 @@ attn_context *make_cpu_context(const char *isa, int32_t threads);
 /* Checks o, lse and, with backward, d_q, d_k, d_v of all sequences, as far as both have keys, element by element. */
 void rig_check_close(const rig *a, const rig *b, double tolerance);
 
-/* Calls body for ref and cpu, in float with a tolerance of 2e-5 and in double with one of 1e-12. */
+/* Calls body for ref and cpu (or ATTN_TEST_BACKEND), in float with a tolerance of 2e-5 and in double with one of 1e-12. */
 void each_host(void (*body)(attn_context *context, attn_dtype dtype, double tolerance));
 
-/* Calls body for every instruction set and every float dtype, on two threads; a failure says which. */
+/* Calls body for every instruction set (or ATTN_TEST_BACKEND) and every float dtype, on two threads; a failure says which. */
 void each_cpu(void (*body)(attn_context *context, attn_dtype dtype));
 
 #endif

@@ -51,26 +51,47 @@ attn_context *make_cpu_context(const char *isa, int32_t threads) {
     return context;
 }
 
-void each_cpu(void (*body)(attn_context *context, attn_dtype dtype)) {
+/* The backend of ATTN_TEST_BACKEND; NULL when it cannot be had. */
+static attn_context *make_tested_context(void) {
+    const char *name = getenv("ATTN_TEST_BACKEND");
+    attn_backend_id id = strcmp(name, "cuda") == 0 ? ATTN_BACKEND_CUDA : ATTN_BACKEND_CPU;
+    if (!CHECK_SAY(id == ATTN_BACKEND_CUDA || strcmp(name, "copies") == 0, "ATTN_TEST_BACKEND=%s: want cuda or copies",
+                   name))
+        return NULL;
+    attn_context *context = make_context(id, 2);
+    CHECK_SAY(context != NULL, "ATTN_TEST_BACKEND=%s: %s", name, attn_error_detail());
+    return context;
+}
+
+static void each_dtype(const char *name, attn_context *context, void (*body)(attn_context *context, attn_dtype dtype)) {
     static const attn_dtype dtypes[] = {ATTN_F32, ATTN_F16, ATTN_BF16, ATTN_F64};
+    for (size_t d = 0; d < sizeof dtypes / sizeof *dtypes && context; d++) {
+        test_context("%s %s", name, attn_dtype_name(dtypes[d]));
+        body(context, dtypes[d]);
+    }
+    test_context(NULL);
+    attn_context_destroy(context);
+}
+
+void each_cpu(void (*body)(attn_context *context, attn_dtype dtype)) {
+    if (!on_host()) {
+        each_dtype(getenv("ATTN_TEST_BACKEND"), make_tested_context(), body);
+        return;
+    }
     CHECK(cpu_isa(0) != NULL);
     const char *isa;
     for (int i = 0; (isa = cpu_isa(i)) != NULL; i++) {
         attn_context *context = make_cpu_context(isa, 2);
         if (!CHECK(context != NULL)) return;
-        for (size_t d = 0; d < sizeof dtypes / sizeof *dtypes; d++) {
-            test_context("%s %s", isa, attn_dtype_name(dtypes[d]));
-            body(context, dtypes[d]);
-        }
-        attn_context_destroy(context);
+        each_dtype(isa, context, body);
         use_isa(NULL);
     }
-    test_context(NULL);
 }
 
 void each_host(void (*body)(attn_context *context, attn_dtype dtype, double tolerance)) {
     for (attn_backend_id backend = ATTN_BACKEND_REF; backend <= ATTN_BACKEND_CPU; backend++) {
-        attn_context *context = make_context(backend, 2);
+        if (!on_host() && backend == ATTN_BACKEND_REF) continue;
+        attn_context *context = on_host() ? make_context(backend, 2) : make_tested_context();
         if (!CHECK(context != NULL)) return;
         test_context("%s f32", attn_context_backend(context));
         body(context, ATTN_F32, 2e-5);

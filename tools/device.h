@@ -55,6 +55,7 @@ typedef struct mirror_block {
     const char *name;
     unsigned char *host;
     size_t bytes, before, after; /* before and after it: bytes of 0xff that must stay so */
+    bool input;                  /* is not copied back: the host's array may be constant */
     unsigned char *memory;       /* the copy with what is around it; NULL: the host memory itself */
 } mirror_block;
 

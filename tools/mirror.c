@@ -11,7 +11,7 @@ bool mirror_add(mirror *m, const char *name, const void *host, size_t bytes, siz
         tool_error(TOOL_RUNTIME, "%s: one array more than the %d that a call can have", name, MIRROR_BLOCKS);
         return false;
     }
-    mirror_block b = {name, (unsigned char *)(uintptr_t)host, bytes, before, after, NULL};
+    mirror_block b = {name, (unsigned char *)(uintptr_t)host, bytes, before, after, false, NULL};
     if (!device_is_direct(m->d)) {
         b.memory = device_alloc(m->d, before + bytes + after);
         if (!b.memory) return false;
@@ -39,7 +39,7 @@ bool mirror_download(mirror *m) {
     bool done = true;
     for (int n = 0; n < m->count && done && !device_is_direct(m->d); n++) {
         const mirror_block *b = &m->block[n];
-        done = device_download(m->d, b->host, b->memory + b->before, b->bytes);
+        if (!b->input) done = device_download(m->d, b->host, b->memory + b->before, b->bytes);
     }
     return done;
 }
