@@ -1,0 +1,470 @@
+"""CUDA tensors: every function against its own results on the CPU, streams, graphs, sizes that overflow 32 bits, errors.
+
+Everything here is skipped where torch sees no GPU or the library was built without GPU kernels.
+"""
+
+import libattn
+import pytest
+import torch
+from libattn import _lib
+from libattn.layers.rotary import apply_rotary_emb, apply_rotary_emb_kv_, apply_rotary_emb_qkv_
+
+
+def why_not():
+    if not torch.cuda.is_available():
+        return "torch sees no GPU here"
+    try:
+        _lib.cuda_context()
+    except NotImplementedError as reason:
+        return str(reason)
+    return None
+
+
+pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+GPU = "cuda"
+# Both sides round results to the dtype; the GPU rounds probabilities to it, too, and float32 takes three TF32 products.
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+DTYPES = list(TOLERANCE)
+
+
+@pytest.fixture(autouse=True)
+def status():
+    """No test leaves a value on the device that had to be brought into range, unless it looks for that itself."""
+    yield
+    torch.cuda.synchronize()
+    libattn.device_status()
+
+
+def ints(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def to_gpu(x):
+    if isinstance(x, torch.Tensor):
+        return x.to(GPU)
+    return type(x)(map(to_gpu, x)) if isinstance(x, (list, tuple)) else x
+
+
+def flat(x):
+    return [y for part in x for y in flat(part)] if isinstance(x, (list, tuple)) else [x]
+
+
+def compare(function, *args, dtype=torch.float32, **options):
+    """The function on the CPU and on the GPU; floating-point arguments are of the dtype unless they are tables."""
+    wanted = function(*args, **options)
+    found = function(*map(to_gpu, args), **{name: to_gpu(x) for name, x in options.items()})
+    for a, b in zip(flat(found), flat(wanted)):
+        assert a.device.type == GPU and a.dtype == b.dtype and a.shape == b.shape
+        close(a, b, dtype)
+    return found
+
+
+def close(found, wanted, dtype):
+    size = TOLERANCE[dtype]
+    torch.testing.assert_close(found.cpu().double(), wanted.double(), rtol=size, atol=size)
+
+
+def normal(*shape, dtype=torch.float32):
+    return torch.randn(*shape).to(dtype)
+
+
+# ---- every function, as on the CPU ----
+
+MASKS = {
+    "full": {},
+    "causal": {"causal": True},
+    "window": {"window_size": (17, 3)},
+    "softcap": {"softcap": 5.0, "causal": True},
+    "scale": {"softmax_scale": -0.3},
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("dim", [8, 40, 64, 96, 128, 192, 256, 320])
+def test_flash_attn_func(dim, mask, dtype):
+    q, k, v = normal(2, 75, 4, dim, dtype=dtype), normal(2, 133, 2, dim, dtype=dtype), normal(2, 133, 2, dim, dtype=dtype)
+    compare(libattn.flash_attn_func, q, k, v, dtype=dtype, **MASKS[mask])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_alibi_bias_sink_and_lse(dtype):
+    q, k, v = (normal(2, 70, 4, 32, dtype=dtype) for _ in range(3))
+    options = {
+        "alibi_slopes": torch.rand(2, 4),
+        "learnable_sink": torch.randn(4),
+        "attn_bias": normal(1, 4, 70, 70, dtype=dtype),
+    }
+    lse = libattn.flash_attn_func(q, k, v, return_attn_probs=True, **options)[1]
+    found = compare(libattn.flash_attn_func, q, k, v, dtype=dtype, return_attn_probs=True, **options)
+    torch.testing.assert_close(found[1].cpu(), lse, rtol=1e-5, atol=1e-5)
+
+
+def test_head_dims_of_their_own():
+    for dim, dim_v in ((192, 128), (64, 128), (576, 512), (17, 5)):
+        compare(libattn.flash_attn_func, normal(1, 40, 2, dim), normal(1, 50, 1, dim), normal(1, 50, 1, dim_v), causal=True)
+
+
+def test_packed_arguments():
+    compare(libattn.flash_attn_qkvpacked_func, normal(2, 33, 3, 4, 32), causal=True)
+    compare(libattn.flash_attn_qkvpacked_func, normal(2, 33, 4 + 2 * 2, 32), num_heads_q=4)
+    compare(libattn.flash_attn_kvpacked_func, normal(2, 9, 4, 32), normal(2, 33, 2, 2, 32))
+    cu, cu_k = ints(0, 4, 9, 9, 30), ints(0, 8, 8, 20, 60)
+    compare(libattn.flash_attn_varlen_qkvpacked_func, normal(30, 3, 2, 32), cu, 21, causal=True)
+    compare(libattn.flash_attn_varlen_kvpacked_func, normal(30, 4, 32), normal(60, 2, 2, 32), cu, cu_k, 21, 40)
+
+
+def test_varlen_used_lengths_and_pages():
+    q, cu = normal(30, 4, 32), ints(0, 4, 9, 9, 30)
+    k, v = normal(60, 2, 32), normal(60, 2, 32)
+    options = {"seqused_q": ints(3, 5, 0, 20), "seqused_k": ints(7, 0, 12, 11), "causal": True}
+    compare(libattn.flash_attn_varlen_func, q, k, v, cu, ints(0, 8, 8, 20, 60), 21, 40, return_attn_probs=True, **options)
+    pages, table = normal(9, 16, 2, 32), torch.randperm(9, dtype=torch.int32)[:8].reshape(4, 2)
+    compare(
+        libattn.flash_attn_varlen_func, q, pages, pages, cu, None, 21, None, page_table=table, seqused_k=ints(7, 0, 32, 11)
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("rows", [1, 5])
+def test_kvcache(rows, paged, dtype):
+    shape = (14, 16, 2, 64) if paged else (4, 112, 2, 64)
+    caches = [normal(*shape, dtype=dtype) for _ in range(2)]
+    others = [x.to(GPU) for x in caches]
+    q, new = normal(2, rows, 4, 64, dtype=dtype), normal(2, 2, rows, 2, 64, dtype=dtype)
+    cos, sin = torch.randn(2, 200, 16).to(dtype).unbind()
+    options = {
+        "cache_seqlens": ints(90, 3),
+        "cache_leftpad": ints(2, 0),
+        "causal": True,
+        "rotary_cos": cos,
+        "rotary_sin": sin,
+    }
+    options["block_table" if paged else "cache_batch_idx"] = (
+        torch.randperm(14, dtype=torch.int32).reshape(2, 7) if paged else ints(3, 1)
+    )
+    call = libattn.flash_attn_with_kvcache
+    wanted = call(q, *caches, *new, return_softmax_lse=True, **options)
+    found = call(q.to(GPU), *others, *new.to(GPU), return_softmax_lse=True, **{n: to_gpu(x) for n, x in options.items()})
+    close(found[0], wanted[0], dtype)
+    torch.testing.assert_close(found[1].cpu(), wanted[1], rtol=1e-5, atol=1e-5)
+    assert all(torch.equal(a.cpu(), b) for a, b in zip(others, caches))  # what is appended is the same bits
+
+
+def test_flashmask_and_sdpa():
+    q, k, v = normal(2, 60, 4, 32), normal(2, 60, 2, 32), normal(2, 60, 2, 32)
+    for vectors, causal in ((1, True), (2, True), (2, False), (4, False)):
+        mask = torch.randint(0, 61, (2, 2, 60, vectors), dtype=torch.int32)
+        compare(libattn.flashmask_attention, q, k, v, mask, causal=causal, return_softmax_lse=True)
+    q, k, v = (normal(2, 4, 33, 16) for _ in range(3))
+    compare(libattn.scaled_dot_product_attention, q, k, v, is_causal=True)
+    compare(libattn.scaled_dot_product_attention, q, k, v, torch.rand(33, 33) > 0.3)
+
+
+def test_eight_bits():
+    q = normal(2, 9, 4, 32, dtype=torch.bfloat16)
+    scale = torch.tensor([[0.5, 2.0], [1.0, 0.25]])
+    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8):
+        k, v = ((8 * torch.randn(2, 40, 2, 32)).round().to(dtype) for _ in range(2))
+        compare(libattn.flash_attn_func, q, k, v, dtype=torch.bfloat16, k_descale=scale, v_descale=scale)
+    eight = normal(2, 33, 4, 64).to(torch.float8_e4m3fn)
+    compare(libattn.flash_attn_func, eight, eight, eight, dtype=torch.bfloat16)
+
+
+def test_combine():
+    o, lse = normal(3, 2, 9, 4, 32), torch.randn(3, 2, 9, 4)
+    lse[1, 0] = -torch.inf
+    compare(libattn.flash_attn_combine, o, lse)
+    compare(libattn.flash_attn_combine, o[:, 0], lse[:, 0], out_dtype=torch.bfloat16, dtype=torch.bfloat16)
+
+
+def test_rotary():
+    x, (cos, sin) = normal(2, 9, 4, 32), torch.randn(2, 40, 12).unbind()
+    for interleaved in (False, True):
+        compare(apply_rotary_emb, x, cos, sin, interleaved, seqlen_offsets=ints(3, 20))
+        compare(apply_rotary_emb, x[0], cos, sin, interleaved, cu_seqlens=ints(0, 4, 9), max_seqlen=5)
+    for function, shape in ((apply_rotary_emb_qkv_, (2, 9, 3, 4, 32)), (apply_rotary_emb_kv_, (2, 9, 2, 4, 32))):
+        host = normal(*shape)
+        there = host.to(GPU)
+        function(host, cos, sin)
+        function(there, cos.to(GPU), sin.to(GPU))
+        assert torch.equal(there.cpu(), host)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_dropout_drops_the_same(dtype):
+    """Seeds come from torch's CPU generator, and what is dropped is a function of the seed alone."""
+    q, k, v = (normal(2, 70, 4, 32, dtype=dtype) for _ in range(3))
+    results = []
+    for where in ("cpu", GPU):
+        torch.manual_seed(7)
+        results.append(libattn.flash_attn_func(*(x.to(where) for x in (q, k, v)), dropout_p=0.3, return_attn_probs=True))
+    signs = [torch.signbit(probs).cpu() for _, _, probs in results]
+    assert torch.equal(*signs) and 0.28 < signs[0].float().mean() < 0.32
+    close(results[1][0], results[0][0], dtype)
+
+
+def test_strided_and_odd_addresses():
+    """Views are read in place, whatever their alignment."""
+    wide = normal(2, 40, 4, 70, dtype=torch.float16).to(GPU)
+    odd = wide[..., 1:65]
+    assert odd.data_ptr() % 4 == 2
+    found = libattn.flash_attn_func(odd, odd, odd, causal=True)
+    wanted = libattn.flash_attn_func(*[odd.contiguous()] * 3, causal=True)
+    assert torch.equal(found, wanted)
+    turned = wide.transpose(1, 2)
+    close(libattn.flash_attn_func(turned, turned, turned), libattn.flash_attn_func(*[turned.cpu()] * 3), torch.float16)
+
+
+def test_nothing_to_do():
+    for shape in ((0, 5, 2, 8), (2, 0, 2, 8)):
+        q = torch.randn(*shape, device=GPU)
+        assert libattn.flash_attn_func(q, q, q).shape == shape
+    assert not libattn.flash_attn_func(torch.randn(2, 5, 2, 8, device=GPU), *torch.randn(2, 2, 0, 2, 8, device=GPU)).any()
+
+
+# ---- streams, graphs, threads ----
+
+
+def test_streams():
+    """Work goes to the current stream and waits for nobody: an input that is made late is still seen."""
+    q, k, v = (torch.randn(1, 512, 8, 64, device=GPU) for _ in range(3))
+    wanted = libattn.flash_attn_func(q, k, v)
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    torch.cuda.synchronize()
+    found = []
+    for stream in streams:
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(20_000_000)
+            late = q.clone()
+            found.append(libattn.flash_attn_func(late, k, v))
+    assert not streams[0].query()  # nothing has waited for it
+    torch.cuda.synchronize()
+    assert all(torch.equal(x, wanted) for x in found)
+
+
+def test_graph_with_lengths_that_change():
+    """One capture, replayed with other lengths and other queries; decode is split over keys."""
+    caches = torch.randn(2, 3, 2000, 2, 64, device=GPU, dtype=torch.bfloat16).unbind()
+    q = torch.randn(3, 1, 8, 64, device=GPU, dtype=torch.bfloat16)
+    lengths = ints(5, 2000, 700).to(GPU)
+
+    def step():
+        return libattn.flash_attn_with_kvcache(q, *caches, cache_seqlens=lengths, return_softmax_lse=True)
+
+    step()  # loads the kernels
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = step()
+    for values in ((5, 2000, 700), (1, 0, 2000), (1999, 513, 512)):
+        lengths.copy_(ints(*values))
+        q.normal_()
+        graph.replay()
+        wanted = step()
+        torch.cuda.synchronize()
+        assert torch.equal(out, wanted[0]) and torch.equal(lse, wanted[1]), values
+        assert (lse == -torch.inf).all(-1).all(-1).tolist() == [n == 0 for n in values]
+
+
+def test_graph_with_append_and_packed_rows():
+    q, new = torch.randn(8, 4, 64, device=GPU), torch.randn(2, 8, 4, 64, device=GPU)
+    caches, used, cu = torch.zeros(2, 2, 64, 4, 64, device=GPU), ints(0, 9).to(GPU), ints(0, 3, 8).to(GPU)
+    options = {"cache_seqlens": used, "cu_seqlens_q": cu, "cu_seqlens_k_new": cu, "max_seqlen_q": 8, "causal": True}
+
+    def step(caches):
+        return libattn.flash_attn_with_kvcache(q, *caches, *new, **options)
+
+    step(caches.clone())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step(caches)
+    for lengths, starts in (((0, 9), (0, 3, 8)), ((40, 1), (0, 8, 8)), ((2, 56), (0, 1, 8))):
+        used.copy_(ints(*lengths))
+        cu.copy_(ints(*starts))
+        caches.normal_()
+        others = caches.clone()
+        graph.replay()
+        assert torch.equal(out, step(others)) and torch.equal(caches, others)
+
+
+def test_the_same_bits():
+    """Again, alone, and in a batch."""
+    q, k, v = (torch.randn(5, 200, 4, 64, device=GPU, dtype=torch.bfloat16) for _ in range(3))
+    wanted = libattn.flash_attn_func(q, k, v, causal=True)
+    for b in range(5):
+        alone = libattn.flash_attn_func(q[b : b + 1], k[b : b + 1], v[b : b + 1], causal=True)
+        assert torch.equal(alone[0], wanted[b])
+    assert all(torch.equal(libattn.flash_attn_func(q, k, v, causal=True), wanted) for _ in range(20))
+
+
+def test_threads():
+    from concurrent.futures import ThreadPoolExecutor
+
+    inputs = [[torch.randn(1, 133, 2, 64, device=GPU) for _ in range(3)] for _ in range(16)]
+    wanted = [libattn.flash_attn_func(*x) for x in inputs]
+    torch.cuda.synchronize()
+
+    def call(x):
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            out = libattn.flash_attn_func(*x)
+        stream.synchronize()
+        return out
+
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(call, inputs))
+    assert all(map(torch.equal, found, wanted))
+
+
+def test_compile():
+    q, k, v = (torch.randn(2, 33, 4, 64, device=GPU) for _ in range(3))
+
+    def step(q, k, v):
+        return libattn.flash_attn_func(q * 2, k, v, causal=True) + 1
+
+    assert torch.equal(torch.compile(step, fullgraph=True, backend="aot_eager")(q, k, v), step(q, k, v))
+
+
+def test_autocast():
+    q, k, v = (torch.randn(2, 33, 4, 64, device=GPU) for _ in range(3))
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        out = libattn.flash_attn_func(q, k, v)
+    assert torch.equal(out, libattn.flash_attn_func(q.bfloat16(), k.bfloat16(), v.bfloat16()))
+
+
+# ---- sizes ----
+
+
+def reference(q, k, v):
+    """Attention in float32 of one (rows, dim) head."""
+    scores = (q.double() @ k.double().T) / q.shape[-1] ** 0.5
+    return scores.softmax(-1) @ v.double()
+
+
+def needs_memory(gib):
+    free = torch.cuda.mem_get_info()[0] / 2**30 if why_not() is None else 0
+    if free < gib:
+        pytest.skip(f"{gib} GiB of GPU memory are wanted, {free:.0f} are free")
+
+
+def test_more_than_two_billion_elements():
+    """The last rows and heads of tensors whose offsets do not fit into 31 bits."""
+    needs_memory(24)
+    rows, heads, dim = 2**31 // (64 * 128) + 5, 64, 128
+    q = torch.zeros(1, rows, heads, dim, device=GPU, dtype=torch.bfloat16)
+    k = torch.randn(1, 70, heads, dim, device=GPU, dtype=torch.bfloat16)
+    v = torch.randn(1, 70, heads, dim, device=GPU, dtype=torch.bfloat16)
+    assert q.numel() > 2**31
+    q[0, -300:] = torch.randn(300, heads, dim, device=GPU)
+    out = libattn.flash_attn_func(q, k, v)
+    close(out[0, 5, 3], v[0, :, 3].double().mean(0).cpu(), torch.bfloat16)
+    for row, h in ((-300, 0), (-1, 63), (-77, 31)):
+        close(out[0, row, h], reference(q[0, row, h][None], k[0, :, h], v[0, :, h])[0].cpu(), torch.bfloat16)
+    # And the other way round: keys and values of that size.
+    del out
+    few = torch.randn(1, 20, heads, dim, device=GPU, dtype=torch.bfloat16)
+    out = libattn.flash_attn_func(few, q, q)
+    for row, h in ((0, 0), (19, 63)):
+        close(out[0, row, h], reference(few[0, row, h][None], q[0, :, h], q[0, :, h])[0].cpu(), torch.bfloat16)
+
+
+def test_seventy_thousand_batches():
+    q, k, v = (torch.randn(70001, 3, 2, 32, device=GPU, dtype=torch.float16) for _ in range(3))
+    out = libattn.flash_attn_func(q, k, v)
+    scores = torch.einsum("bihd,bjhd->bhij", q.float(), k.float()) / 32**0.5
+    wanted = torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), v.float())
+    torch.testing.assert_close(out.float(), wanted, rtol=4e-3, atol=4e-3)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_every_length_to_300(causal):
+    """Sequences of 1, 2, ... 300 rows and as many keys in one packed batch."""
+    lengths = torch.arange(1, 301)
+    cu = torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)]).to(torch.int32)
+    q, k, v = (normal(int(cu[-1]), 2, 64, dtype=torch.bfloat16) for _ in range(3))
+    compare(libattn.flash_attn_varlen_func, q, k, v, cu, cu, 300, 300, causal=causal, dtype=torch.bfloat16)
+    one = torch.arange(301, dtype=torch.int32)  # one row each: decode
+    compare(libattn.flash_attn_varlen_func, q[:300], k, v, one, cu, 1, 300, causal=causal, dtype=torch.bfloat16)
+
+
+# ---- what is refused ----
+
+
+def test_backward_is_refused_in_the_words_of_the_library():
+    q = torch.randn(1, 9, 2, 32, device=GPU, requires_grad=True)
+    out = libattn.flash_attn_func(q, q, q)
+    with pytest.raises(NotImplementedError, match="backward"):
+        out.sum().backward()
+
+
+def test_mixed_devices_are_refused():
+    q = torch.randn(1, 9, 2, 32)
+    with pytest.raises(ValueError, match="one device"):
+        libattn.flash_attn_func(q.to(GPU), q, q)
+    with pytest.raises(ValueError, match="one device"):
+        libattn.flash_attn_func(*[q.to(GPU)] * 3, alibi_slopes=torch.rand(2))
+
+
+def test_host_pointers_are_refused():
+    """By the C library itself, for whoever calls it without torch."""
+    q = torch.randn(1, 9, 2, 32)
+    there = q.to(GPU)
+    from libattn import _core, _torch
+
+    call = _core.Call(_torch, _lib.FORWARD, there, there, there, _core.Options())
+    call.buffers.o, call.buffers.k = _core.tensor(_torch.view(torch.empty_like(there))), _core.tensor(_torch.view(q))
+    with pytest.raises(ValueError, match="k"):
+        call.run(_lib.library.attn_forward)
+
+
+def test_two_devices():
+    if torch.cuda.device_count() < 2:
+        pytest.skip("there is one GPU here")
+    q = torch.randn(1, 40, 2, 64)
+    wanted = libattn.flash_attn_func(*[q.to("cuda:0")] * 3)
+    there = libattn.flash_attn_func(*[q.to("cuda:1")] * 3)  # while cuda:0 is the current device
+    assert there.device.index == 1
+    close(there, wanted.cpu(), torch.float32)
+    with pytest.raises(ValueError, match="one device"):
+        libattn.flash_attn_func(q.to("cuda:0"), q.to("cuda:1"), q.to("cuda:1"))
+
+
+def test_bad_lengths_are_noted():
+    q, cache = torch.randn(2, 1, 2, 32, device=GPU), torch.randn(2, 64, 2, 32, device=GPU)
+    out = libattn.flash_attn_with_kvcache(q, cache, cache, cache_seqlens=ints(64, 65).to(GPU))
+    torch.cuda.synchronize()
+    with pytest.raises(ValueError, match=r"used_kv\[1\]"):
+        libattn.device_status()
+    libattn.device_status()  # said once
+    assert torch.equal(out, libattn.flash_attn_with_kvcache(q, cache, cache, cache_seqlens=64))
+
+
+# ---- transformers ----
+
+
+def test_generate():
+    transformers = pytest.importorskip("transformers")
+    import libattn.transformers
+
+    libattn.transformers.register()
+    config = transformers.LlamaConfig(
+        vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=256, pad_token_id=0, bos_token_id=1, eos_token_id=None,
+        initializer_range=0.3,
+    )  # fmt: skip
+    ids = torch.randint(2, 97, (3, 20))
+    mask = torch.ones_like(ids)
+    mask[1, :5] = mask[2, :11] = 0
+    batch = {"input_ids": (ids * mask).to(GPU), "attention_mask": mask.to(GPU)}
+    tokens, state = [], None
+    for implementation in ("eager", "libattn"):
+        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=implementation)
+        state = state or model.state_dict()
+        model.load_state_dict(state)
+        model.to(GPU).eval()
+        for cache in ("dynamic", "static"):
+            options = {"max_new_tokens": 48, "do_sample": False, "disable_compile": True, "cache_implementation": cache}
+            tokens.append(model.generate(**batch, **options))
+    assert tokens[0].shape == (3, 68) and len(set(tokens[0][:, 20:].flatten().tolist())) > 4
+    assert all(torch.equal(x, tokens[0]) for x in tokens[1:])
