@@ -1,0 +1,154 @@
+#!/bin/bash
+# Everything that wants a GPU, on the machine that has one: builds, then tests and measures. CI has no GPU and runs none of it.
+#
+#   scripts/gpu.sh [-k KERNELS] [-o LOGS] [PART...]
+#
+#   build      the library, the command line and the tests, in build-gpu/
+#   check      attn check against ref, CASES (5000) cases for each of SEEDS ("1 2 3")
+#   bars       the accuracy at 4096 x 4096 x 128
+#   tests      the contract's tests (C1, C2, C4, C5) with every array on the GPU
+#   repeat     the same bits 1000 times, beside other work
+#   sanitize   compute-sanitizer's four tools over 200 small cases each
+#   package    the Python package's tests of CUDA tensors; wants torch and pytest
+#   peers      libattn beside torch's attention; alone on the GPU; wants torch
+#
+# Without parts, all of them. Parts that only test run beside each other. KERNELS is a folder of ready-made fatbins (make
+# kernels, on any machine with nvcc), for one that has no nvcc; the default is build/kernels if it holds any. LOGS (gpu-logs) gets
+# the full output. CMAKE and PYTHON name other programs than cmake and python3. The summary comes last; exit 1: something failed.
+set -u
+cd "$(dirname "$0")/.."
+all="build check bars tests repeat sanitize package peers"
+kernels=${ATTN_CUDA_KERNELS_DIR:-}
+logs=gpu-logs
+while getopts k:o: option; do
+    case $option in
+    k) kernels=$OPTARG ;;
+    o) logs=$OPTARG ;;
+    *)
+        sed -n '2,21s/^# \{0,1\}//p' "$0" >&2
+        exit 2
+        ;;
+    esac
+done
+shift $((OPTIND - 1))
+parts=${*:-$all}
+for part in $parts; do
+    case " $all " in
+    *" $part "*) ;;
+    *)
+        echo "gpu.sh: there is no part $part; there are: $all" >&2
+        exit 2
+        ;;
+    esac
+done
+cmake=${CMAKE:-cmake}
+python=${PYTHON:-python3}
+build=build-gpu
+attn=$build/attn
+mkdir -p "$logs"
+logs=$(cd "$logs" && pwd)
+if [ -z "$kernels" ] && ls build/kernels/*.fatbin >/dev/null 2>&1; then kernels=$PWD/build/kernels; fi
+if [ -n "$kernels" ]; then kernels=$(cd "$kernels" && pwd); fi
+
+wants() { case " $parts " in *" $1 "*) true ;; *) false ;; esac }
+
+# start NAME COMMAND...: in the background, its output in LOGS/NAME.log. finish waits for all and says how they went.
+names=()
+pids=()
+start() {
+    local name=$1
+    shift
+    {
+        local began=$SECONDS code=0
+        "$@" >"$logs/$name.log" 2>&1 || code=$?
+        echo "$code $((SECONDS - began))" >"$logs/$name.end"
+    } &
+    names+=("$name")
+    pids+=($!)
+}
+
+summary=()
+failed=0
+finish() {
+    local n code seconds word
+    for n in "${!names[@]}"; do
+        wait "${pids[$n]}"
+        read -r code seconds <"$logs/${names[$n]}.end"
+        rm -f "$logs/${names[$n]}.end"
+        word=ok
+        if [ "$code" != 0 ]; then
+            word=FAILED
+            failed=$((failed + 1))
+            echo "---- ${names[$n]} failed with status $code; the end of $logs/${names[$n]}.log:"
+            tail -n 30 "$logs/${names[$n]}.log"
+        fi
+        summary+=("$(printf '%-20s %-7s %4d s  %s' "${names[$n]}" $word "$seconds" "$(tail -n 1 "$logs/${names[$n]}.log" | cut -c1-90)")")
+    done
+    names=()
+    pids=()
+}
+
+skip() { summary+=("$(printf '%-20s not run: %s' "$1" "$2")"); }
+
+build_all() {
+    # shellcheck disable=SC2086
+    "$cmake" -S . -B $build -DCMAKE_BUILD_TYPE=Release -DATTN_CUDA=ON ${kernels:+-DATTN_CUDA_KERNELS_DIR="$kernels"} &&
+        "$cmake" --build $build -j "$(nproc)" --target attn_tool attn_shared attn-tests &&
+        $attn info --backend cuda
+}
+
+if wants build; then
+    start build build_all
+    finish
+fi
+[ -x $attn ] || {
+    printf '%s\n' "${summary[@]}"
+    echo "gpu.sh: $attn is not there; the part build makes it"
+    exit 1
+}
+
+if wants check; then
+    for seed in ${SEEDS:-1 2 3}; do
+        start "check-$seed" $attn check --backend cuda --cases "${CASES:-5000}" --seed "$seed"
+    done
+fi
+if wants bars; then start bars $attn check --backend cuda --bars; fi
+if wants tests; then start tests env ATTN_TEST_BACKEND=cuda $build/attn-tests c1_ c2_ c4_ c5_; fi
+if wants repeat; then start repeat $attn check --backend cuda --cases "${REPEAT_CASES:-20}" --repeat 1000 --seed 5; fi
+finish
+
+if wants sanitize; then
+    sanitizer=${SANITIZER:-$(command -v compute-sanitizer || ls /usr/local/cuda*/bin/compute-sanitizer 2>/dev/null | head -n 1)}
+    if [ -n "$sanitizer" ]; then
+        for tool in memcheck racecheck initcheck synccheck; do
+            start "$tool" "$sanitizer" --tool $tool --error-exitcode 9 \
+                $attn check --backend cuda --small --cases "${SANITIZE_CASES:-200}" --seed 7
+        done
+        finish
+    else
+        skip sanitize "compute-sanitizer is not there"
+    fi
+fi
+
+export LIBATTN_LIBRARY=$PWD/$build/libattn.so PYTHONPATH=$PWD/python${PYTHONPATH:+:$PYTHONPATH}
+if wants package; then
+    if "$python" -c 'import torch, pytest' 2>"$logs/package.log"; then
+        start package "$python" -m pytest -q -rs -p no:cacheprovider tests/package/test_cuda.py
+        finish
+    else
+        skip package "$(tail -n 1 "$logs/package.log")"
+    fi
+fi
+if wants peers; then
+    if "$python" -c 'import torch' 2>"$logs/peers.log"; then
+        start peers "$python" bench/peers.py --json "$logs/peers.jsonl"
+        finish
+        cat "$logs/peers.log"
+    else
+        skip peers "$(tail -n 1 "$logs/peers.log")"
+    fi
+fi
+
+echo
+printf '%s\n' "${summary[@]}"
+[ $failed = 0 ]
