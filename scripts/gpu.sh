@@ -14,7 +14,8 @@
 #
 # Without parts, all of them. Parts that only test run beside each other. KERNELS is a folder of ready-made fatbins (make
 # kernels, on any machine with nvcc), for one that has no nvcc; the default is build/kernels if it holds any. LOGS (gpu-logs) gets
-# the full output. CMAKE and PYTHON name other programs than cmake and python3. The summary comes last; exit 1: something failed.
+# the full output. CMAKE and PYTHON name other programs than cmake and python3. The summary comes last; exit 1: something
+# failed or could not be run.
 set -u
 cd "$(dirname "$0")/.."
 all="build check bars tests repeat sanitize package peers"
@@ -25,7 +26,7 @@ while getopts k:o: option; do
     k) kernels=$OPTARG ;;
     o) logs=$OPTARG ;;
     *)
-        sed -n '2,21s/^# \{0,1\}//p' "$0" >&2
+        sed -n '2,22s/^# \{0,1\}//p' "$0" >&2
         exit 2
         ;;
     esac
@@ -88,7 +89,11 @@ finish() {
     pids=()
 }
 
-skip() { summary+=("$(printf '%-20s not run: %s' "$1" "$2")"); }
+missing=0
+skip() {
+    missing=$((missing + 1))
+    summary+=("$(printf '%-20s NOT RUN %s' "$1" "$2")")
+}
 
 build_all() {
     # shellcheck disable=SC2086
@@ -151,4 +156,5 @@ fi
 
 echo
 printf '%s\n' "${summary[@]}"
-[ $failed = 0 ]
+echo "$failed failed, $missing not run"
+[ $failed = 0 ] && [ $missing = 0 ]

@@ -241,7 +241,7 @@ static attn_status time_batch(const attn_plan *plan, const copies *c, device *d,
         works = device_mark(d, n + 1);
     }
     works = device_wait(d) && works;
-    for (int n = 0; n < runs && status == ATTN_OK && works; n++) times[n] = device_between(d, n, n + 1);
+    for (int n = 0; n < runs && status == ATTN_OK && works; n++) works = device_between(d, n, n + 1, &times[n]);
     return status != ATTN_OK || works ? status : ATTN_DEVICE;
 }
 

@@ -167,8 +167,9 @@ bool device_mark(device *d, int index) {
     return true;
 }
 
-double device_between(device *d, int from, int to) {
-    float ms = 0;
-    if (!d->driver) return 1e3 * (d->time[to] - d->time[from]);
-    return DONE(d, cuEventElapsedTime, (&ms, d->event[from], d->event[to])) ? ms : 0;
+bool device_between(device *d, int from, int to, double *ms) {
+    float elapsed = 0;
+    bool known = !d->driver || DONE(d, cuEventElapsedTime, (&elapsed, d->event[from], d->event[to]));
+    *ms = d->driver ? elapsed : 1e3 * (d->time[to] - d->time[from]);
+    return known;
 }

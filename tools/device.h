@@ -45,7 +45,7 @@ bool device_wait(device *d);                     /* until both streams have come
 
 /* Notes the time at which stream 0 gets here; after device_wait the milliseconds between two marks are known. */
 bool device_mark(device *d, int index);
-double device_between(device *d, int from, int to);
+bool device_between(device *d, int from, int to, double *ms);
 
 /* ---- mirrors ---- */
 
