@@ -1,0 +1,123 @@
+/* The threads of a block as fibers; see emulate.h. Fibers are made once and stay; setjmp switches them, without a system call. */
+#define _DEFAULT_SOURCE
+#include "fibers.h"
+
+#include <setjmp.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <ucontext.h>
+
+enum { THREADS = 1024, STACK_BYTES = 128 * 1024 };
+
+enum { READY, AT_WARP_BARRIER, AT_BLOCK_BARRIER, DONE };
+
+typedef struct fiber {
+    ucontext_t start;
+    jmp_buf at;
+    int state, is_started;
+    int phase; /* which half of `exchanged` the next exchange uses: nobody can be two exchanges ahead */
+} fiber;
+
+emulate_index threadIdx, blockIdx, gridDim;
+
+static fiber fibers[THREADS];
+static jmp_buf scheduler;
+static uint64_t exchanged[2][THREADS];
+static void (*body)(const void *args);
+static const void *body_args;
+
+static void fail(const char *what) {
+    fprintf(stderr, "emulated GPU: block %u, thread %u: %s\n", blockIdx.x, threadIdx.x, what);
+    abort();
+}
+
+static void yield(int state) {
+    fiber *f = &fibers[threadIdx.x];
+    f->state = state;
+    if (!_setjmp(f->at)) _longjmp(scheduler, 1);
+}
+
+static void fiber_main(void) {
+    for (;;) {
+        body(body_args);
+        yield(DONE);
+    }
+}
+
+static void start(fiber *f) {
+    f->is_started = 1;
+    if (getcontext(&f->start)) fail("getcontext failed");
+    f->start.uc_stack.ss_sp = malloc(STACK_BYTES);
+    f->start.uc_stack.ss_size = STACK_BYTES;
+    if (!f->start.uc_stack.ss_sp) fail("no memory for a stack");
+    makecontext(&f->start, fiber_main, 0);
+    setcontext(&f->start);
+}
+
+static void resume(unsigned thread) {
+    fiber *f = &fibers[thread];
+    threadIdx.x = thread;
+    if (_setjmp(scheduler)) return;
+    if (f->is_started) _longjmp(f->at, 1);
+    start(f);
+}
+
+void emulate_warp_barrier(void) { yield(AT_WARP_BARRIER); }
+void emulate_block_barrier(void) { yield(AT_BLOCK_BARRIER); }
+
+uint64_t emulate_exchange(uint64_t bits, unsigned lane) {
+    unsigned thread = threadIdx.x;
+    int phase = fibers[thread].phase;
+    exchanged[phase][thread] = bits;
+    fibers[thread].phase = !phase;
+    yield(AT_WARP_BARRIER);
+    return exchanged[phase][thread / 32 * 32 + lane];
+}
+
+/* Lets the threads [first, end) go on if all that still run wait in `state`. Did it? */
+static int release(unsigned first, unsigned end, int state, int all) {
+    unsigned waiting = 0, done = 0;
+    for (unsigned t = first; t < end; t++) {
+        waiting += fibers[t].state == state;
+        done += fibers[t].state == DONE;
+    }
+    if (!waiting || waiting + done < end - first) return 0;
+    threadIdx.x = first;
+    if (all && done) fail("lanes of this warp have left, others exchange");
+    for (unsigned t = first; t < end; t++)
+        if (fibers[t].state == state) fibers[t].state = READY;
+    return 1;
+}
+
+static void run_block(unsigned threads, int reverse) {
+    for (unsigned t = 0; t < threads; t++) fibers[t].state = READY;
+    for (;;) {
+        int moved = 0, done = 1;
+        for (unsigned n = 0; n < threads; n++) {
+            unsigned t = reverse ? threads - 1 - n : n;
+            if (fibers[t].state != READY) continue;
+            resume(t);
+            moved = 1;
+        }
+        for (unsigned t = 0; t < threads; t += 32) moved |= release(t, t + 32, AT_WARP_BARRIER, 1);
+        moved |= release(0, threads, AT_BLOCK_BARRIER, 0);
+        for (unsigned t = 0; t < threads; t++) done &= fibers[t].state == DONE;
+        if (done) return;
+        if (!moved) fail("threads wait for each other at different barriers");
+    }
+}
+
+void emulate_launch(void (*kernel)(const void *args), const void *args, unsigned grid_x, unsigned grid_y,
+                    unsigned threads) {
+    const char *order = getenv("EMULATE_ORDER");
+    int reverse = order && strcmp(order, "reverse") == 0;
+    if (threads % 32 || threads > THREADS) fail("want whole warps, and at most 1024 threads");
+    body = kernel;
+    body_args = args;
+    gridDim.x = grid_x;
+    gridDim.y = grid_y;
+    for (blockIdx.y = 0; blockIdx.y < grid_y; blockIdx.y++)
+        for (blockIdx.x = 0; blockIdx.x < grid_x; blockIdx.x++) run_block(threads, reverse);
+}

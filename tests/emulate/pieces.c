@@ -1,0 +1,231 @@
+/*
+ * What attn check does not look at, on the emulated GPU: that a sequence gives the same bits whether or not the plan may split it
+ * (C5), and that values out of range in device memory are brought into range and reported, and nothing past the end of an
+ * array is touched (C3).
+ */
+#include <limits.h>
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "cuda/driver.h"
+
+enum { MOST_ARRAYS = 64 };
+
+static const attn_driver *driver;
+static attn_context *context;
+static attn_cu_pointer arrays[MOST_ARRAYS];
+static int array_count, passed, failed;
+
+static void must(int ok, const char *what) {
+    if (ok) return;
+    fprintf(stderr, "%s: %s\n", what, attn_error_detail());
+    exit(1);
+}
+
+static void judge(int ok, const char *what) {
+    passed += ok;
+    failed += !ok;
+    if (!ok) printf("FAILED: %s\n", what);
+}
+
+/* An array on the device: a copy, or zeros. */
+static void *put(const void *from, size_t bytes) {
+    attn_cu_pointer memory;
+    must(array_count < MOST_ARRAYS && driver->cuMemAlloc(&memory, bytes ? bytes : 1) == 0, "cuMemAlloc");
+    driver->cuMemsetD8(memory, 0, bytes ? bytes : 1);
+    if (from) driver->cuMemcpyHtoD(memory, from, bytes);
+    arrays[array_count++] = memory;
+    return (void *)(uintptr_t)memory;
+}
+
+static void get(void *to, const void *from, size_t bytes) {
+    driver->cuMemcpyDtoH(to, (attn_cu_pointer)(uintptr_t)from, bytes);
+}
+
+static void free_arrays(void) {
+    while (array_count > 0) driver->cuMemFree(arrays[--array_count]);
+}
+
+/* ---- split or not ---- */
+
+enum { ROWS = 3, HEADS = 4, DIM_QK = 72, DIM_V = 40, OUT_BYTES = ROWS * HEADS * (DIM_V + 1) * 8 };
+
+/* `count` random numbers of the dtype, then NaN up to `room`. */
+static void *put_numbers(bool wide, int64_t count, int64_t room) {
+    size_t size = wide ? sizeof(double) : sizeof(float);
+    void *host = malloc((size_t)room * size);
+    must(host != NULL, "malloc");
+    memset(host, 0xff, (size_t)room * size);
+    for (int64_t n = 0; n < count; n++) {
+        double x = (rand() % 2001 - 1000) / 500.0;
+        if (wide)
+            ((double *)host)[n] = x;
+        else
+            ((float *)host)[n] = (float)x;
+    }
+    void *device = put(host, (size_t)room * size);
+    free(host);
+    return device;
+}
+
+/* o and lse of `used` keys in a cache that has room for max_kv. */
+static void attend(attn_dtype dtype, bool with_sink, int32_t used, int32_t max_kv, char *out) {
+    const float sinks[HEADS] = {0.5f, 3, -INFINITY, 1};
+    bool wide = dtype == ATTN_F64;
+    size_t real = wide ? sizeof(double) : sizeof(float), o_bytes = ROWS * HEADS * DIM_V * real;
+    attn_problem p = {.size = sizeof p, .op = ATTN_FORWARD, .dtype = dtype, .batch = 1, .heads_q = HEADS, .heads_kv = 2};
+    p.dim_qk = DIM_QK;
+    p.dim_v = DIM_V;
+    p.max_q = ROWS;
+    p.max_kv = max_kv;
+    p.dropout = 0.1;
+    p.flags = ATTN_USED_KV | ATTN_CAUSAL | (with_sink ? ATTN_SINK : 0);
+    attn_buffers f = {.size = sizeof f, .seed = 5};
+    srand(7);
+    f.q = attn_dense(put_numbers(wide, ROWS * HEADS * DIM_QK, ROWS * HEADS * DIM_QK), ROWS, HEADS, DIM_QK);
+    f.k = attn_dense(put_numbers(wide, (int64_t)used * 2 * DIM_QK, (int64_t)max_kv * 2 * DIM_QK), max_kv, 2, DIM_QK);
+    f.v = attn_dense(put_numbers(wide, (int64_t)used * 2 * DIM_V, (int64_t)max_kv * 2 * DIM_V), max_kv, 2, DIM_V);
+    f.o = attn_dense(put(NULL, o_bytes), ROWS, HEADS, DIM_V);
+    f.lse = put(NULL, ROWS * HEADS * real);
+    f.used_kv = put(&used, sizeof used);
+    if (with_sink) f.sink = put(sinks, sizeof sinks);
+    must(attn_forward(context, &p, &f, NULL) == ATTN_OK, "attn_forward");
+    memset(out, 0, OUT_BYTES);
+    get(out, f.o.data, o_bytes);
+    get(out + o_bytes, f.lse, ROWS * HEADS * real);
+    free_arrays();
+}
+
+static void test_split(void) {
+    static const int32_t cases[][3] = {
+        {300, 300, 1600}, {700, 700, 5000}, {512, 512, 513}, {513, 513, 4000}, {0, 16, 4000}}; /* keys; room, twice */
+    static char once[OUT_BYTES], again[OUT_BYTES];
+    for (size_t n = 0; n < sizeof cases / sizeof cases[0]; n++) {
+        for (int kind = 0; kind < 4; kind++) {
+            attn_dtype dtype = kind & 1 ? ATTN_F64 : ATTN_F32;
+            attend(dtype, kind & 2, cases[n][0], cases[n][1], once);
+            attend(dtype, kind & 2, cases[n][0], cases[n][2], again);
+            char what[96];
+            snprintf(what, sizeof what, "%d keys, %s, sink %d: room for %d or %d gives the same bits", (int)cases[n][0],
+                     attn_dtype_name(dtype), kind >> 1, (int)cases[n][1], (int)cases[n][2]);
+            judge(memcmp(once, again, OUT_BYTES) == 0, what);
+        }
+    }
+}
+
+/* ---- values out of range ---- */
+
+static int32_t wild(int32_t most) {
+    const int32_t values[] = {INT_MIN, INT_MAX, -1, most + 1, rand()};
+    return rand() % 2 ? values[rand() % 5] : rand() % (most + 1);
+}
+
+static int32_t *put_wild(int64_t count, int32_t most) {
+    int32_t *host = malloc((size_t)count * sizeof *host);
+    must(host != NULL, "malloc");
+    for (int64_t n = 0; n < count; n++) host[n] = wild(most);
+    int32_t *device = put(host, (size_t)count * sizeof *host);
+    free(host);
+    return device;
+}
+
+static attn_tensor put_zeros(int64_t total, int64_t rows, int64_t heads, int64_t dim) {
+    return attn_dense(put(NULL, (size_t)(total * heads * dim) * sizeof(float)), rows, heads, dim);
+}
+
+enum { BATCH = 5, NEW = 6, QUERIES = 9, PAGES = 20, DIM = 8, SLOTS = 6, TOTAL_Q = 30, TOTAL_NEW = 20 };
+
+static attn_problem wild_problem(void) {
+    attn_problem p = {.size = sizeof p, .op = rand() % 5 ? ATTN_FORWARD : ATTN_KV_APPEND, .dtype = ATTN_F32};
+    p.batch = BATCH;
+    p.heads_q = p.op == ATTN_FORWARD ? 2 : 1;
+    p.heads_kv = 1;
+    p.dim_qk = p.dim_v = DIM;
+    p.max_q = QUERIES;
+    p.max_kv = rand() % 3 ? 40 : 1100;
+    p.max_new = NEW;
+    p.rotary_dim = 4;
+    p.rotary_len = rand() % 4 ? 30 : rand() % 2;
+    p.flags = ATTN_USED_KV | ATTN_LEFTPAD | ATTN_APPEND | ATTN_ROTARY;
+    const uint32_t maybe[] = {ATTN_ROTARY_POS, ATTN_VARLEN_NEW, ATTN_VARLEN_Q, ATTN_USED_Q, ATTN_CAUSAL};
+    for (int n = 0; n < (p.op == ATTN_FORWARD ? 5 : 2); n++) p.flags |= rand() % 2 ? maybe[n] : 0;
+    int cache = rand() % 4; /* paged, packed, slots, paged slots */
+    if (cache == 0 || cache == 3) p.page_size = 7;
+    if (cache == 1) p.flags |= ATTN_VARLEN_KV;
+    if (cache >= 2) p.flags |= ATTN_BATCH_INDEX;
+    p.num_pages = p.page_size ? PAGES : 0;
+    p.cache_batch = p.flags & ATTN_BATCH_INDEX ? SLOTS : 0;
+    p.total_q = p.flags & ATTN_VARLEN_Q ? TOTAL_Q : 0;
+    p.total_kv = p.flags & ATTN_VARLEN_KV ? 2 * p.max_kv : 0;
+    p.total_new = p.flags & ATTN_VARLEN_NEW ? TOTAL_NEW : 0;
+    if (p.op == ATTN_FORWARD && rand() % 2) p.flashmask_vectors = p.flags & ATTN_CAUSAL ? 1 : 2;
+    return p;
+}
+
+static attn_buffers wild_buffers(const attn_problem *p) {
+    attn_buffers f = {.size = sizeof f};
+    int32_t slots = p->flags & ATTN_BATCH_INDEX ? SLOTS : BATCH, rows = p->page_size ? p->page_size : p->max_kv;
+    int64_t kv = p->page_size ? PAGES * p->page_size : p->total_kv ? p->total_kv : (int64_t)slots * p->max_kv;
+    int64_t q = p->total_q ? p->total_q : BATCH * QUERIES, fresh = p->total_new ? p->total_new : BATCH * NEW;
+    f.k = put_zeros(kv, rows, 1, DIM);
+    f.v = put_zeros(kv, rows, 1, DIM);
+    f.k_new = put_zeros(fresh, NEW, 1, DIM);
+    f.v_new = put_zeros(fresh, NEW, 1, DIM);
+    f.rotary_cos = put(NULL, (size_t)p->rotary_len * 2 * sizeof(float));
+    f.rotary_sin = put(NULL, (size_t)p->rotary_len * 2 * sizeof(float));
+    f.used_kv = put_wild(BATCH, p->max_kv);
+    f.leftpad = put_wild(BATCH, p->max_kv);
+    if (p->flags & ATTN_ROTARY_POS) f.rotary_pos = put_wild(BATCH, 30);
+    if (p->flags & ATTN_VARLEN_NEW) f.cu_new = put_wild(BATCH + 1, TOTAL_NEW);
+    if (p->flags & ATTN_VARLEN_KV) f.cu_kv = put_wild(BATCH + 1, (int32_t)p->total_kv);
+    if (p->flags & ATTN_BATCH_INDEX) f.batch_index = put_wild(BATCH, SLOTS - 1);
+    if (p->page_size) f.page_table = put_wild(slots * ((p->max_kv + p->page_size - 1) / p->page_size), PAGES - 1);
+    if (p->op != ATTN_FORWARD) return f;
+    f.q = put_zeros(q, QUERIES, 2, DIM);
+    f.o = put_zeros(q, QUERIES, 2, DIM);
+    f.lse = put(NULL, (size_t)q * 2 * sizeof(float));
+    if (p->flags & ATTN_VARLEN_Q) f.cu_q = put_wild(BATCH + 1, TOTAL_Q);
+    if (p->flags & ATTN_USED_Q) f.used_q = put_wild(BATCH, QUERIES);
+    if (p->flashmask_vectors) f.flashmask = put_wild((int64_t)BATCH * p->max_kv * p->flashmask_vectors, QUERIES);
+    if (rand() % 3 == 0) {
+        int64_t m = p->max_kv;
+        f.probs = (attn_matrix){put(NULL, (size_t)(BATCH * 2 * QUERIES * m) * sizeof(float)),
+                                {2 * QUERIES * m, QUERIES * m, m, 1}};
+    }
+    return f;
+}
+
+static void test_wild_values(void) {
+    const int rounds = 150;
+    int reported = 0;
+    for (int seed = 0; seed < rounds; seed++) {
+        srand((unsigned)seed);
+        attn_problem p = wild_problem();
+        attn_buffers f = wild_buffers(&p);
+        attn_status status =
+            p.op == ATTN_FORWARD ? attn_forward(context, &p, &f, NULL) : attn_kv_append(context, &p, &f, NULL);
+        must(status == ATTN_OK, "a run with values out of range");
+        reported += attn_device_status(context) == ATTN_INVALID;
+        judge(attn_device_status(context) == ATTN_OK, "the status word is cleared by reading it");
+        free_arrays();
+    }
+    /* Ten values of which half are wild: a round without any would be a rare one. */
+    judge(reported >= rounds - 5, "values out of range are reported");
+}
+
+int main(void) {
+    attn_config config = {.size = sizeof config, .backend = ATTN_BACKEND_CUDA};
+    const attn_driver_state *state;
+    attn_cu_context current;
+    must(attn_context_create(&context, &config) == ATTN_OK, "attn_context_create");
+    must(attn__driver_open(&state) == ATTN_OK, "attn__driver_open");
+    driver = state->driver;
+    must(driver->cuDevicePrimaryCtxRetain(&current, 0) == 0 && driver->cuCtxPushCurrent(current) == 0, "context");
+    test_split();
+    test_wild_values();
+    attn_context_destroy(context);
+    printf("%d passed, %d failed\n", passed, failed);
+    return failed > 0;
+}
