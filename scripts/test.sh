@@ -79,6 +79,11 @@ if grep -q '^ATTN_NVCC:.*NOTFOUND' build/CMakeCache.txt; then
 else
     stage "GPU kernels: registers, shared memory, spills" scripts/check_kernels.py
 fi
+if [ -e build/kernels/any.fatbin ] && command -v c++ >/dev/null; then
+    stage "CUDA: small kernels on an emulated GPU" tests/emulate/check.sh build
+else
+    skip "CUDA: small kernels on an emulated GPU" "no nvcc, or no C++ compiler"
+fi
 stage "examples" examples/check.sh build
 stage "exported symbols" tests/abi/check.sh build
 stage "installed library, README example" tests/install/check.sh build

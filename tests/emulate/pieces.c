@@ -1,6 +1,6 @@
 /*
  * What attn check does not look at, on the emulated GPU: that a sequence gives the same bits whether or not the plan may split it
- * (C5), and that values out of range in device memory are brought into range and reported, and nothing past the end of an
+ * (C5); merges of more parts than a launch takes; and that values out of range in device memory are brought into range and reported, and nothing past the end of an
  * array is touched (C3).
  */
 #include <limits.h>
@@ -115,6 +115,62 @@ static void test_split(void) {
     }
 }
 
+/* ---- more parts than one launch of merge takes ---- */
+
+enum { PARTS = 101, MERGE_ROWS = 2, MERGE_HEADS = 3, MERGE_DIM = 40, LINES = MERGE_ROWS * MERGE_HEADS };
+
+/* Fills the parts. Every third has no keys, and NaN in o; the largest lse comes late, so that what was before is rescaled. */
+static void make_parts(double (*o)[LINES * MERGE_DIM], double (*lse)[LINES]) {
+    srand(11);
+    for (int part = 0; part < PARTS; part++) {
+        for (int line = 0; line < LINES; line++) {
+            bool is_empty = part % 3 == 1 || line == 4;
+            lse[part][line] = is_empty ? -INFINITY : (part < 70 ? part * 0.1 : 7 - part * 0.01) + rand() % 100 * 0.01;
+            for (int x = 0; x < MERGE_DIM; x++)
+                o[part][line * MERGE_DIM + x] = is_empty ? NAN : (rand() % 2001 - 1000) / 500.0;
+        }
+    }
+}
+
+static void test_merge(void) {
+    static double o[PARTS][LINES * MERGE_DIM], lse[PARTS][LINES];
+    static double want_o[LINES * MERGE_DIM], want_lse[LINES], got_o[LINES * MERGE_DIM], got_lse[LINES];
+    attn_tensor o_parts[PARTS], o_device[PARTS];
+    const void *lse_parts[PARTS], *lse_device[PARTS];
+    attn_config config = {.size = sizeof config, .backend = ATTN_BACKEND_REF};
+    attn_context *ref;
+    must(attn_context_create(&ref, &config) == ATTN_OK, "ref");
+    make_parts(o, lse);
+    const void *all_o = put(o, sizeof o), *all_lse = put(lse, sizeof lse);
+    for (int n = 0; n < PARTS; n++) {
+        o_parts[n] = attn_dense(o[n], MERGE_ROWS, MERGE_HEADS, MERGE_DIM);
+        o_device[n] = attn_dense((double *)all_o + n * LINES * MERGE_DIM, MERGE_ROWS, MERGE_HEADS, MERGE_DIM);
+        lse_parts[n] = lse[n];
+        lse_device[n] = (const double *)all_lse + n * LINES;
+    }
+    attn_merge_args m = {.size = sizeof m, .dtype = ATTN_F64, .parts = PARTS, .batch = 1, .rows = MERGE_ROWS};
+    m.heads = MERGE_HEADS;
+    m.dim = MERGE_DIM;
+    m.o_parts = o_parts;
+    m.lse_parts = lse_parts;
+    m.o = attn_dense(want_o, MERGE_ROWS, MERGE_HEADS, MERGE_DIM);
+    m.lse = want_lse;
+    must(attn_merge(ref, &m, NULL) == ATTN_OK, "attn_merge on ref");
+    m.o_parts = o_device;
+    m.lse_parts = lse_device;
+    m.o.data = put(NULL, sizeof got_o);
+    m.lse = put(NULL, sizeof got_lse);
+    must(attn_merge(context, &m, NULL) == ATTN_OK, "attn_merge");
+    get(got_o, m.o.data, sizeof got_o);
+    get(got_lse, m.lse, sizeof got_lse);
+    bool same = true; /* up to a few roundings of double, at numbers around 1 and 10 */
+    for (int n = 0; n < LINES * MERGE_DIM; n++) same = same && fabs(got_o[n] - want_o[n]) < 1e-13;
+    for (int n = 0; n < LINES; n++) same = same && (got_lse[n] == want_lse[n] || fabs(got_lse[n] - want_lse[n]) < 1e-13);
+    judge(same, "a merge of 101 parts is that of ref");
+    free_arrays();
+    attn_context_destroy(ref);
+}
+
 /* ---- values out of range ---- */
 
 static int32_t wild(int32_t most) {
@@ -224,6 +280,7 @@ int main(void) {
     driver = state->driver;
     must(driver->cuDevicePrimaryCtxRetain(&current, 0) == 0 && driver->cuCtxPushCurrent(current) == 0, "context");
     test_split();
+    test_merge();
     test_wild_values();
     attn_context_destroy(context);
     printf("%d passed, %d failed\n", passed, failed);
