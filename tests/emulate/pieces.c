@@ -126,8 +126,9 @@ static void make_parts(double (*o)[LINES * MERGE_DIM], double (*lse)[LINES]) {
         for (int line = 0; line < LINES; line++) {
             bool is_empty = part % 3 == 1 || line == 4;
             lse[part][line] = is_empty ? -INFINITY : (part < 70 ? part * 0.1 : 7 - part * 0.01) + rand() % 100 * 0.01;
+            int row = line % MERGE_ROWS, head = line / MERGE_ROWS; /* lse is [head][row], o is [row][head] */
             for (int x = 0; x < MERGE_DIM; x++)
-                o[part][line * MERGE_DIM + x] = is_empty ? NAN : (rand() % 2001 - 1000) / 500.0;
+                o[part][(row * MERGE_HEADS + head) * MERGE_DIM + x] = is_empty ? NAN : (rand() % 2001 - 1000) / 500.0;
         }
     }
 }
