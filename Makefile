@@ -5,7 +5,7 @@ JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 
 MAKEFLAGS += --no-print-directory
 
-.PHONY: all demo test install kernels check-kernels fuzz format check-format clean help
+.PHONY: all demo test test-gpu install kernels check-kernels fuzz format check-format clean help
 all:
 	@scripts/setup.sh build
 	@cmake --preset release >/dev/null
@@ -25,6 +25,9 @@ kernels:
 	@cmake --preset release | grep '^-- GPU kernels'
 	@cmake --build --preset release -j $(JOBS) --target attn_kernels
 
+test-gpu:
+	@scripts/gpu.sh
+
 check-kernels: kernels
 	@scripts/check_kernels.py
 
@@ -41,12 +44,13 @@ check-format:
 	@scripts/format.sh
 
 clean:
-	rm -rf build build-asan build-clang build-fuzz build-tsan
+	rm -rf build build-asan build-clang build-fuzz build-gpu build-tsan
 
 help:
 	@echo "make               build the library and the command line in build/"
 	@echo "make demo          build, draw the tiles of an attention problem, measure and check a few more"
 	@echo "make test          everything that is tested: with sanitizers, with clang, fuzzed; less than 15 minutes"
+	@echo "make test-gpu      what wants a GPU; scripts/gpu.sh says what its parts are"
 	@echo "make install       install to PREFIX (now $(PREFIX)); DESTDIR is honoured"
 	@echo "make kernels       compile the GPU kernels only, to build/kernels; make check-kernels holds them to their budget"
 	@echo "make fuzz          each fuzz target for FUZZ_SECONDS (now $(FUZZ_SECONDS))"

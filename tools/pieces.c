@@ -9,7 +9,7 @@
 #include "check.h"
 #include "numeric.h"
 
-enum { MOST_PARTS = 6, MOST_ARRAYS = 2 * MOST_PARTS + 8 };
+enum { MOST_PARTS = 110, MOST_ARRAYS = 8 };
 
 /* Arrays of one call; each is filled with 0xff. */
 typedef struct arrays {
@@ -88,17 +88,21 @@ static void make_merge(merge_case *k, bool small) {
     m->size = sizeof *m;
     m->dtype = draw_dtype(r, true);
     m->out_dtype = m->dtype == ATTN_F64 ? ATTN_F64 : draw_dtype(r, false);
-    m->parts = rng_range(r, 1, MOST_PARTS);
+    bool many = rng_chance(r, 15); /* more than one launch can take */
+    m->parts = many ? rng_range(r, 7, MOST_PARTS) : rng_range(r, 1, 6);
     m->batch = rng_range(r, 1, 3);
-    m->rows = rng_range(r, 1, small ? 9 : 70);
+    m->rows = rng_range(r, 1, small || many ? 9 : 70);
     m->heads = rng_range(r, 1, 4);
-    m->dim = small || rng_chance(r, 90) ? rng_range(r, 1, 130) : 576;
+    m->dim = small || rng_chance(r, 90) ? rng_range(r, 1, many ? 40 : 130) : 576;
     attn_dtype real = m->dtype == ATTN_F64 ? ATTN_F64 : ATTN_F32;
     int64_t count = (int64_t)m->batch * m->heads * m->rows;
+    attn_tensor all = add_tensor(a, m->dtype, (int64_t)m->parts * m->batch, m->rows, m->heads, m->dim);
+    char *all_lse = add_array(a, m->parts * count, attn_dtype_size(real));
     for (int n = 0; n < m->parts; n++) {
         attn_tensor *t = &k->o_parts[n];
-        *t = add_tensor(a, m->dtype, m->batch, m->rows, m->heads, m->dim);
-        void *lse = add_array(a, count, attn_dtype_size(real));
+        *t = all;
+        t->data = (char *)all.data + n * m->batch * all.stride[0] * (int64_t)attn_dtype_size(m->dtype);
+        void *lse = all_lse + n * count * (int64_t)attn_dtype_size(real);
         k->lse_parts[n] = lse;
         for (int64_t at = 0; at < count; at++) { /* a part without keys: -inf, and its o holds NaN */
             int64_t i = at % m->rows, h = at / m->rows % m->heads, b = at / m->rows / m->heads;
