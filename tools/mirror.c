@@ -13,7 +13,7 @@ bool mirror_add(mirror *m, const char *name, const void *host, size_t bytes, siz
     }
     mirror_block b = {name, (unsigned char *)(uintptr_t)host, bytes, before, after, false, NULL};
     if (!device_is_direct(m->d)) {
-        b.memory = device_alloc(m->d, before + bytes + after);
+        b.memory = device_alloc(m->d, before + (bytes ? bytes : 1) + after); /* even nothing has an address there */
         if (!b.memory) return false;
     }
     m->block[m->count++] = b;
