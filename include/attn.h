@@ -417,7 +417,10 @@ typedef struct attn_kernel_info {
     int32_t available;  /* 1: this machine can run it */
 } attn_kernel_info;
 
-/* Row `index` of the kernel table, into the first `size` (sizeof *info) bytes of *info; ATTN_INVALID past its end. */
+/*
+ * Row `index` of the kernel table, into the first `size` (sizeof *info) bytes of *info; ATTN_INVALID past its end. Rows of the
+ * cuda backend load and initialise the CUDA driver, to know whether they are available.
+ */
 ATTN_API attn_status attn_kernel_get(int32_t index, attn_kernel_info *info, size_t size);
 
 /* "x86-64: SSE2 AVX2 FMA ..." of this machine; the same text for the life of the process. */

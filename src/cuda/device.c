@@ -138,14 +138,25 @@ static attn_status make_status(attn_cuda *cuda, int32_t gpu) {
     return ATTN_OK;
 }
 
-/* Brings the kernels into the current context, if that is one of a GPU that runs them. */
-static attn_status preload(attn_cuda *cuda, const int *entries, int count, bool has_current, int32_t gpu) {
-    for (int n = 0; n < count && has_current; n++) {
+/* Brings the kernels into the current context of a GPU, those that run there. */
+static attn_status preload(attn_cuda *cuda, const int *entries, int count, int32_t gpu) {
+    for (int n = 0; n < count; n++) {
         attn_cu_function function;
         if (cuda->ready[entries[n]] & UINT32_C(1) << gpu)
             RETURN_IF_DRIVER(cuda->state->driver, cuKernelGetFunction, (&function, cuda->kernel[entries[n]]));
     }
     return ATTN_OK;
+}
+
+/* The same where no context is current: into the primary one, if we hold it. */
+static attn_status preload_primary(attn_cuda *cuda, const int *entries, int count, int32_t gpu) {
+    const attn_driver *d = cuda->state->driver;
+    attn_cu_context popped;
+    if (!cuda->primary[gpu]) return ATTN_OK;
+    RETURN_IF_DRIVER(d, cuCtxPushCurrent, (cuda->primary[gpu]));
+    attn_status status = preload(cuda, entries, count, gpu);
+    d->cuCtxPopCurrent(&popped);
+    return status;
 }
 
 attn_status attn__cuda_load(attn_cuda *cuda, const int *entries, int count, uint32_t gpus) {
@@ -159,7 +170,8 @@ attn_status attn__cuda_load(attn_cuda *cuda, const int *entries, int count, uint
     attn_status status = ATTN_OK;
     for (int n = 0; n < count && status == ATTN_OK; n++) status = load_entry(cuda, entries[n], gpus);
     if (status == ATTN_OK && !cuda->status) status = make_status(cuda, gpu);
-    if (status == ATTN_OK) status = preload(cuda, entries, count, current != NULL, gpu);
+    if (status == ATTN_OK)
+        status = current ? preload(cuda, entries, count, gpu) : preload_primary(cuda, entries, count, gpu);
     pthread_mutex_unlock(&cuda->mutex);
     return status;
 }
@@ -190,8 +202,11 @@ attn_status attn_device_status(attn_context *context) {
 #undef NAME
     };
     RETURN_IF(!context, ATTN_INVALID, "context=NULL: make one with attn_context_create");
-    if (!context->cuda || !context->cuda->status) return ATTN_OK;
-    uint64_t word = __atomic_exchange_n(context->cuda->status, 0, __ATOMIC_SEQ_CST);
+    attn_cuda *cuda = context->cuda;
+    if (!cuda) return ATTN_OK;
+    pthread_mutex_lock(&cuda->mutex);
+    uint64_t word = cuda->status ? __atomic_exchange_n(cuda->status, 0, __ATOMIC_SEQ_CST) : 0;
+    pthread_mutex_unlock(&cuda->mutex);
     if (!word) return ATTN_OK;
     uint64_t flaw = word >> 32;
     return attn__fail(ATTN_INVALID, "%s[%d]: out of range on the device; it was brought into range",
