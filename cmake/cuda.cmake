@@ -40,6 +40,7 @@ find_program(ATTN_NVCC nvcc HINTS ENV CUDA_HOME ENV CUDA_PATH PATHS ${toolkits} 
     DOC "NVIDIA's compiler, for the GPU kernels")
 
 set(attn_kernels_dir "") # where the fatbins are, or will be; empty: none
+set(attn_kernels none)
 if(NOT ATTN_CUDA MATCHES "^(AUTO|ON|OFF)$")
     message(FATAL_ERROR "ATTN_CUDA=${ATTN_CUDA}: want AUTO, ON or OFF")
 elseif(ATTN_CUDA STREQUAL "OFF")
@@ -51,9 +52,11 @@ elseif(ATTN_CUDA_KERNELS_DIR)
             message(FATAL_ERROR "ATTN_CUDA_KERNELS_DIR=${ATTN_CUDA_KERNELS_DIR}: ${name}.fatbin is not there")
         endif()
     endforeach()
+    set(attn_kernels given)
     message(STATUS "GPU kernels: those in ${attn_kernels_dir}")
 elseif(ATTN_NVCC)
     set(attn_kernels_dir ${PROJECT_SOURCE_DIR}/build/kernels)
+    set(attn_kernels compiled)
     list(LENGTH attn_images count)
     message(STATUS "GPU kernels: ${count} files are compiled with ${ATTN_NVCC}; that takes minutes (ATTN_CUDA=OFF: none)")
 elseif(ATTN_CUDA STREQUAL "ON")
@@ -61,6 +64,8 @@ elseif(ATTN_CUDA STREQUAL "ON")
 else()
     message(STATUS "GPU kernels: none, nvcc is not found")
 endif()
+
+set(ATTN_KERNELS ${attn_kernels} CACHE INTERNAL "none, given or compiled: the scripts ask for it")
 
 # One fatbin. A forward kernel is compiled again when its own line changes, not when others do: NAME.how has that line.
 function(attn_add_kernel name)

@@ -19,7 +19,7 @@ mkdir -p build
 # Where there is nvcc the GPU kernels are compiled first, once, and not in the time that is measured below.
 cmake --preset release >/dev/null
 cmake --build --preset release -j "${JOBS:-2}" --target attn_kernels
-if ! grep -q '^ATTN_NVCC:.*NOTFOUND' build/CMakeCache.txt; then
+if grep -q '^ATTN_KERNELS:.*=compiled' build/CMakeCache.txt; then
     export SKBUILD_CMAKE_DEFINE="ATTN_CUDA_KERNELS_DIR=$root/build/kernels"
 fi
 python3 -m venv "$venv"
