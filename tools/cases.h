@@ -130,6 +130,7 @@ typedef struct check_case {
     long number;
     uint64_t drawn;       /* features that were drawn */
     uint64_t features;    /* those and the ones that they need */
+    const char *kernel;   /* that the backend's plan names; NULL: none */
     bool left_out;        /* would have been a backward case, if the filter let it */
     attn_problem problem; /* every default filled in */
     attn_problem given;   /* the same with defaults left to the library, here and there */

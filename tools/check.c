@@ -24,6 +24,7 @@
 
 enum {
     SHOWN = 10,       /* failures that are described; the rest is counted */
+    KERNELS = 128,    /* that are told apart */
     PIECES_EVERY = 8, /* with so many cases attn_merge and attn_rotary are tested once */
 };
 
@@ -43,6 +44,10 @@ typedef struct coverage {
     uint64_t triples[FEATURES][FEATURES];
     long kinds[3][ATTN_I8 + 1]; /* by operation and dtype */
     long kv_kinds[ATTN_I8 + 1];
+    struct {
+        const char *name;
+        long count;
+    } kernels[KERNELS]; /* as plans name them, in the order in which they came */
 } coverage;
 
 /* ---- one case ---- */
@@ -148,10 +153,11 @@ static void run_again(check_case *c, const contexts *j, int32_t times, verdict *
 }
 
 /* The arithmetic of the kernel that the backend would take. */
-static arithmetic find_arithmetic(const check_case *c, attn_context *tested, verdict *v) {
+static arithmetic find_arithmetic(check_case *c, attn_context *tested, verdict *v) {
     attn_plan *plan;
     attn_status status = attn_plan_create(&plan, tested, &c->given);
-    arithmetic how = arithmetic_of(attn_context_backend(tested), status == ATTN_OK ? attn_plan_kernel(plan) : "");
+    if (status == ATTN_OK) c->kernel = attn_plan_kernel(plan);
+    arithmetic how = arithmetic_of(attn_context_backend(tested), c->kernel ? c->kernel : "");
     refuse(v, attn_context_backend(tested), status);
     attn_plan_destroy(plan);
     return how;
@@ -212,6 +218,12 @@ static void count_coverage(coverage *k, const check_case *c) {
     }
     k->kinds[c->problem.op][c->problem.dtype]++;
     k->kv_kinds[c->problem.kv_dtype]++;
+    for (int n = 0; n < KERNELS && c->kernel; n++) {
+        if (k->kernels[n].name && strcmp(k->kernels[n].name, c->kernel) != 0) continue;
+        k->kernels[n].name = c->kernel;
+        k->kernels[n].count++;
+        break;
+    }
 }
 
 /* How many pairs and triples can be combined at all, and how many of them were. */
@@ -244,6 +256,8 @@ static void print_coverage(const coverage *k) {
         printf("%-15s %8ld %8ld %8ld %8ld\n", attn_dtype_name((attn_dtype)d), k->kinds[ATTN_FORWARD][d],
                k->kinds[ATTN_BACKWARD][d], k->kinds[ATTN_KV_APPEND][d], k->kv_kinds[d]);
     }
+    printf("\n%-31s %8s\n", "kernel", "cases");
+    for (int n = 0; n < KERNELS && k->kernels[n].name; n++) printf("%-31s %8ld\n", k->kernels[n].name, k->kernels[n].count);
 }
 
 static void print_case(const check_case *c, const verdict *v, double ms) {
@@ -369,7 +383,8 @@ static int run_cases(const check_settings *s, const contexts *j) {
     long left_out = 0;
     verdict closest = {.worst_name = "none"};
     long closest_case = 0;
-    printf("backend %s, %d threads, seed %llu\n", backend, attn_context_threads(j->tested), (unsigned long long)s->seed);
+    printf("backend %s, %d threads%s%s, seed %llu\n", backend, attn_context_threads(j->tested),
+           device_is_gpu(j->device) ? ", " : "", device_name(j->device), (unsigned long long)s->seed);
     fflush(stdout);
     bool broken = false;
     for (long n = first; n < end && !broken; n++) {
