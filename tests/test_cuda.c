@@ -119,6 +119,21 @@ TEST(cuda_that_cannot_serve_says_why) {
     stub_stop();
 }
 
+/* The library has all images or none, and each begins as a fatbin does. */
+TEST(cuda_images_are_all_there_or_none) {
+    bool any = attn__cuda_image(NULL) != NULL;
+    for (int n = 0; n < ATTN_ENTRIES; n++) {
+        const attn_cuda_entry *e = &attn__cuda_entries[n];
+        const void *image = attn__cuda_image(e->file);
+        uint32_t magic = 0;
+        CHECK_SAY((image != NULL) == any, "%s of %s", e->name, e->file);
+        if (image) memcpy(&magic, image, sizeof magic);
+        CHECK_SAY(!image || magic == 0xba55ed50, "%s begins with %08x", e->file, (unsigned)magic);
+        CHECK((uintptr_t)image % 64 == 0);
+    }
+    CHECK(attn__cuda_image("nothing.cu") == NULL);
+}
+
 TEST(cuda_has_no_backward_yet) {
     stub_start();
     attn_context *context = cuda_context();
