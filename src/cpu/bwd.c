@@ -23,8 +23,7 @@ typedef struct scratch {
     real *k, *v;           /* [cols][dim_qk], [cols][dim_v] */
     real *p, *d_s, *slope; /* [cols][width] */
     real *d_a, *d_b;       /* gradients: d_q or d_k [64][dim_qk]; d_v [cols][dim_v] */
-    real *lse, *lse_rest;  /* [width], base 2, and what rounding it to real has cut off */
-    real *delta;           /* [width] */
+    real *lse, *delta;     /* [width] */
     real *guard, *row;
     double *sum; /* a tile of d_bias */
 } scratch;
@@ -43,10 +42,11 @@ static int64_t lay_out(scratch *m, char *at, const attn_problem *p) {
         real **field;
         int64_t count;
     } fields[] = {
-        {&m->q, qk * TILE},   {&m->q_t, qk * TILE}, {&m->d_o, v * TILE},      {&m->d_o_t, v * TILE},
-        {&m->k, qk * TILE},   {&m->v, v * TILE},    {&m->p, SCORES},          {&m->d_s, SCORES},
-        {&m->slope, SCORES},  {&m->d_a, qk * TILE}, {&m->d_b, v * TILE},      {&m->lse, TILE},
-        {&m->lse_rest, TILE}, {&m->delta, TILE},    {&m->guard, most * TILE}, {&m->row, 2 * most + TILE},
+        {&m->q, qk * TILE},    {&m->q_t, qk * TILE},     {&m->d_o, v * TILE},
+        {&m->d_o_t, v * TILE}, {&m->k, qk * TILE},       {&m->v, v * TILE},
+        {&m->p, SCORES},       {&m->d_s, SCORES},        {&m->slope, SCORES},
+        {&m->d_a, qk * TILE},  {&m->d_b, v * TILE},      {&m->lse, TILE},
+        {&m->delta, TILE},     {&m->guard, most * TILE}, {&m->row, 2 * most + TILE},
     };
     for (size_t n = 0; n < sizeof fields / sizeof fields[0]; n++) {
         if (at) *fields[n].field = (real *)(at + used);
@@ -119,9 +119,7 @@ static void load_rows(const attn_rows *t, scratch *m, bool with_q) {
     REAL(tile_load_rows)(t, m->d_o, m->d_o_t, &t->f->d_o, t->p->out_dtype, t->p->dim_v);
     for (int32_t r = 0; r < t->width; r++) {
         int64_t at = attn__lse_index(t->p, &t->s, t->i[r], t->h[r]);
-        double base2 = lse[at] == (real)-INFINITY ? INFINITY : (double)lse[at] * ATTN_LOG2E; /* no key: p = 0 */
-        m->lse[r] = (real)base2;
-        m->lse_rest[r] = isfinite(base2) ? (real)(base2 - (double)m->lse[r]) : 0;
+        m->lse[r] = lse[at] == (real)-INFINITY ? (real)INFINITY : lse[at]; /* no key: p = 0 */
         m->delta[r] = delta[at];
         if (r >= t->rows || lse[at] != (real)-INFINITY) continue;
         memset(m->d_o + (int64_t)r * t->dim_v, 0, (size_t)t->dim_v * sizeof(real)); /* NaN there must not meet p = 0 (C1) */
@@ -134,7 +132,7 @@ static void gradients(const attn_rows *t, scratch *m, int32_t j0, int32_t keys, 
     const attn_problem *p = t->p;
     real *slope = with_slope && p->softcap > 0 ? m->slope : NULL;
     REAL(tile_scores)(t, m->p, slope, m->q_t, m->k, j0, keys, class, m->row);
-    t->micro->exp(m->p, keys, t->width, m->lse, m->lse_rest);
+    t->micro->exp(m->p, keys, t->width, m->lse);
     REAL(tile_dots)(t, m->d_s, m->v, t->dim_v, m->d_o_t, p->dim_v, keys);
     if (p->dropout > 0) REAL(tile_drop)(t, m->d_s, j0, keys);
     t->micro->d_scores(m->d_s, m->p, slope, keys, t->width, m->delta, (real)(1 / (1 - p->dropout)));

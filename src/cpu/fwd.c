@@ -14,7 +14,7 @@
 /* Running result of a tile's rows. */
 typedef struct state {
     real *o;   /* [rows][dim_v], unnormalised */
-    real *max; /* [width], base 2 */
+    real *max; /* [width] */
     real *sum; /* [width] */
 } state;
 
@@ -74,7 +74,7 @@ static bool is_empty(real max, real sum) { return max == (real)-INFINITY && sum 
 static void fold_row(const attn_rows *t, real *o, real *max, real *sum, const real *o_part, real max_part, real sum_part) {
     if (is_empty(max_part, sum_part)) return;
     real most = *max > max_part ? *max : max_part;
-    real a = (real)exp2(*max - most), b = (real)exp2(max_part - most);
+    real a = (real)exp(*max - most), b = (real)exp(max_part - most);
     for (int32_t x = 0; x < t->dim_v; x++) o[x] = o[x] * a + o_part[x] * b;
     *sum = *sum * a + sum_part * b;
     *max = most;
@@ -118,12 +118,12 @@ static void finish_row(const attn_rows *t, int32_t r, const real *o, real max, r
     } else {
         double total = sum, most = max;
         if (p->flags & ATTN_SINK) {
-            double sink = f->sink[t->h[r]] * ATTN_LOG2E;
+            double sink = f->sink[t->h[r]];
             most = sink > most ? sink : most;
-            total = total * exp2(max - most) + exp2(sink - most);
+            total = total * exp(max - most) + exp(sink - most);
         }
-        factor = exp2(max - most) / total / (1 - p->dropout) * attn__descale(f, f->v_descale, t->s.b, t->kv_head);
-        lse = (most + log2(total)) * ATTN_LN2;
+        factor = exp(max - most) / total / (1 - p->dropout) * attn__descale(f, f->v_descale, t->s.b, t->kv_head);
+        lse = most + log(total);
         t->micro->store(to, p->out_dtype, o, (real)factor, p->dim_v);
     }
     if (f->lse) ((real *)f->lse)[attn__lse_index(p, &t->s, t->i[r], t->h[r])] = (real)lse;

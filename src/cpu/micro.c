@@ -135,67 +135,86 @@ static void micro_store(void *to, attn_dtype dtype, const real *from, real facto
 
 #ifdef ATTN_REAL_F64
 
-INLINE vreal exp2_vector(vreal x) {
+INLINE vreal exp_vector(vreal x) {
     vreal y;
-    for (int i = 0; i < VL; i++) y[i] = exp2(x[i]);
+    for (int i = 0; i < VL; i++) y[i] = exp(x[i]);
     return y;
 }
 
-INLINE vreal tanh_vector(vreal x) {
+INLINE vreal softcap_vector(vreal s, real cap, real inverse) {
     vreal y;
-    for (int i = 0; i < VL; i++) y[i] = tanh(x[i]);
+    (void)inverse;
+    for (int i = 0; i < VL; i++) y[i] = cap * tanh(s[i] / cap);
     return y;
 }
 
 #else
 
 /*
- * 2^x for x <= 126. Adding 1.5 * 2^23 leaves the nearest integer in the low bits; a polynomial of degree 6 (minimax on
- * [-1/2, 1/2], relative error 2e-9) does the rest. Below 2^-126 the result is 0: no subnormals, which are slow. NaN stays
- * NaN (by x - x, which is 0 for every number).
+ * e^x for x <= 87, to within 1.1 units in the last place. x = n ln 2 + f: adding 1.5 * 2^23 leaves the nearest integer n in the
+ * low bits; ln 2 is taken off in two parts, of which the first has so few bits that its product and difference are exact. A
+ * polynomial of degree 6 (minimax on |f| <= ln 2 / 2 among those that begin with 1 + f, relative error 4e-9) does the rest.
+ * Below 2^-126 the result is 0: no subnormals, which are slow. NaN stays NaN (by x - x, which is 0 for every number).
  */
-INLINE vreal exp2_vector(vreal x) {
+INLINE vreal exp_vector(vreal x) {
     const vreal magic = splat(12582912.0f);
-    vreal shifted = x + magic, f = x - (shifted - magic);
-    vreal y = f * 1.53458121613e-4f + 1.33999311772e-3f;
-    y = y * f + 9.61848895633e-3f;
-    y = y * f + 5.55032877711e-2f;
-    y = y * f + 2.40226468906e-1f;
-    y = y * f + 6.93147205737e-1f;
+    vreal shifted = x * 1.44269504089f + magic, n = shifted - magic;
+    vreal f = x - n * 0.693359375f + n * 2.12194440e-4f;
+    vreal y = f * 1.38145986467e-3f + 8.36871687973e-3f;
+    y = y * f + 4.16683880453e-2f;
+    y = y * f + 1.66665206317e-1f;
+    y = y * f + 4.99999934478e-1f;
+    y = y * f + 1.0f;
     y = y * f + 1.0f;
     y = (vreal)((vbits)y + ((vbits)shifted << 23)); /* unsigned: it wraps for what is set to 0 below */
-    return (vreal)(~(vint)(x < splat(-126.0f)) & (vint)(y + (x - x)));
+    return (vreal)(~(vint)(x < splat(-87.336544f)) & (vint)(y + (x - x)));
 }
 
-/* tanh: near 0 an odd polynomial (relative error 5e-9 for x^2 < 0.4), beyond by 1 - 2 / (e^2|x| + 1). */
-INLINE vreal tanh_vector(vreal x) {
+/*
+ * cap * tanh(s / cap). Up to (s / cap)^2 = 0.4 by a polynomial (relative error 5e-9) in such a way that s itself is a term: what
+ * s / cap rounds off then counts for little. Beyond by 1 - 2 / (e^(2 |s / cap|) + 1).
+ */
+INLINE vreal softcap_vector(vreal s, real cap, real inverse) {
     const vint sign_bit = (vint)splat(-0.0f);
-    vint sign = (vint)x & sign_bit;
-    vreal size = (vreal)((vint)x & ~sign_bit), z = x * x;
+    vreal x = s * inverse, size = (vreal)((vint)x & ~sign_bit), z = x * x;
     vreal p = z * -5.66079002105e-3f + 2.06020086685e-2f;
     p = p * z + -5.37292303385e-2f;
     p = p * z + 1.33313289644e-1f;
     p = p * z + -3.33332783156e-1f;
-    vreal near = x + x * z * p;
+    vreal near = s + s * (z * p);
     vreal capped = pick(size > splat(20.0f), splat(20.0f), size);
-    vreal far = 1.0f - 2.0f / (exp2_vector(capped * 2.885390081777927f) + 1.0f);
-    return pick(z < splat(0.4f), near, (vreal)((vint)far | sign));
+    vreal far = cap - 2.0f * cap / (exp_vector(2.0f * capped) + 1.0f);
+    return pick(z < splat(0.4f), near, (vreal)((vint)far | ((vint)x & sign_bit)));
 }
 
 #endif
 
 /* ---- softmax ---- */
 
+/* The largest of `most` and a column of s, in four chains: one would spend its time waiting for itself. */
+INLINE vreal column_max(const real *s, int32_t keys, int32_t width, vreal most) {
+    vreal chain[4] = {most, most, most, most};
+    int32_t j = 0;
+    for (; j + 4 <= keys; j += 4) {
+        UNROLL for (int i = 0; i < 4; i++) chain[i] = larger(load(s + (int64_t)(j + i) * width), chain[i]);
+    }
+    for (; j < keys; j++) chain[0] = larger(load(s + (int64_t)j * width), chain[0]);
+    return larger(larger(chain[0], chain[1]), larger(chain[2], chain[3]));
+}
+
 static void micro_softmax(real *s, int32_t keys, int32_t width, real *max, real *sum, real *alpha) {
     for (int32_t r = 0; r < width; r += VL) {
-        vreal before = load(max + r), most = before, total = (vreal){0};
-        for (int32_t j = 0; j < keys; j++) most = larger(load(s + (int64_t)j * width + r), most);
+        vreal before = load(max + r), most = column_max(s + r, keys, width, before), total = (vreal){0};
         vreal none = splat((real)-INFINITY), base = pick(most == none, (vreal){0}, most);
-        vreal shrink = exp2_vector(before - base);
-        for (int32_t j = 0; j < keys; j++) {
-            vreal p = exp2_vector(load(s + (int64_t)j * width + r) - base);
-            store(s + (int64_t)j * width + r, p);
-            total += p;
+        vreal shrink = exp_vector(before - base);
+        for (int32_t j0 = 0; j0 < keys; j0 += 8) { /* short sums keep the rounding error small */
+            vreal part = (vreal){0};
+            for (int32_t j = j0; j < j0 + 8 && j < keys; j++) {
+                vreal p = exp_vector(load(s + (int64_t)j * width + r) - base);
+                store(s + (int64_t)j * width + r, p);
+                part += p;
+            }
+            total += part;
         }
         store(max + r, most);
         store(alpha + r, shrink);
@@ -203,13 +222,13 @@ static void micro_softmax(real *s, int32_t keys, int32_t width, real *max, real 
     }
 }
 
-static void micro_exp(real *s, int32_t keys, int32_t width, const real *lse, const real *rest) {
+static void micro_exp(real *s, int32_t keys, int32_t width, const real *lse) {
     const vreal none = splat((real)-INFINITY);
     for (int32_t r = 0; r < width; r += VL) {
-        vreal base = load(lse + r), low = load(rest + r);
+        vreal base = load(lse + r);
         for (int32_t j = 0; j < keys; j++) {
             vreal x = load(s + (int64_t)j * width + r);
-            store(s + (int64_t)j * width + r, (vreal)(~(vint)(x == none) & (vint)exp2_vector(x - base - low)));
+            store(s + (int64_t)j * width + r, (vreal)(~(vint)(x == none) & (vint)exp_vector(x - base)));
         }
     }
 }
@@ -217,8 +236,8 @@ static void micro_exp(real *s, int32_t keys, int32_t width, const real *lse, con
 static void micro_softcap(real *s, real *slope, int32_t n, real cap) {
     real inverse = 1 / cap;
     for (int32_t i = 0; i < n; i += VL) {
-        vreal t = tanh_vector(load(s + i) * inverse);
-        store(s + i, t * cap);
+        vreal capped = softcap_vector(load(s + i), cap, inverse), t = capped * inverse;
+        store(s + i, capped);
         if (slope) store(slope + i, (1 - t) * (1 + t));
     }
 }

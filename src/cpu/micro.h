@@ -27,13 +27,13 @@ typedef struct REAL(micro) {
     void (*store)(void *to, attn_dtype dtype, const real *from, real factor, int32_t n);
 
     /*
-     * One step of online softmax over s[keys][width], in base 2: max and sum are updated, alpha = 2^(old max - new max), and s
-     * becomes 2^(s - new max). A column whose scores are all -inf so far keeps max = -inf, sum = 0 and gets s = 0.
+     * One step of online softmax over s[keys][width], max and sum are updated, alpha = e^(old max - new max), and s becomes
+     * e^(s - new max). A column whose scores are all -inf so far keeps max = -inf, sum = 0 and gets s = 0.
      */
     void (*softmax)(real *s, int32_t keys, int32_t width, real *max, real *sum, real *alpha);
 
-    /* s[key][row] = 2^(s - lse[row] - rest[row]); 0 where s = -inf, whatever lse is, and where lse = +inf. */
-    void (*exp)(real *s, int32_t keys, int32_t width, const real *lse, const real *rest);
+    /* s[key][row] = e^(s - lse[row]); 0 where s = -inf, whatever lse is, and where lse = +inf. */
+    void (*exp)(real *s, int32_t keys, int32_t width, const real *lse);
 
     /* s = cap * tanh(s / cap) over n elements; slope, if not NULL, receives the derivative. */
     void (*softcap)(real *s, real *slope, int32_t n, real cap);

@@ -15,7 +15,7 @@ typedef struct job {
 
 /* plan->workspace has room for the forward's scratch; this lays out its own over it. */
 typedef struct scratch {
-    real *q_t, *k, *s, *row, *max, *sum, *alpha; /* max and alpha become lse and what rounding it has cut off */
+    real *q_t, *k, *s, *row, *max, *sum, *alpha; /* alpha becomes 1 / the whole sum */
 } scratch;
 
 static scratch lay_out(real *at, const attn_problem *p) {
@@ -47,7 +47,7 @@ static bool scores(const attn_rows *t, scratch *m, int32_t j0, int32_t keys) {
 }
 
 /* p of key tile j0 into memory; the sign bit says what is dropped. */
-static void write_tile(const job *j, const attn_rows *t, const real *s, int32_t j0, int32_t keys) {
+static void write_tile(const job *j, const attn_rows *t, const scratch *from, int32_t j0, int32_t keys) {
     const attn_matrix *m = &j->f->probs;
     for (int32_t r = 0; r < t->rows; r++) {
         real *row = (real *)m->data + t->s.b * m->stride[0] + t->h[r] * m->stride[1] + t->i[r] * m->stride[2];
@@ -57,23 +57,18 @@ static void write_tile(const job *j, const attn_rows *t, const real *s, int32_t 
             bool allowed = attn__mask_allowed(&t->mask, t->i[r], j0 + col, flash);
             bool dropped = allowed && t->p->dropout > 0 &&
                            attn__dropped(&t->dropout, batch_head, (uint32_t)t->i[r], (uint32_t)(j0 + col));
-            real value = s[(int64_t)col * t->width + r];
+            real value = from->s[(int64_t)col * t->width + r] * from->alpha[r];
             row[(j0 + col) * m->stride[3]] = !allowed ? 0 : dropped ? -value : value;
         }
     }
 }
 
-/* From maximum and sum to lse in base 2; a row without keys gets +inf, which makes every p zero. */
-static void to_lse(const attn_rows *t, scratch *m) {
+/* What e^(s - max) is multiplied with; a row without keys gets 0, as all its p are. */
+static void to_factors(const attn_rows *t, scratch *m) {
     for (int32_t r = 0; r < t->width; r++) {
-        double lse = m->max[r] + log2(m->sum[r]);
-        if (t->p->flags & ATTN_SINK) {
-            double sink = t->f->sink[t->h[r]] * ATTN_LOG2E, most = sink > lse ? sink : lse;
-            lse = most + log2(exp2(lse - most) + exp2(sink - most));
-        }
-        if (m->max[r] == (real)-INFINITY && m->sum[r] == 0) lse = INFINITY;
-        m->max[r] = (real)lse;
-        m->alpha[r] = isfinite(lse) ? (real)(lse - (double)m->max[r]) : 0;
+        double sum = m->sum[r];
+        if (t->p->flags & ATTN_SINK) sum += exp((double)t->f->sink[t->h[r]] - (double)m->max[r]);
+        m->alpha[r] = m->max[r] == (real)-INFINITY && m->sum[r] == 0 ? 0 : (real)(1 / sum);
     }
 }
 
@@ -98,12 +93,12 @@ static void work_tile(void *arg, int64_t index, int32_t slot) {
         int32_t keys = attn__min32(ATTN_TILE_COLS, s.sk - j0);
         if (scores(&t, &m, j0, keys)) t.micro->softmax(m.s, keys, t.width, m.max, m.sum, m.alpha);
     }
-    to_lse(&t, &m);
+    to_factors(&t, &m);
     for (int32_t j0 = 0; j0 < s.sk; j0 += ATTN_TILE_COLS) {
         int32_t keys = attn__min32(ATTN_TILE_COLS, s.sk - j0);
         if (scores(&t, &m, j0, keys)) {
-            t.micro->exp(m.s, keys, t.width, m.max, m.alpha);
-            write_tile(j, &t, m.s, j0, keys);
+            t.micro->exp(m.s, keys, t.width, m.max);
+            write_tile(j, &t, &m, j0, keys);
         } else {
             for (int32_t r = 0; r < t.rows; r++) write_zeros(j, b, t.h[r], t.i[r], j0, j0 + keys);
         }

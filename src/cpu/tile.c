@@ -33,7 +33,7 @@ bool REAL(tile_make)(attn_rows *t, const attn_plan *plan, const attn_buffers *f,
         t->h[r] = h + row / t->count;
         t->i[r] = t->i0 + row % t->count;
         t->slope[r] = 0;
-        if (p->flags & ATTN_ALIBI) t->slope[r] = (real)(f->alibi[unit->b * f->alibi_stride + t->h[r]] * ATTN_LOG2E);
+        if (p->flags & ATTN_ALIBI) t->slope[r] = f->alibi[unit->b * f->alibi_stride + t->h[r]];
     }
     if (p->dropout > 0) t->dropout = attn__philox_make(f->seed, f->offset, p->dropout);
     return true;
@@ -55,7 +55,7 @@ static void load_q_row(const attn_rows *t, real *to, int32_t r) {
 }
 
 void REAL(tile_load_q)(const attn_rows *t, real *q_t, real *scratch) {
-    double factor = t->p->scale * ATTN_LOG2E * attn__descale(t->f, t->f->k_descale, t->s.b, t->kv_head);
+    double factor = t->p->scale * attn__descale(t->f, t->f->k_descale, t->s.b, t->kv_head);
     for (int32_t r = 0; r < t->rows; r++) {
         load_q_row(t, scratch, r);
         for (int32_t x = 0; x < t->p->dim_qk; x++) q_t[(int64_t)x * t->width + r] = (real)(scratch[x] * factor);
@@ -123,7 +123,7 @@ static void add_bias(const attn_rows *t, real *s, int32_t j0, int32_t keys, real
                 t->micro->load(scratch + j, (const char *)m->data + (row + (j0 + j) * m->stride[3]) * size,
                                t->p->bias_dtype, 1);
         }
-        for (int32_t j = first; j < end; j++) s[(int64_t)j * t->width + r] += scratch[j] * (real)ATTN_LOG2E;
+        for (int32_t j = first; j < end; j++) s[(int64_t)j * t->width + r] += scratch[j];
     }
 }
 
@@ -141,7 +141,7 @@ static void apply_mask(const attn_rows *t, real *s, int32_t j0, int32_t keys) {
 }
 
 void REAL(tile_dots)(const attn_rows *t, real *s, const real *x, int64_t ldx, const real *y_t, int32_t dim, int32_t keys) {
-    enum { BLOCK = 32 }; /* dims that are summed before they meet the rest: short sums keep the rounding error small */
+    enum { BLOCK = 16 }; /* dims that are summed before they meet the rest: short sums keep the rounding error small */
     for (int32_t n = 0; n < dim; n += BLOCK) {
         int32_t dims = attn__min32(BLOCK, dim - n);
         t->micro->gemm(s, t->width, x + n, ldx, 1, y_t + (int64_t)n * t->width, t->width, keys, t->width, dims, n > 0);
@@ -152,7 +152,7 @@ void REAL(tile_scores)(const attn_rows *t, real *s, real *slope, const real *q_t
                        int tile_class, real *scratch) {
     const attn_problem *p = t->p;
     REAL(tile_dots)(t, s, k, t->dim_qk, q_t, p->dim_qk, keys);
-    if (p->softcap > 0) t->micro->softcap(s, slope, keys * t->width, (real)(p->softcap * ATTN_LOG2E));
+    if (p->softcap > 0) t->micro->softcap(s, slope, keys * t->width, (real)p->softcap);
     if (p->flags & ATTN_ALIBI) t->micro->alibi(s, keys, t->width, t->slope, t->i, t->mask.sk - t->mask.sq - j0);
     if (p->flags & ATTN_BIAS) add_bias(t, s, j0, keys, scratch);
     if (tile_class == ATTN_TILE_PARTIAL) apply_mask(t, s, j0, keys);

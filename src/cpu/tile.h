@@ -24,7 +24,7 @@ typedef struct REAL(tile) {
     int32_t rows, width;        /* heads * count; padded to ATTN_LANES */
     int32_t h[ATTN_TILE_ROWS];  /* query head of each row */
     int32_t i[ATTN_TILE_ROWS];  /* query row of each row */
-    real slope[ATTN_TILE_ROWS]; /* ALiBi slope times log2(e) */
+    real slope[ATTN_TILE_ROWS]; /* of ALiBi */
     int32_t dim_qk, dim_v;      /* padded to ATTN_LANES: distance of rows in scratch */
     attn_philox dropout;
     real *guard; /* scratch of tile_gemm: ATTN_TILE_ROWS rows of the larger dim */
@@ -39,7 +39,7 @@ typedef REAL(tile) attn_rows;
 bool REAL(tile_make)(attn_rows *t, const attn_plan *plan, const attn_buffers *f, const attn_unit *unit, int32_t h,
                      bool pack);
 
-/* q of the tile, transposed and scaled for scores in base 2, into [dim_qk][width]; scratch holds one row. */
+/* q of the tile, transposed and scaled, into [dim_qk][width]; scratch holds one row. */
 void REAL(tile_load_q)(const attn_rows *t, real *q_t, real *scratch);
 
 /* Rows of a tensor shaped like q into x [rows][padded], the padding zero, and transposed into x_t [dim][width] unless
@@ -57,7 +57,7 @@ int REAL(tile_class)(const attn_rows *t, int32_t j0, int32_t keys);
 void REAL(tile_dots)(const attn_rows *t, real *s, const real *x, int64_t ldx, const real *y_t, int32_t dim, int32_t keys);
 
 /*
- * Scores in base 2 of the tile's rows against loaded keys, into s [keys][width]: softcap, ALiBi and bias applied, masked pairs
+ * Scores of the tile's rows against loaded keys, into s [keys][width]: softcap, ALiBi and bias applied, masked pairs
  * -inf. slope, if not NULL and there is a softcap, receives its derivative. scratch holds ATTN_TILE_COLS numbers.
  */
 void REAL(tile_scores)(const attn_rows *t, real *s, real *slope, const real *q_t, const real *k, int32_t j0, int32_t keys,

@@ -44,7 +44,10 @@ def attend(q, k, v, setting: Setting, scale=None):
         s = setting.softcap * torch.tanh(s / setting.softcap)
     if setting.alibi is not None:
         distance = (torch.arange(rows)[:, None] + keys - rows - torch.arange(keys)).abs()
-        s = s - (setting.alibi[:, None, None] * distance).to(s.dtype)
+        # The slopes are float32. In float64 their products must be exact: a truth that rounds them as the naive computation
+        # does would count only our own rounding.
+        slope = setting.alibi.to(torch.promote_types(s.dtype, torch.float32))
+        s = s - (slope[:, None, None] * distance).to(s.dtype)
     if setting.bias is not None:
         s = s + setting.bias
     mask = allowed(rows, keys, setting.causal, setting.window)
