@@ -2,13 +2,14 @@
 # Makes sure that this machine has what a target needs, and installs what is missing where it may.
 #
 #   scripts/setup.sh build     cmake and a C compiler
-#   scripts/setup.sh test      the same, and what the tests need: pkg-config, a C++ compiler, clang, a Python environment
+#   scripts/setup.sh test      the same, and what the tests need: pkg-config, a C++ compiler, clang, a Python
+#                              environment, Python's own headers
 #   scripts/setup.sh fuzz      build, and clang with libFuzzer
 #   scripts/setup.sh format    clang-format
 #
 # Packages come from apt-get, as root or through a sudo that asks no password; otherwise the command to type is printed.
-# It is quick and silent when everything is there. Exit 1: something necessary is missing. clang is not necessary for the
-# tests: without it their report says what was not run.
+# It is quick and silent when everything is there. Exit 1: something necessary is missing. clang and Python's headers are not
+# necessary for the tests: without them their report says what was not run.
 set -eu
 cd "$(dirname "$0")/.."
 
@@ -92,6 +93,10 @@ need_python() {
     touch .venv/done
 }
 
+has_python_headers() {
+    python3 -c 'import os, sysconfig as s; raise SystemExit(not os.path.exists(s.get_path("include") + "/Python.h"))'
+}
+
 case ${1:-} in
 build) need_build ;;
 test)
@@ -99,6 +104,8 @@ test)
     command -v pkg-config >/dev/null || install "the test of the installed library" pkg-config
     [ -n "$(first_of c++ g++ clang++)" ] || install "the test that a C++ program can use the library" g++
     need_python
+    has_python_headers || install "what torch.compile compiles includes Python.h" python3-dev ||
+        say "no Python.h: the test of torch.compile with its own C++ will be reported as skipped"
     need_clang || say "no clang with libFuzzer: its build and the fuzz targets will be reported as not run"
     ;;
 fuzz)

@@ -17,13 +17,19 @@ not_run=()
 began=$SECONDS
 
 # stage NAME COMMAND...: a command that says "N passed" counts as so many, any other as one. On failure the lines around
-# FAILED and the last ones are shown.
+# FAILED and the last ones are shown. A command that ends with 77 could not be run; its last line says why.
 stage() {
-    local name=$1 start=$SECONDS log
+    local name=$1 start=$SECONDS log status
     shift
     log=$logs/$(tr -cs 'A-Za-z0-9\n' - <<<"$name").log
     printf '%-58s ' "$name ..."
-    if "$@" >"$log" 2>&1; then
+    "$@" >"$log" 2>&1
+    status=$?
+    if [ $status = 77 ]; then
+        printf 'not run: %s\n' "$(tail -n 1 "$log")"
+        not_run+=("$name")
+        return
+    elif [ $status = 0 ]; then
         local count
         count=$(sed -n 's/.*\b\([0-9]\+\) passed.*/\1/p' "$log" | tail -n 1)
         passed=$((passed + ${count:-1}))
