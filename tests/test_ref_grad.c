@@ -180,7 +180,9 @@ static void move(const input *x, const double *start, const double *direction, d
 
 static void check_direction(rig *r, attn_context *context, const input *x, bool may_vanish) {
     double *start = malloc(x->count * sizeof *start), *direction = malloc(x->count * sizeof *direction);
-    double along = 0, rounding = 0; /* of a gradient that is a float, which may be larger than what is left of their sum */
+    /* A gradient that is a float (d_sink) is off by half a unit in its last place, and no more is allowed for; where terms of
+       the sum cancel, that can be more than 1e-6 of what is left. */
+    double along = 0, rounding = 0;
     if (!CHECK(start && direction)) goto done;
     for (size_t n = 0; n < x->count; n++) {
         start[n] = get(x, x->data, n);

@@ -40,7 +40,15 @@
 
 #include "compare.h"
 
-/* Where strides of zero repeat a value, the roundings of a sum repeat too, and add up instead of cancelling. */
+/*
+ * The constants. A sum of n terms in any order whose roundings are independent is off by about u sqrt(n) / 2 of the sum of their
+ * sizes at the outside; the 4 of sum_constant and the 2 of dot_constant are the few roundings around it (the exponential, the
+ * product with alpha, the division, the store; scale times q, the product with scale). Of the numbers that are added to a
+ * score four round at its size: softcap, ALiBi, bias, lse. There is little to take away: of 20,000 cases the largest error is
+ * 0.84 of its bound (attn check --backend cpu --seed 1).
+ *
+ * Where strides of zero repeat a value, the roundings of a sum repeat too, and add up instead of cancelling.
+ */
 static double sum_constant(const check_case *c, double n) { return 4 + (has(c, F_BROADCAST) ? n / 4 : sqrt(n) / 2); }
 static const double add_constant = 4;
 

@@ -1,10 +1,13 @@
 """The package as it is installed: what it imports, what it says when the library is missing, `python -m libattn`."""
 
+import ast
 import os
+import pathlib
 import subprocess
 import sys
 
 import libattn
+import pytest
 
 
 def python(code, **environment):
@@ -87,3 +90,31 @@ def test_threads_and_backend_are_chosen():
             assert repr(wrong) in str(error)
         else:
             raise AssertionError(wrong)
+
+
+SOURCES = sorted(pathlib.Path(libattn.__file__).parent.rglob("*.py"))
+
+
+def unions(tree):
+    """Lines with X | Y as a type, which Python 3.9 cannot evaluate; torch evaluates the annotations of operators."""
+    annotations = [
+        node.returns if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) else node.annotation
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.arg, ast.AnnAssign))
+    ]
+    parts = [part for annotation in annotations if annotation for part in ast.walk(annotation)]
+    return [part.lineno for part in parts if isinstance(part, ast.BinOp) and isinstance(part.op, ast.BitOr)]
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
+def test_is_python_3_9(source):
+    tree = ast.parse(source.read_text(), str(source), feature_version=(3, 9))
+    assert not unions(tree)
+    assert not [node.lineno for node in ast.walk(tree) if type(node).__name__ == "Match"]
+
+
+def test_finds_what_python_3_9_does_not_know():
+    assert unions(ast.parse("def f(x: int | None, *y: str) -> 'a': pass")) == [1]
+    assert unions(ast.parse("x: list[int | str] = []\nx = 1 | 2")) == [1]
+    with pytest.raises(SyntaxError):
+        ast.parse("match x:\n    case 1: pass", feature_version=(3, 9))
