@@ -71,6 +71,13 @@ ATTN_HD void attn__mask_rows(const attn_mask *m, int32_t i0, int32_t i1, int32_t
     attn__mask_row(m, i1 - 1, &unused, end);
 }
 
+/* Keys that all of the rows [i0, i1) may see before FlashMask. */
+ATTN_HD void attn__mask_rows_all(const attn_mask *m, int32_t i0, int32_t i1, int32_t *first, int32_t *end) {
+    int32_t unused;
+    attn__mask_row(m, i1 - 1, first, &unused);
+    attn__mask_row(m, i0, &unused, end);
+}
+
 /* Rows [*first, *end) that may see any of the keys [j0, j1) before FlashMask. */
 ATTN_HD void attn__mask_cols(const attn_mask *m, int32_t j0, int32_t j1, int32_t *first, int32_t *end) {
     int32_t offset = m->sk - m->sq;
@@ -125,8 +132,7 @@ ATTN_HD int attn__mask_tile(const attn_mask *m, int32_t i0, int32_t i1, int32_t 
     int32_t first, end, first_all, end_all;
     attn__mask_rows(m, i0, i1, &first, &end);
     if (j0 >= end || j1 <= first) return ATTN_TILE_SKIP;
-    attn__mask_row(m, i1 - 1, &first_all, &end);
-    attn__mask_row(m, i0, &first, &end_all);
+    attn__mask_rows_all(m, i0, i1, &first_all, &end_all);
     int full = j0 >= first_all && j1 <= end_all;
     if (range) {
         for (int n = 0; n < 4; n += 2) {

@@ -1,0 +1,87 @@
+/* PTX instructions as functions of the same name; nothing else. */
+#ifndef ATTN_PTX_CUH
+#define ATTN_PTX_CUH
+
+#include <stdint.h>
+
+#define PTX static __device__ __forceinline__
+
+/* The address of shared memory as the instructions below want it. */
+PTX uint32_t cvta_shared(const void *p) { return (uint32_t)__cvta_generic_to_shared(p); }
+
+/* 16 bytes to shared memory, past L1: nobody else on this SM wants them. */
+PTX void cp_async_cg(uint32_t to, const void *from) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+/* The same; only `bytes` are read, the rest becomes zero. */
+PTX void cp_async_cg_zfill(uint32_t to, const void *from, int bytes) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
+PTX void cp_async_commit_group(void) { asm volatile("cp.async.commit_group;" ::: "memory"); }
+PTX void cp_async_wait_all(void) { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+/* Four 8x8 matrices of 16-bit numbers; lane l gives the address of row l % 8 of matrix l / 8. */
+PTX void ldmatrix_x4(uint32_t r[4], uint32_t from) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(from)
+                 : "memory");
+}
+PTX void ldmatrix_x4_trans(uint32_t r[4], uint32_t from) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(from)
+                 : "memory");
+}
+PTX uint32_t ld_shared_b32(uint32_t from) {
+    uint32_t x;
+    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(from) : "memory");
+    return x;
+}
+PTX uint4 ld_shared_v4(uint32_t from) {
+    uint4 x;
+    asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(from) : "memory");
+    return x;
+}
+PTX void st_shared_v4(uint32_t to, uint4 x) {
+    asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
+}
+PTX void st_shared_b32(uint32_t to, uint32_t x) { asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(x) : "memory"); }
+
+/* c += a b: a is 16x16 (tf32: 16x8), b two registers, c 16x8 in float. */
+#define MMA(name, shape)                                                                                                   \
+    PTX void name(float c[4], const uint32_t a[4], uint32_t b0, uint32_t b1) {                                             \
+        asm("mma.sync.aligned." shape " {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"                    \
+                     : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])                                                      \
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));                                      \
+    }
+MMA(mma_m16n8k16_f16, "m16n8k16.row.col.f32.f16.f16.f32")
+MMA(mma_m16n8k16_bf16, "m16n8k16.row.col.f32.bf16.bf16.f32")
+MMA(mma_m16n8k8_tf32, "m16n8k8.row.col.f32.tf32.tf32.f32")
+#undef MMA
+
+/* 2^x to about 2 units in the last place; -inf gives 0. */
+PTX float ex2_approx(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+/* Two floats rounded to 16-bit numbers, `low` in the low half. */
+PTX uint32_t cvt_rn_bf16x2(float low, float high) {
+    uint32_t x;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(x) : "f"(high), "f"(low));
+    return x;
+}
+PTX uint32_t cvt_rn_f16x2(float low, float high) {
+    uint32_t x;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(x) : "f"(high), "f"(low));
+    return x;
+}
+PTX uint32_t cvt_rna_tf32(float x) {
+    uint32_t y;
+    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(y) : "f"(x));
+    return y;
+}
+
+#endif
