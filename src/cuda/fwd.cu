@@ -18,7 +18,7 @@
  * accumulator the rows g, g + 8 and the columns 2t, 2t + 1. Float32 multiplies three times in TF32: with x = hi + lo,
  * a b = hi hi + hi lo + lo hi.
  */
-#include "tile.cuh"
+#include "fwd.cuh"
 
 #include <float.h>
 
