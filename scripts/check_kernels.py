@@ -22,7 +22,7 @@ BYTES = {"F16": 2, "BF16": 2, "F32": 4}
 
 
 def read_table():
-    """{entry: (image, threads, dynamic shared memory, its limit)} from variants.def."""
+    """{entry: (image, threads, dynamic shared memory, its limit, blocks on a multiprocessor)} from variants.def."""
     entries = {}
     for line in (ROOT / "src/cuda/variants.def").read_text().splitlines():
         match = re.match(r"(FWD|PIECE)\((.*)\)", line)
@@ -30,23 +30,24 @@ def read_table():
             continue
         words = [word.strip() for word in match[2].split(",")]
         if match[1] == "PIECE":
-            entries[words[0]] = (words[1].rsplit(".", 1)[0], PIECE_THREADS, 0, SHARED[80])
+            entries[words[0]] = (words[1].rsplit(".", 1)[0], PIECE_THREADS, 0, SHARED[80], 1)
             continue
         name, arch, dtype = words[0], int(words[1]), words[2]
-        dim, bm, bn, warps = map(int, words[3:7])
-        shared = (bm + 2 * bn) * dim * BYTES[dtype]  # a tile of Q, K and V each: TILE_BYTES of src/cuda/cuda.c
+        dim, dim_v, bm, bn, warps, blocks, _, eager = map(int, words[3:11])
+        stages = 2 if eager == 2 else 1  # TILE_BYTES of src/cuda/cuda.c
+        shared = (bm * dim + stages * bn * (dim + dim_v)) * BYTES[dtype]
         limit = max(size for least, size in SHARED.items() if least <= arch)
-        entries[name] = (name, 32 * warps, shared, limit)
+        entries[name] = (name, 32 * warps, shared, limit, blocks)
     return entries
 
 
 def read_budget():
-    """[(pattern, blocks, spill bytes)]: the last line whose pattern fits a kernel counts."""
+    """[(pattern, spill bytes)]: the last line whose pattern fits a kernel counts."""
     rows = []
     for line in (ROOT / "src/cuda/budget.txt").read_text().splitlines():
         if line.strip() and not line.startswith("#"):
-            pattern, blocks, spills, _reason = line.split(maxsplit=3)
-            rows.append((pattern, int(blocks), int(spills)))
+            pattern, spills, _reason = line.split(maxsplit=2)
+            rows.append((pattern, int(spills)))
     return rows
 
 
@@ -72,12 +73,12 @@ def read_log(path):
 
 def check(entry, row, numbers, budget):
     """Prints the line of one kernel on one architecture; returns how much is wrong with it."""
-    _, threads, dynamic, most_shared = row
+    _, threads, dynamic, most_shared, blocks = row
     registers, static, spills = numbers
-    blocks, allowed = 1, 0
-    for pattern, some_blocks, some_spills in budget:
+    allowed = 0
+    for pattern, some_spills in budget:
         if fnmatch.fnmatch(entry[0], pattern):
-            blocks, allowed = some_blocks, some_spills
+            allowed = some_spills
     most_registers = min(255, REGISTERS // (threads * blocks))
     wrong = []
     if registers > most_registers:

@@ -12,7 +12,9 @@
 
 /* ---- the table ---- */
 
-#define TILE_BYTES(dtype, bm, bn, dim) (((bm) + 2 * (bn)) * (size_t)(dim) * (ATTN_##dtype == ATTN_F32 ? 4 : 2))
+/* A tile of Q, and one of K and V each; two of these where they are fetched a tile ahead. */
+#define TILE_BYTES(dtype, bm, bn, dim, dimv, eager)                                                                        \
+    (((size_t)(bm) * (dim) + ((eager) == 2 ? 2 : 1) * (size_t)(bn) * ((dim) + (dimv))) * (ATTN_##dtype == ATTN_F32 ? 4 : 2))
 
 const attn_cuda_entry attn__cuda_entries[ATTN_ENTRIES] = {
 #define FWD(...)
@@ -22,6 +24,7 @@ const attn_cuda_entry attn__cuda_entries[ATTN_ENTRIES] = {
                             .file = #source,                                                                               \
                             .arch = ATTN_LEAST_ARCH,                                                                       \
                             .dim = ONLY_ANY(entry, ATTN_MAX_DIM),                                                          \
+                            .dim_v = ONLY_ANY(entry, ATTN_MAX_DIM),                                                        \
                             .bm = ONLY_ANY(entry, ATTN_ANY_ROWS),                                                          \
                             .bn = ONLY_ANY(entry, ATTN_ANY_COLS),                                                          \
                             .warps = ONLY_ANY(entry, ATTN_ANY_ROWS),                                                       \
@@ -29,17 +32,18 @@ const attn_cuda_entry attn__cuda_entries[ATTN_ENTRIES] = {
 #include "variants.def"
 #undef FWD
 #undef PIECE
-#define FWD(id, least, type, most, m, n, w, async, eager, swizzle, qf, kf, vf, twice, first, every)                        \
+#define FWD(id, least, type, most, v, m, n, w, ctas, async, eager, swizzle, qf, kf, vf, twice, first, every)               \
     [ATTN_ENTRY_##id] = {.name = #id,                                                                                      \
                          .file = #id,                                                                                      \
                          .arch = least,                                                                                    \
                          .dtype = ATTN_##type,                                                                             \
                          .dim = most,                                                                                      \
+                         .dim_v = v,                                                                                       \
                          .bm = m,                                                                                          \
                          .bn = n,                                                                                          \
                          .warps = w,                                                                                       \
                          .all = every,                                                                                     \
-                         .shared_bytes = TILE_BYTES(type, m, n, most)},
+                         .shared_bytes = TILE_BYTES(type, m, n, most, v, eager)},
 #define PIECE(...)
 #include "variants.def"
 #undef FWD
@@ -55,7 +59,7 @@ static const attn_kernel kernels[] = {
      .impl = &attn__cuda_entries[ATTN_ENTRY_fwd_any],
      .rows = ATTN_ANY_ROWS,
      .cols = ATTN_ANY_COLS},
-#define FWD(id, least, type, most, m, n, ...)                                                                              \
+#define FWD(id, least, type, most, v, m, n, ...)                                                                              \
     {.name = #id,                                                                                                          \
      .needs = "sm_" #least,                                                                                                \
      .op = ATTN_FORWARD,                                                                                                   \
@@ -298,11 +302,11 @@ attn_status attn__cuda_launch(const attn_cuda_run *run, int entry, int64_t block
     return attn__driver_fail(run->driver, error, call);
 }
 
-/* Do rows of `dim` elements start at multiples of 16 bytes, and end there? A stride of a dim with one element is not used. */
-static bool is_aligned(const attn_tensor *t, int64_t batch, int64_t rows, int64_t heads, int64_t dim, attn_dtype dtype) {
+/* Do rows start at multiples of 16 bytes? A stride of a dim with one element is not used. */
+static bool is_aligned(const attn_tensor *t, int64_t batch, int64_t rows, int64_t heads, attn_dtype dtype) {
     int64_t bytes = (int64_t)attn_dtype_size(dtype);
     const int64_t size[3] = {batch, rows, heads};
-    bool aligned = (uintptr_t)t->data % 16 == 0 && dim * bytes % 16 == 0;
+    bool aligned = (uintptr_t)t->data % 16 == 0;
     for (int n = 0; n < 3; n++) aligned = aligned && (size[n] <= 1 || t->stride[n] * bytes % 16 == 0);
     return aligned;
 }
@@ -313,9 +317,11 @@ static bool all_aligned(const attn_plan *plan, const attn_buffers *f) {
     int64_t batch = p->page_size ? p->num_pages : packed ? 1 : p->cache_batch;
     int64_t rows = p->page_size ? p->page_size : packed ? p->total_kv : p->max_kv;
     attn_tensor q = p->flags & ATTN_ROTARY ? attn__cuda_rotated_q(plan, f) : f->q;
-    return is_aligned(&q, packed_q ? 1 : p->batch, packed_q ? p->total_q : p->max_q, p->heads_q, p->dim_qk, p->dtype) &&
-           is_aligned(&f->k, batch, rows, p->heads_kv, p->dim_qk, p->kv_dtype) &&
-           is_aligned(&f->v, batch, rows, p->heads_kv, p->dim_v, p->kv_dtype);
+    int64_t batch_q = packed_q ? 1 : p->batch, rows_q = packed_q ? p->total_q : p->max_q;
+    return is_aligned(&q, batch_q, rows_q, p->heads_q, p->dtype) &&
+           is_aligned(&f->o, batch_q, rows_q, p->heads_q, p->out_dtype) &&
+           is_aligned(&f->k, batch, rows, p->heads_kv, p->kv_dtype) &&
+           is_aligned(&f->v, batch, rows, p->heads_kv, p->kv_dtype);
 }
 
 static attn_cuda_run start(const attn_cuda *cuda, void *stream) {

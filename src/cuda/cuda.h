@@ -45,6 +45,7 @@ typedef struct attn_cuda_entry {
     int32_t arch;     /* least compute capability, times ten */
     attn_dtype dtype; /* of tiles; ATTN_DTYPE_DEFAULT: every one (fwd_any), or no forward kernel at all */
     int32_t dim;      /* largest dim_qk and dim_v; 0: no forward kernel */
+    int32_t dim_v;    /* dims of V that a block computes; fwd_any: all of them */
     int32_t bm, bn;   /* tile; fwd_any: ATTN_ANY_ROWS, ATTN_ANY_COLS */
     int32_t warps;
     bool all;            /* takes every feature, and rows of any alignment */

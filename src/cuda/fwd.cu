@@ -123,25 +123,21 @@ DEVICE void load_v_fragment(uint32_t v[4], uint32_t shared_v, int lane, int n) {
 
 /* p = exp2(scale * s - m) of step ks, added to l, as the left operand of the product. */
 DEVICE void exponentials(uint32_t p[4], float s[NT][4], float scale, const float m[2], float l[2], int ks) {
-    if (WIDE) {
 #pragma unroll
-        for (int e = 0; e < 4; e++) {
-            float y = ex2_approx(__fmaf_rn(s[ks % NT][e], scale, -m[e >> 1]));
-            l[e >> 1] += y;
-            p[(e >> 1) + (e & 1) * 2] = __float_as_uint(y); /* columns 2t, 2t + 1 stand for k = t, t + 4 */
-        }
-        return;
-    }
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
+    for (int half = 0; half < (WIDE ? 1 : 2); half++) {
         float y[4];
 #pragma unroll
         for (int e = 0; e < 4; e++) {
-            y[e] = ex2_approx(__fmaf_rn(s[(2 * ks + half) % NT][e], scale, -m[e >> 1]));
+            y[e] = ex2_approx(__fmaf_rn(s[WIDE ? ks : 2 * ks + half][e], scale, -m[e >> 1]));
             l[e >> 1] += y[e];
         }
-        p[2 * half] = pack(y[0], y[1]);
-        p[2 * half + 1] = pack(y[2], y[3]);
+        if (WIDE) { /* columns 2t, 2t + 1 stand for k = t, t + 4 */
+#pragma unroll
+            for (int e = 0; e < 4; e++) p[(e >> 1) + (e & 1) * 2] = __float_as_uint(y[e]);
+        } else {
+            p[2 * half] = pack(y[0], y[1]);
+            p[2 * half + 1] = pack(y[2], y[3]);
+        }
     }
 }
 
@@ -264,13 +260,13 @@ DEVICE void finish(const attn_cuda_args &a, const tile_place &at, float o[MT][DT
             sum += __shfl_xor_sync(~0u, sum, 1);
             sum += __shfl_xor_sync(~0u, sum, 2);
             int32_t i = at.row + (warp * MT + mt) * 16 + half * 8 + g;
-            float lse = sum > 0 || sum != sum ? (__fmul_rn(m[mt][half], at.scale) + log2f(sum)) * 0.693147180559945f : -INFINITY, share = 1;
-            if ((a.p.flags & ATTN_SINK) && !at.split) share = add_sink(&lse, a.f.sink[at.h]);
-            float factor = sum == 0 ? 0 : share / sum * at.o_factor;
+            float lse = sum == 0 ? -INFINITY : (__fmul_rn(m[mt][half], at.scale) + log2f(sum)) / (float)ATTN_LOG2E, share = 1;
+            if ((a.p.flags & ATTN_SINK) && !at.split) lse = add_sink(lse, a.f.sink[at.h], &share); /* else fold does */
+            float factor = sum == 0 ? 0 : at.o_factor / sum;
 #pragma unroll
             for (int dt = 0; dt < DT; dt++) {
-                o[mt][dt][2 * half] *= factor;
-                o[mt][dt][2 * half + 1] *= factor;
+                o[mt][dt][2 * half] = __fmul_rn(__fmul_rn(o[mt][dt][2 * half], factor), share);
+                o[mt][dt][2 * half + 1] = __fmul_rn(__fmul_rn(o[mt][dt][2 * half + 1], factor), share);
             }
             if (t || i >= at.s.sq || at.dv0) continue;
             if (at.split)

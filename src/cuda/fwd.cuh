@@ -1,159 +1,564 @@
 /*
- * Plain tiles for kernels that take everything and are not in a hurry (any.cu, probs.cu): ATTN_ANY_ROWS query rows, one for each
- * warp, against ATTN_ANY_COLS keys, one for each lane. K and V come through shared memory in pieces of 32 dims, as numbers of
- * the type that is computed with, which is float, or double for F64 problems: overloads, as in score.cuh.
- *
- * A key that a row may not see is computed like any other and then thrown away: its score becomes -inf whatever it was, and its
- * value is left out of the sum, so that NaN there does not matter (C2). Keys past the end are not read.
+ * The parts of the portable forward kernel that are not products: where a block works, how tiles get into shared memory, what is
+ * done to scores, how O gets out. Reads the line VARIANT of variants.def.
  */
 #ifndef ATTN_FWD_CUH
 #define ATTN_FWD_CUH
 
+#include "ptx.cuh"
 #include "score.cuh"
-#include "warp.cuh"
+
+/* ---- the line of the table ---- */
+
+#define PIECE(entry, file)
+#define FWD(name, arch, dtype, dim, dimv, bm, bn, warps, ctas, async, eager, swizzle, qf, kf, vf, twice, first, all)       \
+    enum {                                                                                                                 \
+        name##_DTYPE = ATTN_##dtype,                                                                                       \
+        name##_DIM = dim,                                                                                                  \
+        name##_DV = dimv,                                                                                                  \
+        name##_BM = bm,                                                                                                    \
+        name##_BN = bn,                                                                                                    \
+        name##_WARPS = warps,                                                                                              \
+        name##_CTAS = ctas,                                                                                                \
+        name##_ASYNC = async,                                                                                              \
+        name##_EAGER = eager,                                                                                              \
+        name##_SWIZZLE = swizzle,                                                                                          \
+        name##_QF = qf,                                                                                                    \
+        name##_KF = kf,                                                                                                    \
+        name##_VF = vf,                                                                                                    \
+        name##_TWICE = twice,                                                                                              \
+        name##_FIRST = first,                                                                                              \
+        name##_ALL = all                                                                                                   \
+    };
+#ifndef VARIANTS /* which table: `attn tune` has one of its own */
+#define VARIANTS "variants.def"
+#endif
+#include VARIANTS
+#undef PIECE
+#undef FWD
+#define K_(variant, field) variant##_##field
+#define K__(variant, field) K_(variant, field)
+#define K(field) K__(VARIANT, field)
 
 enum {
-    ROWS = ATTN_ANY_ROWS,
-    COLS = ATTN_ANY_COLS,
-    DIMS = 32,        /* of a piece of K or V: one for each lane */
-    PITCH = DIMS + 1, /* distance of keys in a piece: lanes that read one dim of 32 keys meet 32 banks */
-    /* Shared memory of a block, in reals. A row of q and of o belongs to its warp alone, the piece to all. */
-    AT_Q = 0,                              /* [ROWS][ATTN_MAX_DIM] */
-    AT_PIECE = AT_Q + ROWS * ATTN_MAX_DIM, /* [COLS][PITCH], of K or V */
-    AT_O = AT_PIECE + COLS * PITCH,        /* [ROWS][ATTN_MAX_DIM]; only any.cu has it */
-    TILE_REALS = AT_O
+    DTYPE = K(DTYPE),
+    DIM = K(DIM),
+    DV = K(DV),
+    BM = K(BM),
+    BN = K(BN),
+    WARPS = K(WARPS),
+    CTAS = K(CTAS),
+    ASYNC = K(ASYNC),
+    EAGER = K(EAGER),
+    SWIZZLE = K(SWIZZLE),
+    QF = K(QF),
+    KF = K(KF),
+    VF = K(VF),
+    TWICE = K(TWICE),
+    FIRST = K(FIRST),
+    ALL = K(ALL),
+    THREADS = 32 * WARPS,
+    EB = DTYPE == ATTN_F32 ? 4 : 2,    /* bytes of an element */
+    PER_CHUNK = 16 / EB,               /* elements of 16 bytes */
+    QK_CHUNKS = DIM * EB / 16,         /* 16-byte pieces of a row of Q or K */
+    V_CHUNKS = DV * EB / 16,           /* the same of V */
+    MT = BM / WARPS / 16,              /* 16-row tiles of a warp */
+    NT = BN / 8,                       /* 8-key tiles of S */
+    DT = DV / 8,                       /* 8-column tiles of O */
+    QK_STEPS = DIM * EB / 32,          /* a product takes 32 bytes of a row at a time: 16 dims, or 8 in float32 */
+    PV_STEPS = BN * EB / 32,           /* likewise 16 keys, or 8 */
+    STAGE_BYTES = BN * (DIM + DV) * EB, /* a tile of K and one of V */
+    Q_KEPT = QF == 0 ? (int)QK_STEPS : 1 /* steps of Q that live in registers */
 };
+#define HUGE_SCORE 4194304.0f /* 2^22: from here on the rounding of a score is no longer small */
+#define MOST_LIFT 8.0f        /* a score may lie so far above m, in base 2 */
+enum { WIDE = DTYPE == ATTN_F32, BF16 = DTYPE == ATTN_BF16 };
 
-/* The rows of a block. */
-typedef struct tile_rows {
+DEVICE uint32_t pack(float low, float high) { return BF16 ? cvt_rn_bf16x2(low, high) : cvt_rn_f16x2(low, high); }
+
+DEVICE float half_number(uint16_t x) {
+    float y;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x));
+    return y;
+}
+
+/* ---- where a block works ---- */
+
+typedef struct tile_place {
     attn_seq s;
     attn_mask mask;
     int32_t h, kv_head;
-    int32_t i0, i;    /* first row; the row of this warp, from sq on: none */
-    double scale;     /* of dot products */
-    attn_philox drop; /* which pairs are dropped */
-} tile_rows;
+    int32_t row, rows;       /* query rows of the block; rows counts those below sq */
+    int32_t n_first, n_last; /* tiles of keys that may be visible */
+    int32_t all_from, all_to; /* keys that every row sees, FlashMask aside */
+    const uint8_t *k, *v;     /* rows at a fixed distance: where key 0 is */
+    int32_t chunk;           /* split: which chunk of keys */
+    int32_t dv0;             /* first dim of V that the block computes */
+    int32_t n;               /* the tile of keys at hand */
+    bool split, drops;
+    bool natural;   /* softcap, ALiBi or bias: scores are made in base e first */
+    float scale;    /* to base 2, descales included, positive: the factor of a score on its way into exp2 */
+    float raw;      /* the factor of a product, applied before that, where `scale` cannot do: natural, or not positive */
+    float o_factor; /* of O at the end: v_descale, dropout */
+    attn_philox philox;
+} tile_place;
 
-DEVICE tile_rows make_rows(const attn_cuda_args &a, const attn_seq &s, int32_t h, int32_t i0) {
-    tile_rows t;
-    t.s = s;
-    t.mask = attn__seq_mask(&a.p, &s);
-    t.h = h;
-    t.kv_head = h / (a.p.heads_q / a.p.heads_kv);
-    t.i0 = i0;
-    t.i = i0 + warp_in_block();
-    t.scale = score_scale(a, s, t.kv_head);
-    t.drop = attn__philox_make(a.f.seed, a.f.offset, a.p.dropout);
-    return t;
-}
-
-/* Keys [*first, *end) that any of the rows may see before FlashMask. */
-DEVICE void keys_of_rows(const tile_rows &t, int32_t *first, int32_t *end) {
-    attn__mask_rows(&t.mask, t.i0, attn__min32(t.i0 + ROWS, t.s.sq), first, end);
-}
-
-/* Does no row of the block see any of the keys [j0, j0 + COLS)? */
-DEVICE bool is_skipped(const attn_cuda_args &a, const tile_rows &t, int32_t j0) {
-    const attn_flash_range *range = NULL;
-    if (a.ranges && a.range_cols % COLS == 0) { /* otherwise the tile lies in several ranges; elements tell */
-        int32_t head = a.p.flashmask_heads == 1 ? 0 : t.kv_head;
-        range = a.ranges + ((int64_t)t.s.b * a.p.flashmask_heads + head) * a.range_tiles + j0 / a.range_cols;
+/* Rows [from, to) of sequence b are padding of a padded batch: o = 0, lse = -inf. */
+static __device__ __noinline__ void fill_padding(const attn_cuda_args &a, int32_t b, int32_t h, int32_t from, int32_t to) {
+    attn_seq s = {};
+    s.b = b;
+    for (int32_t i = from; i < to; i++) {
+        int64_t row = attn__q_offset(&a.p, &a.f.o, &s, i, h);
+        for (int32_t x = threadIdx.x; x < a.p.dim_v; x += THREADS) attn__store(a.p.out_dtype, a.f.o.data, row + x, 0);
+        if (threadIdx.x == 0 && a.f.lse) ((float *)a.f.lse)[attn__lse_index(&a.p, &s, i, h)] = -INFINITY;
     }
-    int32_t i1 = attn__min32(t.i0 + ROWS, t.s.sq);
-    return attn__mask_tile(&t.mask, t.i0, i1, j0, j0 + COLS, range) == ATTN_TILE_SKIP;
 }
 
-DEVICE bool is_allowed(const attn_cuda_args &a, const tile_rows &t, int32_t j) {
-    if (j >= t.s.sk) return false;
-    const int32_t *flash = a.p.flashmask_vectors ? attn__flash_at(&a.p, &a.f, t.s.b, t.kv_head, j) : NULL;
-    return attn__mask_allowed(&t.mask, t.i, j, flash);
+/* Can the rows of this tensor be read by load_rows? */
+DEVICE bool reads_rows(const attn_cuda_args &a, attn_dtype dtype, bool paged) {
+    return !ALL || (a.vector_ok && dtype == (attn_dtype)DTYPE && !paged);
 }
 
-DEVICE bool is_dropped(const attn_cuda_args &a, const tile_rows &t, int32_t j) {
-    uint32_t batch_head = (uint32_t)t.s.b * (uint32_t)a.p.heads_q + (uint32_t)t.h;
-    return t.drop.threshold && attn__dropped(&t.drop, batch_head, (uint32_t)t.i, (uint32_t)j);
-}
+/* Threads stand along a row as far as its number of 16-byte pieces has a power of two in it. */
+DEVICE int threads_along(int chunks) { return (chunks & -chunks) > 16 ? 16 : chunks & -chunks; }
 
-DEVICE float load_number(attn_dtype dtype, const void *data, int64_t at, float) {
-    return attn__load_float(dtype, data, at);
-}
-DEVICE double load_number(attn_dtype dtype, const void *data, int64_t at, double) { return attn__load(dtype, data, at); }
-
-#define real float
-#include "tile.cuh"
-#undef real
-#define real double
-#include "tile.cuh"
-#undef real
-
-#elif defined(real)
-
-/* The row of this warp, zeros when it has none. */
-DEVICE void load_q(const attn_cuda_args &a, const tile_rows &t, real *memory) {
-    real *q = memory + AT_Q + warp_in_block() * ATTN_MAX_DIM;
-    int64_t at = attn__q_offset(&a.p, &a.f.q, &t.s, t.i, t.h);
-    __syncwarp(); /* no lane reads the row before this one any more */
-    for (int32_t x = lane_index(); x < ATTN_MAX_DIM; x += 32) {
-        bool is_there = t.i < t.s.sq && x < a.p.dim_qk;
-        q[x] = is_there ? load_number(a.p.dtype, a.f.q.data, at + x, (real)0) : 0;
+/*
+ * Blocks are ordered for the L2 cache: `group` heads at a time; among them the last rows, which see the most keys under a causal
+ * mask, come first. Returns false when there is nothing left to do.
+ */
+DEVICE bool find_place(const attn_cuda_args &a, tile_place &at) {
+    int64_t index = block_index(), heads = (int64_t)a.p.batch * a.p.heads_q;
+    at.dv0 = (int32_t)(index % a.dv_blocks) * DV;
+    index /= a.dv_blocks;
+    int64_t first = index / ((int64_t)a.group * a.slots) * a.group, size = heads - first;
+    if (size > a.group) size = a.group;
+    if (size <= 0) return false;
+    index -= first * a.slots;
+    int32_t slot = (int32_t)(index / size);
+    int64_t bh = first + index % size;
+    at.h = (int32_t)(bh % a.p.heads_q);
+    at.kv_head = at.h / (a.p.heads_q / a.p.heads_kv);
+    at.s = sequence(a, (int32_t)(bh / a.p.heads_q));
+    at.split = is_split(a, at.s);
+    int32_t tile = a.row_tiles - 1 - slot;
+    bool padded = !(a.p.flags & ATTN_VARLEN_Q) && at.dv0 == 0;
+    int32_t pad_from = attn__max32(at.s.sq, tile * BM), pad_to = attn__min32(a.p.max_q, tile * BM + BM);
+    if (padded && tile >= 0 && pad_from < pad_to) fill_padding(a, at.s.b, at.h, pad_from, pad_to);
+    at.chunk = at.split ? slot : 0;
+    at.row = at.split ? 0 : tile * BM;
+    if (at.row < 0 || at.row >= at.s.sq) return false;
+    at.rows = attn__min32(BM, at.s.sq - at.row);
+    at.mask = attn__seq_mask(&a.p, &at.s);
+    int32_t from, to;
+    attn__mask_rows(&at.mask, at.row, at.row + at.rows, &from, &to);
+    if (at.split) {
+        if (at.chunk && at.chunk * ATTN_CUDA_CHUNK >= at.s.sk) return false; /* fold does not look there */
+        from = attn__max32(from, at.chunk * ATTN_CUDA_CHUNK);
+        to = attn__min32(to, at.chunk * ATTN_CUDA_CHUNK + ATTN_CUDA_CHUNK);
     }
-    __syncwarp();
+    attn__mask_rows_all(&at.mask, at.row, at.row + at.rows, &at.all_from, &at.all_to);
+    if (reads_rows(a, a.p.kv_dtype, a.p.page_size > 0)) {
+        at.k = (const uint8_t *)a.f.k.data + attn__kv_offset(&a.p, &a.f, &a.f.k, &at.s, at.s.leftpad, at.kv_head) * EB;
+        at.v = (const uint8_t *)a.f.v.data + (attn__kv_offset(&a.p, &a.f, &a.f.v, &at.s, at.s.leftpad, at.kv_head) + at.dv0) * EB;
+    }
+    at.n_first = from / BN;
+    at.n_last = to > from ? (to - 1) / BN : -1;
+    at.natural = ALL && (a.p.softcap > 0 || (a.p.flags & (ATTN_ALIBI | ATTN_BIAS)));
+    at.scale = a.scale_log2;
+    at.raw = 1;
+    at.o_factor = 1;
+    at.drops = ALL && a.p.dropout > 0;
+    if (ALL) {
+        double scale = score_scale(a, at.s, at.kv_head);
+        at.scale = (float)(at.natural ? scale : scale * ATTN_LOG2E);
+        at.o_factor = (float)value_scale(a, at.s, at.kv_head);
+        if (at.drops) at.philox = attn__philox_make(a.f.seed, a.f.offset, a.p.dropout);
+    }
+    if (at.natural || !(at.scale > 0)) {
+        at.raw = at.scale;
+        at.scale = 1;
+    }
+    return true;
+}
+
+DEVICE const attn_flash_range *range_of(const attn_cuda_args &a, const tile_place &at, int32_t n) {
+    if (!a.ranges) return NULL;
+    int32_t head = a.p.flashmask_heads == 1 ? 0 : at.kv_head;
+    return a.ranges + ((int64_t)at.s.b * a.p.flashmask_heads + head) * a.range_tiles + n;
+}
+
+/* ---- tiles to shared memory ---- */
+
+/*
+ * Address of a 16-byte piece. Eight rows of one column are read at a time (ldmatrix); they must lie in eight different groups of
+ * four banks. Rows of a multiple of 128 bytes all begin in bank 0, so pieces are permuted by the row; otherwise two rows
+ * share 128 bytes, and half of that does.
+ */
+DEVICE uint32_t shared_at(uint32_t base, int row, int chunk, int chunks) {
+    int swizzle = !SWIZZLE ? 0 : chunks % 8 == 0 ? row & 7 : row >> 1 & 3;
+    return base + row * chunks * 16 + ((chunk ^ swizzle) << 4);
 }
 
 /*
- * Dims [x0, x0 + DIMS) of keys [j0, j0 + COLS) of k or v; zeros past the end of the sequence and of its rows. All warps of the
- * block must call it together.
+ * The address of piece 2 * step + c of a row, from that of piece c (0 or 1): a product takes two pieces at a time, and this costs
+ * one instruction or none. Rows may be stepped over in eights by adding to the address.
  */
-DEVICE const real *load_piece(const attn_cuda_args &a, const tile_rows &t, const attn_tensor &from, int32_t dim, int32_t j0,
-                              int32_t x0, real *memory) {
-    real *piece = memory + AT_PIECE;
-    int32_t x = x0 + lane_index();
-    __syncthreads(); /* no warp reads the piece before this one any more */
-    for (int32_t key = warp_in_block(); key < COLS; key += WARPS) {
-        real number = 0;
-        if (j0 + key < t.s.sk && x < dim) {
-            int64_t at = cache_offset(a, from, t.s, t.s.leftpad + j0 + key, t.kv_head);
-            number = load_number(a.p.kv_dtype, from.data, at + x, (real)0);
+DEVICE uint32_t shared_step(uint32_t piece, int step, int chunks) {
+    const int mixed = chunks % 8 == 0 ? 7 : 3; /* bits of the piece's number that the swizzle changes */
+    return (piece ^ ((2 * step & mixed) << 4)) + ((2 * step & ~mixed) << 4);
+}
+
+/* One piece of a row by elements: any dtype, any alignment. */
+static __device__ __noinline__ uint4 gather(const void *data, attn_dtype dtype, int64_t from, int32_t count) {
+    uint32_t word[4] = {0, 0, 0, 0};
+    for (int x = 0; x < count; x++) {
+        float value = (float)attn__load(dtype, data, from + x);
+        if (EB == 4)
+            word[x] = __float_as_uint(value);
+        else
+            word[x / 2] |= (uint32_t)(BF16 ? attn__to_bf16(value) : attn__to_f16(value)) << (x % 2 * 16);
+    }
+    return make_uint4(word[0], word[1], word[2], word[3]);
+}
+
+DEVICE void copy_chunk(uint32_t to, const uint8_t *from, int bytes) {
+    if (ASYNC)
+        cp_async_cg_zfill(to, from, bytes);
+    else
+        st_shared_v4(to, bytes == 16 ? *(const uint4 *)from : gather(from, (attn_dtype)DTYPE, 0, bytes / EB));
+}
+
+DEVICE void copy_whole_chunk(uint32_t to, const uint8_t *from) {
+    if (ASYNC)
+        cp_async_cg(to, from);
+    else
+        st_shared_v4(to, *(const uint4 *)from);
+}
+
+/* Elements of piece `chunk` that lie before column dim. */
+DEVICE int chunk_count(int chunk, int dim) {
+    int left = dim - chunk * PER_CHUNK;
+    return left < 0 ? 0 : left < PER_CHUNK ? left : (int)PER_CHUNK;
+}
+
+/*
+ * Rows that lie at a fixed distance, in pieces of 16 bytes. What is past `valid` rows or
+ * `dim` columns becomes zero.
+ */
+DEVICE void load_rows(uint32_t to, const uint8_t *from, int64_t row_bytes, int rows, int chunks, int valid, int dim) {
+    const int along = threads_along(chunks), step = THREADS / along;
+    const int c0 = threadIdx.x % along, r0 = threadIdx.x / along;
+    from += r0 * row_bytes + c0 * 16;
+    if (valid >= rows && dim == chunks * PER_CHUNK) { /* the usual case, without a test per piece */
+#pragma unroll
+        for (int round = 0; round < (rows + step - 1) / step; round++) {
+            int row = r0 + round * step;
+            if (rows % step && row >= rows) break;
+#pragma unroll
+            for (int c = 0; c < chunks; c += along) copy_whole_chunk(shared_at(to, row, c0 + c, chunks), from + c * 16);
+            from += step * row_bytes;
         }
-        piece[key * PITCH + lane_index()] = number;
+        return;
+    }
+#pragma unroll 1
+    for (int row = r0; row < rows; row += step) {
+#pragma unroll 1
+        for (int c = c0; c < chunks; c += along) {
+            int bytes = row < valid ? chunk_count(c, dim) * EB : 0;
+            copy_chunk(shared_at(to, row, c, chunks), bytes ? from + (c - c0) * 16 : from - c0 * 16, bytes);
+        }
+        from += step * row_bytes;
+    }
+}
+
+typedef enum tile_tensor { TILE_Q, TILE_K, TILE_V } tile_tensor;
+
+/* The same for rows anywhere (pages), of any dtype and alignment. row0: query row, or cache position. */
+static __device__ __noinline__ void load_rows_anyhow(const attn_cuda_args &a, attn_seq s, int32_t head, tile_tensor which,
+                                                     uint32_t to, int32_t row0, int rows, int chunks, int valid, int column0,
+                                                     int dim) {
+    const attn_tensor &t = which == TILE_Q ? a.f.q : which == TILE_K ? a.f.k : a.f.v;
+    const attn_dtype dtype = which == TILE_Q ? a.p.dtype : a.p.kv_dtype;
+    const bool pieces = ASYNC && a.vector_ok && dtype == (attn_dtype)DTYPE;
+    for (int n = threadIdx.x; n < rows * chunks; n += THREADS) {
+        int row = n / chunks, c = n % chunks, count = row < valid ? chunk_count(c, dim) : 0;
+        uint32_t where = shared_at(to, row, c, chunks);
+        int64_t offset = column0 + c * PER_CHUNK;
+        if (count) {
+            offset += which == TILE_Q ? attn__q_offset(&a.p, &t, &s, row0 + row, head)
+                                      : cache_offset(a, t, s, row0 + row, head);
+        }
+        if (pieces && count)
+            cp_async_cg_zfill(where, (const uint8_t *)t.data + offset * EB, count * EB);
+        else
+            st_shared_v4(where, gather(t.data, dtype, offset, count));
+    }
+}
+
+DEVICE void load_q(const attn_cuda_args &a, const tile_place &at, uint32_t to) {
+    if (reads_rows(a, a.p.dtype, false)) {
+        const uint8_t *from = (const uint8_t *)a.f.q.data + attn__q_offset(&a.p, &a.f.q, &at.s, at.row, at.h) * EB;
+        load_rows(to, from, a.f.q.stride[1] * EB, BM, QK_CHUNKS, at.rows, a.p.dim_qk);
+    } else {
+        load_rows_anyhow(a, at.s, at.h, TILE_Q, to, at.row, BM, QK_CHUNKS, at.rows, 0, a.p.dim_qk);
+    }
+}
+
+DEVICE void load_kv(const attn_cuda_args &a, const tile_place &at, tile_tensor which, const uint8_t *rows, int64_t row_bytes,
+                    uint32_t to, int32_t n, int chunks, int column0, int dim, bool maybe_short) {
+    int32_t j0 = n * BN, valid = maybe_short ? at.s.sk - j0 : (int)BN;
+    if (reads_rows(a, a.p.kv_dtype, a.p.page_size > 0))
+        load_rows(to, rows + j0 * row_bytes, row_bytes, BN, chunks, valid, dim);
+    else
+        load_rows_anyhow(a, at.s, at.kv_head, which, to, at.s.leftpad + j0, BN, chunks, valid, column0, dim);
+}
+
+/* maybe_short: the tile may reach past the last key; only the first one that is walked can. */
+DEVICE void load_k(const attn_cuda_args &a, const tile_place &at, uint32_t to, int32_t n, bool maybe_short) {
+    load_kv(a, at, TILE_K, at.k, a.f.k.stride[1] * EB, to, n, QK_CHUNKS, 0, a.p.dim_qk, maybe_short);
+}
+
+DEVICE void load_v(const attn_cuda_args &a, const tile_place &at, uint32_t to, int32_t n, bool maybe_short) {
+    load_kv(a, at, TILE_V, at.v, a.f.v.stride[1] * EB, to, n, V_CHUNKS, at.dv0, a.p.dim_v - at.dv0, maybe_short);
+}
+
+/* ---- scores ---- */
+
+/* All elements of S that a thread has. */
+#define EACH_SCORE(mt, nt, e)                                                                                              \
+    _Pragma("unroll") for (int mt = 0; mt < MT; mt++) _Pragma("unroll") for (int nt = 0; nt < NT; nt++)                    \
+        _Pragma("unroll") for (int e = 0; e < 4; e++)
+
+/* Row and key of element e of accumulator [mt][nt]; see the layout in fwd.cu. */
+DEVICE int32_t row_of(const tile_place &at, int mt, int half) {
+    return at.row + ((threadIdx.x >> 5) * MT + mt) * 16 + half * 8 + (threadIdx.x >> 2 & 7);
+}
+DEVICE int32_t key_of(const tile_place &at, int nt, int e) { return at.n * BN + nt * 8 + (threadIdx.x & 3) * 2 + (e & 1); }
+
+/* A bias as float; the dtype is the same for all, so this branches once. */
+DEVICE float bias_number(attn_dtype dtype, const void *data, int64_t at) {
+    if (dtype == ATTN_F32) return ((const float *)data)[at];
+    if (dtype == ATTN_F64) return (float)((const double *)data)[at];
+    uint16_t x = ((const uint16_t *)data)[at];
+    return dtype == ATTN_BF16 ? attn__from_bf16(x) : half_number(x);
+}
+
+/* Steps 2 to 4 of attn.h, as score() of score.cuh, a step at a time for all elements of the thread. */
+DEVICE void feature_scores(const attn_cuda_args &a, const tile_place &at, float s[MT][NT][4]) {
+    const float cap = (float)a.p.softcap, slope = a.p.flags & ATTN_ALIBI ? a.f.alibi[at.s.b * a.f.alibi_stride + at.h] : 0;
+    const int32_t offset = at.s.sk - at.s.sq;
+    if (a.p.softcap > 0) {
+        EACH_SCORE(mt, nt, e) s[mt][nt][e] = cap * tanhf(s[mt][nt][e] / cap);
+    }
+    if (a.p.flags & ATTN_ALIBI) {
+        EACH_SCORE(mt, nt, e) {
+            int32_t distance = abs(row_of(at, mt, e >> 1) + offset - key_of(at, nt, e));
+            s[mt][nt][e] = fmaf(-slope, (float)distance, s[mt][nt][e]);
+        }
+    }
+    if (a.p.flags & ATTN_BIAS) {
+        EACH_SCORE(mt, nt, e) {
+            int32_t i = row_of(at, mt, e >> 1), j = key_of(at, nt, e);
+            if (i >= at.s.sq || j >= at.s.sk) continue;
+            s[mt][nt][e] += bias_number(a.p.bias_dtype, a.f.bias.data, attn__matrix_at(&a.f.bias, at.s.b, at.h, i, j));
+        }
+    }
+    EACH_SCORE(mt, nt, e) s[mt][nt][e] *= (float)ATTN_LOG2E;
+}
+
+/* The numbers of semantics 1 to 4; times `scale` they are in base 2. */
+DEVICE void scores(const attn_cuda_args &a, const tile_place &at, float s[MT][NT][4]) {
+    if (at.raw != 1) {
+        EACH_SCORE(mt, nt, e) s[mt][nt][e] = __fmul_rn(s[mt][nt][e], at.raw);
+    }
+    if (ALL && at.natural) feature_scores(a, at, s);
+}
+
+DEVICE void flash_scores(const attn_cuda_args &a, const tile_place &at, float s[MT][NT][4]) {
+#pragma unroll
+    for (int nt = 0; nt < NT; nt++)
+#pragma unroll
+        for (int c = 0; c < 2; c++) {
+            int32_t j = key_of(at, nt, c);
+            if (j >= at.s.sk) continue;
+            attn_flash flash = attn__flash_load(&at.mask, attn__flash_at(&a.p, &a.f, at.s.b, at.kv_head, j));
+#pragma unroll
+            for (int mt = 0; mt < MT; mt++)
+#pragma unroll
+                for (int half = 0; half < 2; half++)
+                    if (attn__flash_masked(flash, row_of(at, mt, half))) s[mt][nt][2 * half + c] = -INFINITY;
+        }
+}
+
+/* -inf where a pair is not allowed. */
+DEVICE void mask_scores(const attn_cuda_args &a, const tile_place &at, float s[MT][NT][4]) {
+#pragma unroll
+    for (int mt = 0; mt < MT; mt++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            int32_t first, end;
+            attn__mask_row(&at.mask, row_of(at, mt, half), &first, &end);
+#pragma unroll
+            for (int nt = 0; nt < NT; nt++)
+#pragma unroll
+                for (int c = 0; c < 2; c++) {
+                    int32_t j = key_of(at, nt, c);
+                    if (j < first || j >= end) s[mt][nt][2 * half + c] = -INFINITY;
+                }
+        }
+    if (ALL && at.mask.vectors) flash_scores(a, at, s);
+}
+
+/* Dropout of the two neighbours (2t, 2t + 1) of one row: bit 0 and 1 of the answer say which are dropped. */
+DEVICE int dropped_pair(const tile_place &at, int32_t heads, int32_t i, int32_t j) {
+    uint32_t r[4];
+    attn__philox4(&at.philox, (uint32_t)(at.s.b * heads + at.h), (uint32_t)i, (uint32_t)j / 4, r);
+    uint32_t r0 = j & 2 ? r[2] : r[0], r1 = j & 2 ? r[3] : r[1];
+    return (r0 < at.philox.threshold) | (r1 < at.philox.threshold) << 1;
+}
+
+/* Zeroes what is dropped in the fragment of step ks. */
+DEVICE void drop(const attn_cuda_args &a, const tile_place &at, uint32_t p[4], int mt, int ks) {
+    enum { PARTS = WIDE ? 1 : 2 };
+#pragma unroll
+    for (int part = 0; part < PARTS; part++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            int which = dropped_pair(at, a.p.heads_q, row_of(at, mt, half), key_of(at, WIDE ? ks : 2 * ks + part, 0));
+            if (WIDE) {
+                if (which & 1) p[half] = 0;
+                if (which & 2) p[half + 2] = 0;
+            } else {
+                p[2 * part + half] &= (which & 1 ? 0 : 0xffffu) | (which & 2 ? 0 : 0xffff0000u);
+            }
+        }
+}
+
+/* ---- infinities and NaN in V, where some pairs are masked ---- */
+
+/* In one word of a tile: bit 0 for its number (float32) or its low half, bit 1 for its high half. */
+DEVICE int nonfinite_word(uint32_t x) {
+    if (WIDE) return (x & 0x7f800000) == 0x7f800000;
+    const uint32_t ones = BF16 ? 0x7f80 : 0x7c00;
+    return ((x & ones) == ones) | ((x >> 16 & ones) == ones) << 1;
+}
+
+/* Does any thread see one in V? A barrier of the whole block. */
+DEVICE bool holds_nonfinite(uint32_t shared_v) {
+    int found = 0;
+#pragma unroll 4
+    for (int n = threadIdx.x; n < BN * V_CHUNKS; n += THREADS) {
+        uint4 x = ld_shared_v4(shared_v + n * 16);
+        found |= nonfinite_word(x.x) | nonfinite_word(x.y) | nonfinite_word(x.z) | nonfinite_word(x.w);
+    }
+    return __syncthreads_or(found);
+}
+
+/*
+ * A product gives 0 * NaN = NaN to a row that may not see the key. So what is not finite is taken out of V and added here to
+ * the rows that see it: such a term is p * v = v for any p > 0. Rare, so slow.
+ */
+DEVICE void add_nonfinite(float o[MT][DT][4], uint32_t p[PV_STEPS][MT][4], uint32_t shared_v) {
+    const int t = threadIdx.x & 3;
+    uint64_t sees[MT][2];
+#pragma unroll
+    for (int mt = 0; mt < MT; mt++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            uint64_t bits = 0;
+#pragma unroll
+            for (int nt = 0; nt < NT; nt++) {
+                bool first = WIDE ? p[nt % PV_STEPS][mt][half] : p[nt / 2][mt][nt % 2 * 2 + half] & 0xffff;
+                bool second = WIDE ? p[nt % PV_STEPS][mt][half + 2] : p[nt / 2][mt][nt % 2 * 2 + half] >> 16;
+                bits |= (uint64_t)(first | second << 1) << (nt * 8 + 2 * t);
+            }
+            bits |= __shfl_xor_sync(~0u, bits, 1);
+            sees[mt][half] = bits | __shfl_xor_sync(~0u, bits, 2);
+        }
+#pragma unroll 1
+    for (int j = 0; j < BN; j++)
+#pragma unroll
+        for (int dt = 0; dt < DT; dt++)
+#pragma unroll
+            for (int c = 0; c < 2; c++) {
+                int column = dt * 8 + 2 * t + c;
+                uint32_t word = ld_shared_b32((shared_at(shared_v, j, column / PER_CHUNK, V_CHUNKS) + column % PER_CHUNK * EB) & ~3u);
+                if (!(nonfinite_word(word) >> (WIDE ? 0 : c) & 1)) continue;
+                float v = WIDE ? __uint_as_float(word) : BF16 ? attn__from_bf16((uint16_t)(word >> 16 * c)) : half_number((uint16_t)(word >> 16 * c));
+#pragma unroll
+                for (int mt = 0; mt < MT; mt++)
+#pragma unroll
+                    for (int half = 0; half < 2; half++)
+                        if (sees[mt][half] >> j & 1) o[mt][dt][2 * half + c] += v;
+            }
+    __syncthreads();
+    for (int n = threadIdx.x; n < BN * V_CHUNKS * 4; n += THREADS) {
+        uint32_t word = ld_shared_b32(shared_v + n * 4);
+        int which = nonfinite_word(word);
+        if (which) st_shared_b32(shared_v + n * 4, WIDE ? 0 : word & ((which & 1 ? 0 : 0xffffu) | (which & 2 ? 0 : 0xffff0000u)));
     }
     __syncthreads();
-    return piece;
 }
 
-/*
- * Scores of keys [j0, j0 + COLS): a lane gets that of key j0 + lane, -inf where it is not allowed. Bit n of *seen: key j0 + n is
- * allowed. All warps of the block must call it together.
- */
-DEVICE real tile_score(const attn_cuda_args &a, const tile_rows &t, int32_t j0, real *memory, unsigned *seen) {
-    const real *q = memory + AT_Q + warp_in_block() * ATTN_MAX_DIM;
-    real dot = 0;
-    for (int32_t x0 = 0; x0 < a.p.dim_qk; x0 += DIMS) {
-        const real *piece = load_piece(a, t, a.f.k, a.p.dim_qk, j0, x0, memory) + lane_index() * PITCH;
-        real sum = 0; /* of 32 products at a time: that halves the rounding error of a long row */
-        for (int32_t x = 0; x < DIMS; x++) sum += q[x0 + x] * piece[x];
-        dot += sum;
-    }
-    int32_t j = j0 + lane_index();
-    bool allowed = is_allowed(a, t, j);
-    *seen = __ballot_sync(ALL_LANES, allowed);
-    return allowed ? score(a, t.s, t.h, t.i, j, (real)t.scale * dot) : (real)-INFINITY;
+/* ---- O to memory ---- */
+
+DEVICE void store_number(attn_dtype dtype, void *data, int64_t at, float x) {
+    if (dtype == ATTN_F32)
+        ((float *)data)[at] = x;
+    else if (dtype == ATTN_BF16)
+        ((uint16_t *)data)[at] = attn__to_bf16(x);
+    else
+        ((uint16_t *)data)[at] = (uint16_t)cvt_rn_f16x2(x, 0);
 }
 
-/*
- * Online softmax: returns exp(s - *most), the maximum so far; *sum is this lane's own part. *alpha is the factor for what was
- * added up under the maximum before. NaN leaves the maximum alone and shows in the sum.
- */
-DEVICE real softmax_step(real s, real *most, real *sum, real *alpha) {
-    real above = warp_max(s);
-    *alpha = 1;
-    if (above > *most) {
-        *alpha = exp(*most - above);
-        *most = above;
+/* Element by element: partial results, other dtypes, odd addresses. */
+DEVICE void store_elements(const attn_cuda_args &a, const tile_place &at, float o[MT][DT][4]) {
+    const int t = threadIdx.x & 3;
+#pragma unroll
+    for (int mt = 0; mt < MT; mt++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            int32_t i = row_of(at, mt, half);
+            if (i >= at.s.sq) continue;
+            attn_dtype dtype = at.split ? ATTN_F32 : a.p.out_dtype;
+            void *data = at.split ? a.part_o : a.f.o.data;
+            int64_t row = at.split ? part_index(a, at.s, i, at.h, at.chunk) * a.p.dim_v
+                                   : attn__q_offset(&a.p, &a.f.o, &at.s, i, at.h);
+#pragma unroll
+            for (int dt = 0; dt < DT; dt++)
+#pragma unroll
+                for (int c = 0; c < 2; c++) {
+                    int column = at.dv0 + dt * 8 + 2 * t + c;
+                    if (column < a.p.dim_v) store_number(dtype, data, row + column, o[mt][dt][2 * half + c]);
+                }
+        }
+}
+
+/* 16-bit results go through the warp's own rows of shared Q, to leave in pieces of 16 bytes. */
+DEVICE void store_o(const attn_cuda_args &a, const tile_place &at, float o[MT][DT][4], uint32_t shared_q) {
+    if (WIDE || at.split || !a.vector_ok || a.p.out_dtype != (attn_dtype)DTYPE || a.p.dim_v % PER_CHUNK) {
+        store_elements(a, at, o);
+        return;
     }
-    real p = s == (real)-INFINITY ? 0 : exp(s - *most);
-    *sum = *sum * *alpha + p;
-    return p;
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
+    __syncwarp();
+#pragma unroll
+    for (int mt = 0; mt < MT; mt++)
+#pragma unroll
+        for (int half = 0; half < 2; half++)
+#pragma unroll
+            for (int dt = 0; dt < DT; dt++) {
+                int row = (warp * MT + mt) * 16 + half * 8 + g;
+                st_shared_b32(shared_at(shared_q, row, dt, V_CHUNKS) + t * 4, pack(o[mt][dt][2 * half], o[mt][dt][2 * half + 1]));
+            }
+    __syncwarp();
+    uint8_t *to = (uint8_t *)a.f.o.data + (attn__q_offset(&a.p, &a.f.o, &at.s, at.row, at.h) + at.dv0) * EB;
+#pragma unroll
+    for (int n = 0; n < MT * 16 * V_CHUNKS / 32; n++) {
+        int piece = n * 32 + lane, row = warp * MT * 16 + piece / V_CHUNKS, c = piece % V_CHUNKS;
+        uint4 x = ld_shared_v4(shared_at(shared_q, row, c, V_CHUNKS));
+        if (row < at.rows && chunk_count(c, a.p.dim_v - at.dv0)) *(uint4 *)(to + row * a.f.o.stride[1] * EB + c * 16) = x;
+    }
 }
 
 #endif

@@ -12,6 +12,18 @@ static attn_status launch_warps(const attn_cuda_run *run, int entry, int64_t war
     return attn__cuda_launch(run, entry, attn__ceil_div(warps, ATTN_CUDA_WARPS), 32 * ATTN_CUDA_WARPS, 0, args, args_bytes);
 }
 
+/*
+ * Under a causal mask long rows go first, over a group of heads whose keys and values stay in the L2 cache meanwhile. Without
+ * one all rows are alike, and one head after the other is best.
+ */
+static int32_t heads_side_by_side(const attn_problem *p) {
+    const int64_t cache_bytes = 24 << 20;
+    int64_t keys = (int64_t)p->max_kv * (p->dim_qk + p->dim_v) * (int64_t)attn_dtype_size(p->kv_dtype);
+    int64_t heads = (int64_t)p->batch * p->heads_q, fit = keys ? cache_bytes / keys * (p->heads_q / p->heads_kv) : heads;
+    if (!(p->flags & ATTN_CAUSAL)) return 1;
+    return (int32_t)(fit < 1 ? 1 : fit < heads ? fit : heads < INT32_MAX ? heads : INT32_MAX);
+}
+
 static attn_cuda_args make_args(const attn_cuda_run *run, const attn_plan *plan, const attn_buffers *f) {
     const attn_problem *p = &plan->problem;
     attn_cuda_args a;
@@ -35,6 +47,8 @@ static attn_cuda_args make_args(const attn_cuda_run *run, const attn_plan *plan,
     }
     a.row_tiles = (int32_t)attn__ceil_div(p->max_q, forward->bm);
     a.slots = attn__max32(a.row_tiles, a.chunks);
+    a.dv_blocks = (int32_t)attn__ceil_div(p->dim_v, forward->dim_v);
+    a.group = heads_side_by_side(p);
     a.scale_log2 = (float)(p->scale * ATTN_LOG2E);
     a.vector_ok = run->vector_ok;
     if (p->flags & ATTN_ROTARY) a.rotated_q = attn__cuda_rotated_q(plan, f);
@@ -63,7 +77,7 @@ static attn_status launch_rows(const attn_cuda_run *run, const attn_cuda_args *a
     const attn_cuda_entry *forward = &attn__cuda_entries[run->forward];
     int64_t heads = (int64_t)p->batch * p->heads_q;
     RETURN_IF_ERROR(
-        attn__cuda_launch(run, run->forward, heads * a->slots, 32 * forward->warps, forward->shared_bytes, a, sizeof *a));
+        attn__cuda_launch(run, run->forward, heads * a->slots * a->dv_blocks, 32 * forward->warps, forward->shared_bytes, a, sizeof *a));
     if (a->chunks)
         RETURN_IF_ERROR(
             launch_warps(run, ATTN_ENTRY_fold, heads * a->part_rows * attn__ceil_div(p->dim_v, 32), a, sizeof *a));
