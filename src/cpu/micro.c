@@ -263,6 +263,10 @@ static void micro_d_scores(real *d_p, const real *p, const real *slope, int32_t 
     }
 }
 
+static void micro_add(real *restrict c, const real *restrict from, int32_t n) {
+    for (int32_t i = 0; i < n; i++) c[i] += from[i];
+}
+
 static void micro_scale(real *c, int32_t n, real factor) {
     for (int32_t i = 0; i < n; i++) c[i] *= factor;
 }
@@ -286,6 +290,7 @@ const attn_micro TABLE_NAME(ATTN_ISA) = {
     .softcap = micro_softcap,
     .alibi = micro_alibi,
     .d_scores = micro_d_scores,
+    .add = micro_add,
     .scale = micro_scale,
     .finite = micro_finite,
 };

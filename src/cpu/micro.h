@@ -45,6 +45,9 @@ typedef struct REAL(micro) {
     void (*d_scores)(real *d_p, const real *p, const real *slope, int32_t keys, int32_t width, const real *delta,
                      real keep);
 
+    /* c[n] += from[n] */
+    void (*add)(real *c, const real *from, int32_t n);
+
     /* c[n] = c[n] * factor */
     void (*scale)(real *c, int32_t n, real factor);
 

@@ -15,17 +15,18 @@ typedef struct job {
 
 /* plan->workspace has room for the forward's scratch; this lays out its own over it. */
 typedef struct scratch {
-    real *q_t, *k, *s, *row, *max, *sum, *alpha; /* alpha becomes 1 / the whole sum */
+    real *q_t, *k, *s, *guard, *row, *max, *sum, *alpha; /* alpha becomes 1 / the whole sum */
 } scratch;
 
 static scratch lay_out(real *at, const attn_problem *p) {
-    int64_t qk = attn__pad(p->dim_qk), v = attn__pad(p->dim_v);
+    int64_t qk = attn__pad(p->dim_qk), v = attn__pad(p->dim_v), most = qk > v ? qk : v;
     scratch m;
     m.q_t = at;
     m.k = m.q_t + qk * ATTN_TILE_ROWS;
     m.s = m.k + qk * ATTN_TILE_COLS;
-    m.row = m.s + ATTN_TILE_COLS * ATTN_TILE_ROWS;
-    m.max = m.row + (qk > v ? qk : v) + ATTN_TILE_COLS;
+    m.guard = m.s + ATTN_TILE_COLS * ATTN_TILE_ROWS;
+    m.row = m.guard + most * ATTN_TILE_ROWS;
+    m.max = m.row + most + ATTN_TILE_COLS;
     m.sum = m.max + ATTN_TILE_ROWS;
     m.alpha = m.sum + ATTN_TILE_ROWS;
     return m;
@@ -84,6 +85,7 @@ static void work_tile(void *arg, int64_t index, int32_t slot) {
     if (unit.rows <= 0 || !REAL(tile_make)(&t, j->plan, j->f, &unit, h, false)) return;
     char *mine = (char *)attn__part(j->plan, j->f, CPU_SCRATCH) + slot * REAL(fwd_scratch)(p);
     scratch m = lay_out((real *)mine, p);
+    t.guard = m.guard;
     REAL(tile_load_q)(&t, m.q_t, m.row);
     for (int32_t r = 0; r < t.width; r++) {
         m.max[r] = (real)-INFINITY;

@@ -141,10 +141,19 @@ static void apply_mask(const attn_rows *t, real *s, int32_t j0, int32_t keys) {
 }
 
 void REAL(tile_dots)(const attn_rows *t, real *s, const real *x, int64_t ldx, const real *y_t, int32_t dim, int32_t keys) {
-    enum { BLOCK = 16 }; /* dims that are summed before they meet the rest: short sums keep the rounding error small */
-    for (int32_t n = 0; n < dim; n += BLOCK) {
-        int32_t dims = attn__min32(BLOCK, dim - n);
-        t->micro->gemm(s, t->width, x + n, ldx, 1, y_t + (int64_t)n * t->width, t->width, keys, t->width, dims, n > 0);
+    /*
+     * Short sums keep the rounding error small: BLOCK dims are summed before they meet the rest of their GROUP, and that before it
+     * meets the rest. With more dims than a group there is room for a tile of scores in the guard.
+     */
+    enum { BLOCK = 16, GROUP = 64 };
+    for (int32_t first = 0; first < dim; first += GROUP) {
+        real *to = first > 0 ? t->guard : s;
+        for (int32_t n = first; n < attn__min32(dim, first + GROUP); n += BLOCK) {
+            int32_t dims = attn__min32(BLOCK, dim - n);
+            t->micro->gemm(to, t->width, x + n, ldx, 1, y_t + (int64_t)n * t->width, t->width, keys, t->width, dims,
+                           n > first);
+        }
+        if (first > 0) t->micro->add(s, to, keys * t->width);
     }
 }
 

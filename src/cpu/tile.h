@@ -27,7 +27,7 @@ typedef struct REAL(tile) {
     real slope[ATTN_TILE_ROWS]; /* of ALiBi */
     int32_t dim_qk, dim_v;      /* padded to ATTN_LANES: distance of rows in scratch */
     attn_philox dropout;
-    real *guard; /* scratch of tile_gemm: ATTN_TILE_ROWS rows of the larger dim */
+    real *guard; /* scratch of tile_gemm and tile_dots: ATTN_TILE_ROWS rows of the larger dim */
 } REAL(tile);
 
 typedef REAL(tile) attn_rows;
