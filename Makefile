@@ -5,7 +5,7 @@ JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 
 MAKEFLAGS += --no-print-directory
 
-.PHONY: all demo test test-gpu install kernels check-kernels fuzz format check-format clean help
+.PHONY: all demo test test-gpu install kernels check-kernels tune-kernels fuzz format check-format clean help
 all:
 	@scripts/setup.sh build
 	@cmake --preset release >/dev/null
@@ -24,6 +24,11 @@ kernels:
 	@scripts/setup.sh build
 	@cmake --preset release >/dev/null
 	@cmake --build --preset release -j $(JOBS) --target attn_kernels
+
+tune-kernels:
+	@scripts/setup.sh build
+	@cmake --preset release >/dev/null
+	@cmake --build --preset release -j $(JOBS) --target attn_tune_kernels
 
 test-gpu:
 	@scripts/gpu.sh
@@ -53,6 +58,7 @@ help:
 	@echo "make test-gpu      what wants a GPU; scripts/gpu.sh says what its parts are"
 	@echo "make install       install to PREFIX (now $(PREFIX)); DESTDIR is honoured"
 	@echo "make kernels       compile the GPU kernels only, to build/kernels; make check-kernels holds them to their budget"
+	@echo "make tune-kernels  compile the kernels that 'attn tune' compares, to build/tune-kernels"
 	@echo "make fuzz          each fuzz target for FUZZ_SECONDS (now $(FUZZ_SECONDS))"
 	@echo "make format        format the sources; make check-format only says what is not as it should be"
 	@echo "make clean         remove the build folders"

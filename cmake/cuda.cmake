@@ -67,22 +67,41 @@ endif()
 
 set(ATTN_KERNELS ${attn_kernels} CACHE INTERNAL "none, given or compiled: the scripts ask for it")
 
+# The kernels of src/cuda/tune.def, for `attn tune`: no part of the library, and compiled only by `make tune-kernels`.
+set(attn_tune_dir ${PROJECT_SOURCE_DIR}/build/tune-kernels)
+set(attn_tune_archs -gencode arch=compute_80,code=sm_80 -gencode arch=compute_90,code=sm_90)
+set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${cuda_src}/tune.def)
+file(STRINGS ${cuda_src}/tune.def lines REGEX "^FWD\\(")
+set(attn_tunes "")
+foreach(line IN LISTS lines)
+    if(NOT line MATCHES "^FWD\\( *([a-z0-9_]+) *,")
+        message(FATAL_ERROR "src/cuda/tune.def: cannot read the line ${line}")
+    endif()
+    set(name ${CMAKE_MATCH_1})
+    if(DEFINED attn_line_${name})
+        message(FATAL_ERROR "src/cuda/tune.def: ${name} is there twice, or in variants.def as well")
+    endif()
+    set(attn_line_${name} "${line}")
+    list(APPEND attn_tunes ${name})
+endforeach()
+
 # One fatbin. A forward kernel is compiled again when its own line changes, not when others do: NAME.how has that line.
-function(attn_add_kernel name)
+# The rest of the arguments are for nvcc, -gencode among them.
+function(attn_add_kernel folder name)
     set(options "")
     set(source ${cuda_src}/${name}.cu)
     if(DEFINED attn_line_${name})
         set(source ${cuda_src}/fwd.cu)
         set(options -DVARIANT=${name})
     endif()
-    file(CONFIGURE OUTPUT ${attn_kernels_dir}/${name}.how CONTENT "${attn_line_${name}}\n${ATTN_NVCC} ${ATTN_CUDA_ARCHS}\n" @ONLY)
+    file(CONFIGURE OUTPUT ${folder}/${name}.how CONTENT "${attn_line_${name}}\n${ATTN_NVCC} ${ARGN}\n" @ONLY)
     file(GLOB headers CONFIGURE_DEPENDS ${cuda_src}/*.cuh)
     list(APPEND headers ${cuda_src}/args.h ${cuda_src}/flaw.h ${src}/mask.h ${src}/numeric.h ${src}/philox.h
         ${src}/rotate.h ${src}/schedule.h ${PROJECT_SOURCE_DIR}/include/attn.h)
-    add_custom_command(OUTPUT ${attn_kernels_dir}/${name}.fatbin
-        COMMAND ${PROJECT_SOURCE_DIR}/scripts/compile_kernel.sh ${attn_kernels_dir}/${name} ${ATTN_NVCC} -fatbin -std=c++17 -O3
-            ${options} -I ${PROJECT_SOURCE_DIR}/include -I ${src} -I ${cuda_src} ${ATTN_CUDA_ARCHS} ${source}
-        DEPENDS ${source} ${headers} ${attn_kernels_dir}/${name}.how ${PROJECT_SOURCE_DIR}/scripts/compile_kernel.sh
+    add_custom_command(OUTPUT ${folder}/${name}.fatbin
+        COMMAND ${PROJECT_SOURCE_DIR}/scripts/compile_kernel.sh ${folder}/${name} ${ATTN_NVCC} -fatbin -std=c++17 -O3
+            ${options} -I ${PROJECT_SOURCE_DIR}/include -I ${src} -I ${cuda_src} ${ARGN} ${source}
+        DEPENDS ${source} ${headers} ${folder}/${name}.how ${PROJECT_SOURCE_DIR}/scripts/compile_kernel.sh
         COMMENT "GPU kernel ${name}" VERBATIM)
 endfunction()
 
@@ -91,7 +110,7 @@ if(attn_kernels_dir)
     foreach(name IN LISTS attn_images)
         list(APPEND attn_fatbins ${attn_kernels_dir}/${name}.fatbin)
         if(NOT ATTN_CUDA_KERNELS_DIR)
-            attn_add_kernel(${name})
+            attn_add_kernel(${attn_kernels_dir} ${name} ${ATTN_CUDA_ARCHS})
         endif()
     endforeach()
     list(TRANSFORM attn_images REPLACE "(.+)" "IMAGE(\\1)\n" OUTPUT_VARIABLE list_of_images)
@@ -102,3 +121,15 @@ if(attn_kernels_dir)
 endif()
 # Whoever embeds the images waits for this target, so that no two compile them at once.
 add_custom_target(attn_kernels DEPENDS ${attn_fatbins})
+
+if(ATTN_NVCC)
+    foreach(name IN LISTS attn_tunes)
+        attn_add_kernel(${attn_tune_dir} ${name} -DVARIANTS="tune.def" ${attn_tune_archs})
+    endforeach()
+    list(TRANSFORM attn_tunes REPLACE "(.+)" "${attn_tune_dir}/\\1.fatbin" OUTPUT_VARIABLE tune_fatbins)
+    add_custom_target(attn_tune_kernels
+        COMMAND ${CMAKE_COMMAND} -E copy_if_different ${cuda_src}/tune.def ${attn_tune_dir}/tune.def DEPENDS ${tune_fatbins})
+else()
+    add_custom_target(attn_tune_kernels
+        COMMAND ${CMAKE_COMMAND} -E echo "tune-kernels: nvcc is not found" COMMAND ${CMAKE_COMMAND} -E false VERBATIM)
+endif()

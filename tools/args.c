@@ -95,6 +95,21 @@ const char *parse_dtype(const char *text, void *target) {
     return "f32, f16, bf16, f64, e4m3, e5m2 or i8";
 }
 
+const char *parse_dtypes(const char *text, void *target) {
+    dtype_list *list = target;
+    char one[16];
+    int used;
+    list->count = 0;
+    do {
+        if (list->count == MAX_DTYPES) return "a shorter list";
+        if (sscanf(text, "%15[^,]%n", one, &used) != 1) return "a dtype or a list of them";
+        const char *wanted = parse_dtype(one, &list->at[list->count++]);
+        if (wanted) return wanted;
+        text += used;
+    } while (*text++ == ',');
+    return text[-1] ? "a dtype or a list of them" : NULL;
+}
+
 const char *op_name(attn_op op) {
     static const char *const names[] = {"forward", "backward", "append"};
     return names[op];

@@ -13,6 +13,7 @@ static const struct {
     {"check", "random differential test of a backend against ref", cmd_check},
     {"bench", "times attention; a table or JSON lines", cmd_bench},
     {"plan", "how a problem would be computed, in words and as a picture", cmd_plan},
+    {"tune", "times GPU kernels knob by knob; writes a tuning file", cmd_tune},
 };
 enum { COMMANDS = sizeof commands / sizeof *commands };
 

@@ -15,17 +15,11 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "device.h"
-#include "mask.h"
 #include "numeric.h"
 #include "tool.h"
+#include "workload.h"
 
-enum { MAX_DTYPES = 8, MAX_RUNS = 1000, MAX_COPIES = 8, WARM_RUNS = 3, BATCH = 32 };
-
-typedef struct dtype_list {
-    int count;
-    attn_dtype at[MAX_DTYPES];
-} dtype_list;
+enum { MAX_RUNS = 1000, WARM_RUNS = 3, BATCH = 32 };
 
 typedef struct bench_settings {
     settings common;
@@ -35,21 +29,6 @@ typedef struct bench_settings {
     double seconds;
     const char *suite;
 } bench_settings;
-
-static const char *parse_dtypes(const char *text, void *target) {
-    dtype_list *list = target;
-    char one[16];
-    int used;
-    list->count = 0;
-    do {
-        if (list->count == MAX_DTYPES) return "a shorter list";
-        if (sscanf(text, "%15[^,]%n", one, &used) != 1) return "a dtype or a list of them";
-        const char *wanted = parse_dtype(one, &list->at[list->count++]);
-        if (wanted) return wanted;
-        text += used;
-    } while (*text++ == ',');
-    return text[-1] ? "a dtype or a list of them" : NULL;
-}
 
 #define AT(field) offsetof(bench_settings, field)
 
@@ -90,132 +69,6 @@ typedef struct result {
     double error;         /* relative RMS against ref; < 0: not asked for */
 } result;
 
-/* Where to measure. */
-typedef struct place {
-    attn_context *context;
-    device *d;
-} place;
-
-static int open_place(place *at, const attn_config *config) {
-    attn_status status = attn_context_create(&at->context, config);
-    if (status != ATTN_OK) return tool_status("bench", status);
-    at->d = device_open(at->context, false);
-    return at->d ? TOOL_OK : TOOL_RUNTIME;
-}
-
-static void close_place(place *at) {
-    device_close(at->d);
-    attn_context_destroy(at->context);
-}
-
-/* ---- data ---- */
-
-enum { T_Q, T_K, T_V, T_O, T_D_O, T_D_Q, T_D_K, T_D_V, T_LSE, TENSORS };
-
-typedef struct data {
-    void *memory[TENSORS];
-    int64_t count[TENSORS];
-    attn_dtype dtype[TENSORS];
-    attn_buffers buffers;
-} data;
-
-static void free_data(data *d) {
-    for (int i = 0; i < TENSORS; i++) free(d->memory[i]);
-}
-
-/* Nearly normal numbers: the sum of four uniform ones, mean 0, variance 1. */
-static void fill_random(attn_dtype dtype, void *memory, int64_t count, uint64_t *state) {
-    for (int64_t i = 0; i < count; i++) {
-        uint64_t x = *state += UINT64_C(0x9E3779B97F4A7C15);
-        x = (x ^ x >> 30) * UINT64_C(0xBF58476D1CE4E5B9);
-        x = (x ^ x >> 27) * UINT64_C(0x94D049BB133111EB);
-        x ^= x >> 31;
-        int32_t sum = (int32_t)((x & 0xffff) + (x >> 16 & 0xffff) + (x >> 32 & 0xffff) + (x >> 48)) - 2 * 0xffff;
-        attn__store(dtype, memory, i, sum * (1.7320508 / 65536));
-    }
-}
-
-/* Tensors of one shape, inputs filled. */
-static bool make_data(data *d, const attn_problem *p, uint64_t seed) {
-    int64_t q = (int64_t)p->max_q * p->heads_q, kv = (int64_t)p->max_kv * p->heads_kv;
-    if (__builtin_mul_overflow(q, p->batch, &q) || __builtin_mul_overflow(kv, p->batch, &kv)) q = kv = -1;
-    bool fp8 = p->dtype == ATTN_E4M3 || p->dtype == ATTN_E5M2;
-    attn_dtype out = fp8 ? ATTN_BF16 : p->dtype, lse = attn__wide(p->dtype) ? ATTN_F64 : ATTN_F32;
-    const struct {
-        int64_t vectors;
-        int32_t dim;
-        attn_dtype dtype;
-    } rows[TENSORS] = {
-        [T_Q] = {q, p->dim_qk, p->dtype},    [T_K] = {kv, p->dim_qk, p->dtype},  [T_V] = {kv, p->dim_v, p->dtype},
-        [T_O] = {q, p->dim_v, out},          [T_D_O] = {q, p->dim_v, out},       [T_D_Q] = {q, p->dim_qk, p->dtype},
-        [T_D_K] = {kv, p->dim_qk, p->dtype}, [T_D_V] = {kv, p->dim_v, p->dtype}, [T_LSE] = {q, 1, lse},
-    };
-    memset(d, 0, sizeof *d);
-    for (int i = 0; i < TENSORS; i++) {
-        if (p->op == ATTN_FORWARD && i >= T_D_O && i <= T_D_V) continue;
-        if (__builtin_mul_overflow(rows[i].vectors, rows[i].dim, &d->count[i])) d->count[i] = -1;
-        d->dtype[i] = rows[i].dtype;
-        d->memory[i] = tool_alloc(d->count[i], attn_dtype_size(rows[i].dtype));
-        if (!d->memory[i]) return false;
-        if (i <= T_V || i == T_D_O) fill_random(d->dtype[i], d->memory[i], d->count[i], &seed);
-    }
-    attn_buffers *f = &d->buffers;
-    f->size = sizeof *f;
-    f->q = attn_dense(d->memory[T_Q], p->max_q, p->heads_q, p->dim_qk);
-    f->k = attn_dense(d->memory[T_K], p->max_kv, p->heads_kv, p->dim_qk);
-    f->v = attn_dense(d->memory[T_V], p->max_kv, p->heads_kv, p->dim_v);
-    f->o = attn_dense(d->memory[T_O], p->max_q, p->heads_q, p->dim_v);
-    f->lse = d->memory[T_LSE];
-    if (p->op == ATTN_FORWARD) return true;
-    f->d_o = attn_dense(d->memory[T_D_O], p->max_q, p->heads_q, p->dim_v);
-    f->d_q = attn_dense(d->memory[T_D_Q], p->max_q, p->heads_q, p->dim_qk);
-    f->d_k = attn_dense(d->memory[T_D_K], p->max_kv, p->heads_kv, p->dim_qk);
-    f->d_v = attn_dense(d->memory[T_D_V], p->max_kv, p->heads_kv, p->dim_v);
-    return true;
-}
-
-/* The tensors where the backend can read them, several times. */
-typedef struct copies {
-    int count;
-    mirror m[MAX_COPIES];
-    attn_buffers buffers[MAX_COPIES];
-    void *workspace;
-} copies;
-
-static void free_copies(copies *c, device *d) {
-    for (int n = 0; n < c->count; n++) mirror_free(&c->m[n]);
-    device_free(d, c->workspace);
-    free(c);
-}
-
-/* On the host there is one, the tensors themselves. NULL: a message was printed. */
-static copies *make_copies(const data *from, device *d, size_t workspace_bytes) {
-    copies *c = tool_alloc(1, sizeof *c);
-    double bytes = 1;
-    if (!c) return NULL;
-    memset(c, 0, sizeof *c);
-    for (int i = 0; i < TENSORS; i++) bytes += (double)from->count[i] * (double)attn_dtype_size(from->dtype[i]);
-    double wanted = 1 + 2 * (double)device_cache_bytes(d) / bytes;
-    int count = wanted > MAX_COPIES ? MAX_COPIES : (int)wanted;
-    c->workspace = device_alloc(d, workspace_bytes);
-    bool made = c->workspace;
-    for (; c->count < count && made; c->count++) {
-        mirror *m = &c->m[c->count];
-        *m = (mirror){.d = d};
-        for (int i = 0; i < TENSORS && made; i++)
-            made = !from->memory[i] ||
-                   mirror_add(m, "tensor", from->memory[i], (size_t)from->count[i] * attn_dtype_size(from->dtype[i]), 0, 0);
-        made = made && mirror_upload(m);
-        if (!made) continue;
-        c->buffers[c->count] = mirror_buffers(m, &from->buffers);
-        c->buffers[c->count].workspace = c->workspace;
-        c->buffers[c->count].workspace_size = workspace_bytes;
-    }
-    if (made) return c;
-    free_copies(c, d);
-    return NULL;
-}
-
 /* o and lse for a backward pass. */
 static attn_status run_forward(const place *at, const attn_problem *p, const attn_buffers *buffers) {
     attn_problem forward = *p;
@@ -226,11 +79,6 @@ static attn_status run_forward(const place *at, const attn_problem *p, const att
 }
 
 /* ---- measuring ---- */
-
-static int compare_doubles(const void *a, const void *b) {
-    double x = *(const double *)a, y = *(const double *)b;
-    return (x > y) - (x < y);
-}
 
 /* `runs` runs, one after the other on the copies in turn; adds their times. */
 static attn_status time_batch(const attn_plan *plan, const copies *c, device *d, int runs, double *times) {
@@ -260,22 +108,8 @@ static attn_status time_plan(const attn_plan *plan, const copies *c, device *d, 
         count += runs;
     }
     if (status != ATTN_OK) return status;
-    qsort(times, (size_t)count, sizeof *times, compare_doubles);
-    *ms = 0.5 * (times[count / 2] + times[(count - 1) / 2]);
+    *ms = median(times, count);
     return ATTN_OK;
-}
-
-/* Pairs of a query and a key that the mask allows, in one sequence and head. */
-static double allowed_pairs(const attn_problem *p) {
-    attn_mask m = attn__mask_make(p->max_q, p->max_kv, (p->flags & ATTN_CAUSAL) != 0, (p->flags & ATTN_WINDOW) != 0,
-                                  p->window_left, p->window_right, 0);
-    double pairs = 0;
-    for (int32_t i = 0; i < p->max_q; i++) {
-        int32_t first, end;
-        attn__mask_row(&m, i, &first, &end);
-        if (end > first) pairs += end - first;
-    }
-    return pairs;
 }
 
 /* Measuring the peak takes a moment, and shapes share it. */
@@ -297,13 +131,12 @@ static double find_peak(const result *r, const device *where, const attn_problem
     return cached_peak(r->threads, attn__wide(p->dtype));
 }
 
-static int fill_rates(result *r, const device *where, const attn_problem *p, const data *d) {
-    double flops = 2.0 * (p->dim_qk + p->dim_v) * p->batch * p->heads_q * allowed_pairs(p), bytes = 0;
-    if (p->op == ATTN_BACKWARD) flops *= 2.5;
+static int fill_rates(result *r, const device *where, const attn_problem *p, const tensors *d) {
+    double bytes = 0;
     for (int i = 0; i < TENSORS; i++) bytes += (double)d->count[i] * (double)attn_dtype_size(d->dtype[i]);
     double peak = find_peak(r, where, p, d->dtype[T_O]); /* fp8 is multiplied in 16 bits, as its results are */
     if (peak < 0) return tool_error(TOOL_RUNTIME, "bench: the threads for measuring the peak could not be started");
-    r->gflops = 1e-6 * flops / r->ms;
+    r->gflops = 1e-6 * count_flops(p) / r->ms;
     r->gb_per_s = 1e-6 * bytes / r->ms;
     r->peak_fraction = peak > 0 ? r->gflops / peak : 0;
     return TOOL_OK;
@@ -311,7 +144,7 @@ static int fill_rates(result *r, const device *where, const attn_problem *p, con
 
 /* ---- comparing ---- */
 
-static double relative_rms(const data *d, int which, const void *expected) {
+static double relative_rms(const tensors *d, int which, const void *expected) {
     double error = 0, norm = 0;
     for (int64_t i = 0; i < d->count[which]; i++) {
         double want = attn__load(d->dtype[which], expected, i), have = attn__load(d->dtype[which], d->memory[which], i);
@@ -322,7 +155,7 @@ static double relative_rms(const data *d, int which, const void *expected) {
 }
 
 /* The same inputs through ref; the worst relative RMS of the results. */
-static int compare_with_ref(result *r, const attn_problem *p, const data *d) {
+static int compare_with_ref(result *r, const attn_problem *p, const tensors *d) {
     const int first = p->op == ATTN_FORWARD ? T_O : T_D_Q, last = p->op == ATTN_FORWARD ? T_O : T_D_V;
     attn_config config = {.size = sizeof config, .backend = ATTN_BACKEND_REF, .threads = 1};
     attn_buffers f = d->buffers;
@@ -355,20 +188,15 @@ static int compare_with_ref(result *r, const attn_problem *p, const data *d) {
     return code;
 }
 
-/* What --check lets pass: the accuracy that the library promises. */
+/* What --check lets pass. */
 static double error_bar(const attn_problem *p, const result *r) {
-    switch (p->dtype) {
-    case ATTN_F64: return 1e-13;
-    case ATTN_F32: return strcmp(r->backend, "cuda") == 0 ? 1e-5 : p->op == ATTN_FORWARD ? 1e-6 : 5e-6;
-    case ATTN_F16: return 2.9e-4;
-    default: return 2.3e-3;
-    }
+    return accuracy_bar(p, strcmp(r->backend, "cuda") == 0);
 }
 
 /* ---- one shape ---- */
 
 /* Fills in everything but the error, and brings the results back to the host. */
-static int measure(const place *at, const attn_plan *plan, const attn_problem *p, const bench_settings *s, data *d,
+static int measure(const place *at, const attn_plan *plan, const attn_problem *p, const bench_settings *s, tensors *d,
                    result *r) {
     d->buffers.seed = s->common.seed;
     d->buffers.offset = s->common.offset;
@@ -392,7 +220,7 @@ static int bench_one(const place *at, const attn_problem *p, const bench_setting
                   .kernel = attn_plan_kernel(plan),
                   .threads = attn_context_threads(at->context),
                   .error = -1};
-    data d;
+    tensors d;
     int code = make_data(&d, p, s->common.seed) ? measure(at, plan, p, s, &d, r) : TOOL_RUNTIME;
     if (code == TOOL_OK && s->check && strcmp(r->backend, "ref") != 0) code = compare_with_ref(r, p, &d);
     free_data(&d);
@@ -476,7 +304,7 @@ static int run_demo(const bench_settings *s) {
     int code = TOOL_OK, worst = TOOL_OK;
     for (int i = 0; i < 2 && code == TOOL_OK; i++) {
         attn_config config = {.size = sizeof config, .backend = backends[i], .threads = s->common.config.threads};
-        code = open_place(&places[i], &config);
+        code = open_place(&places[i], &config, "bench");
     }
     if (!s->json && code == TOOL_OK) print_head(s);
     for (int n = 0; n < 2 * ROWS && code <= TOOL_FAILED; n++) {
@@ -500,7 +328,7 @@ static int run_demo(const bench_settings *s) {
 static int run_sweep(const bench_settings *s) {
     const settings *c = &s->common;
     place at = {NULL, NULL};
-    int code = open_place(&at, &c->config), worst = code;
+    int code = open_place(&at, &c->config, "bench"), worst = code;
     int64_t total = (int64_t)s->dtypes.count * c->batch.count * c->heads.count * c->dim.count * c->seqlen.count;
     if (!s->json && code == TOOL_OK) print_head(s);
     for (int64_t n = 0; n < total && code <= TOOL_FAILED; n++) {

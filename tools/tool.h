@@ -26,6 +26,7 @@ int cmd_run(int argc, char **argv);
 int cmd_check(int argc, char **argv);
 int cmd_bench(int argc, char **argv);
 int cmd_plan(int argc, char **argv);
+int cmd_tune(int argc, char **argv);
 
 /* ---- messages (args.c) ---- */
 
@@ -49,6 +50,12 @@ typedef struct int_pairs {
     int32_t count;
     int32_t at[MAX_PAIRS][2];
 } int_pairs;
+
+enum { MAX_DTYPES = 8 };
+typedef struct dtype_list {
+    int count;
+    attn_dtype at[MAX_DTYPES];
+} dtype_list;
 
 /* What the options that several commands share fill in. A command's own settings begin with it. */
 typedef struct settings {
@@ -94,6 +101,7 @@ const char *parse_u64(const char *text, void *target);    /* uint64_t, 0x... all
 const char *parse_real(const char *text, void *target);   /* double */
 const char *parse_text(const char *text, void *target);   /* const char * */
 const char *parse_dtype(const char *text, void *target);  /* attn_dtype */
+const char *parse_dtypes(const char *text, void *target); /* dtype_list */
 const char *parse_op(const char *text, void *target);     /* attn_op */
 const char *parse_pairs(const char *text, void *target);  /* int_pairs */
 

@@ -12,10 +12,6 @@
 
 /* ---- the table ---- */
 
-/* A tile of Q, and one of K and V each; two of these where they are fetched a tile ahead. */
-#define TILE_BYTES(dtype, bm, bn, dim, dimv, eager)                                                                        \
-    (((size_t)(bm) * (dim) + ((eager) == 2 ? 2 : 1) * (size_t)(bn) * ((dim) + (dimv))) * (ATTN_##dtype == ATTN_F32 ? 4 : 2))
-
 const attn_cuda_entry attn__cuda_entries[ATTN_ENTRIES] = {
 #define FWD(...)
 #define ONLY_ANY(entry, number) (ATTN_ENTRY_##entry == ATTN_ENTRY_fwd_any ? (number) : 0)
@@ -43,7 +39,7 @@ const attn_cuda_entry attn__cuda_entries[ATTN_ENTRIES] = {
                          .bn = n,                                                                                          \
                          .warps = w,                                                                                       \
                          .all = every,                                                                                     \
-                         .shared_bytes = TILE_BYTES(type, m, n, most, v, eager)},
+                         .shared_bytes = ATTN_TILE_BYTES(ATTN_##type, m, n, most, v, eager)},
 #define PIECE(...)
 #include "variants.def"
 #undef FWD
@@ -73,15 +69,11 @@ static const attn_kernel kernels[] = {
 };
 enum { KERNELS = sizeof kernels / sizeof kernels[0] };
 
-static bool runs_on(const attn_cuda_entry *e, const attn_gpu *gpu) {
-    return e->arch <= gpu->arch && e->shared_bytes <= (size_t)gpu->shared_bytes;
-}
-
 static bool is_available(const attn_cuda_entry *e) {
     const attn_driver_state *state;
     bool runs = false;
     if (!attn__cuda_image(e->file) || attn__driver_open(&state) != ATTN_OK) return false;
-    for (int32_t n = 0; n < state->gpus; n++) runs = runs || runs_on(e, &state->gpu[n]);
+    for (int32_t n = 0; n < state->gpus; n++) runs = runs || attn__cuda_runs_on(e, &state->gpu[n]);
     return runs;
 }
 
@@ -92,6 +84,13 @@ static const attn_kernel *kernel(int32_t index, bool *available) {
 }
 
 /* ---- context ---- */
+
+static void close_cuda(attn_context *context) {
+    attn__cuda_unload(context->cuda);
+    pthread_mutex_destroy(&context->cuda->mutex);
+    attn__free(context, context->cuda);
+    context->cuda = NULL;
+}
 
 static attn_status open_cuda(attn_context *context) {
     const attn_driver_state *state;
@@ -108,14 +107,9 @@ static attn_status open_cuda(attn_context *context) {
     pthread_mutex_init(&cuda->mutex, NULL);
     cuda->state = state;
     context->cuda = cuda;
-    return ATTN_OK;
-}
-
-static void close_cuda(attn_context *context) {
-    attn__cuda_unload(context->cuda);
-    pthread_mutex_destroy(&context->cuda->mutex);
-    attn__free(context, context->cuda);
-    context->cuda = NULL;
+    attn_status status = attn__cuda_tuning_read(cuda);
+    if (status != ATTN_OK) close_cuda(context);
+    return status;
 }
 
 /* ---- plan: which kernel ---- */
@@ -143,7 +137,7 @@ static const attn_kernel *choose(const attn_problem *p, const attn_gpu *gpu, boo
         const attn_cuda_entry *e = kernels[n].impl;
         bool any = e == &attn__cuda_entries[ATTN_ENTRY_fwd_any];
         bool fits = any || (e->dtype == tile_dtype(p) && e->dim >= dim && (e->all || !all));
-        if (kernels[n].op != p->op || !fits || !runs_on(e, gpu)) continue;
+        if (kernels[n].op != p->op || !fits || !attn__cuda_runs_on(e, gpu)) continue;
         if (chosen->op != p->op || e->dim <= ((const attn_cuda_entry *)chosen->impl)->dim) chosen = &kernels[n];
     }
     return chosen;
@@ -151,8 +145,19 @@ static const attn_kernel *choose(const attn_problem *p, const attn_gpu *gpu, boo
 
 static int entry_of(const attn_kernel *k) { return (int)((const attn_cuda_entry *)k->impl - attn__cuda_entries); }
 
+/* The same with the last word to the tuning file; *tuned is set when it had one. */
+static const attn_kernel *choose_tuned(const attn_plan *plan, const attn_gpu *gpu, bool all, bool *tuned) {
+    const attn_kernel *chosen = choose(&plan->problem, gpu, all);
+    int entry = attn__cuda_tuned(plan->context->cuda, gpu, chosen->impl, all);
+    for (int32_t n = 0; n < KERNELS && entry >= 0; n++) {
+        if (entry_of(&kernels[n]) == entry) chosen = &kernels[n];
+    }
+    *tuned = *tuned || entry >= 0;
+    return chosen;
+}
+
 /* For every GPU. The plan's own kernel is that of the current device, or of the first one that can run any. */
-static attn_status choose_kernels(attn_plan *plan, uint32_t *gpus) {
+static attn_status choose_kernels(attn_plan *plan, uint32_t *gpus, bool *tuned) {
     const attn_problem *p = &plan->problem;
     const attn_driver_state *state = plan->context->cuda->state;
     attn_cu_context current = NULL;
@@ -165,15 +170,15 @@ static attn_status choose_kernels(attn_plan *plan, uint32_t *gpus) {
         plan->gpu_kernel[n][0] = plan->gpu_kernel[n][1] = -1;
         if (gpu->arch < ATTN_LEAST_ARCH) continue;
         *gpus |= UINT32_C(1) << n;
-        const attn_kernel *k = choose(p, gpu, wants_all(p));
+        const attn_kernel *k = choose_tuned(plan, gpu, wants_all(p), tuned);
         plan->gpu_kernel[n][0] = (int16_t)entry_of(k);
-        plan->gpu_kernel[n][1] = (int16_t)entry_of(choose(p, gpu, true));
+        plan->gpu_kernel[n][1] = (int16_t)entry_of(choose_tuned(plan, gpu, true, tuned));
         if (!plan->kernel || gpu->device == device) plan->kernel = k;
     }
     return ATTN_OK;
 }
 
-static void describe_kernels(attn_plan *plan) {
+static void describe_kernels(attn_plan *plan, bool tuned) {
     const attn_driver_state *state = plan->context->cuda->state;
     const attn_cuda_entry *own = plan->kernel->impl;
     bool told = false;
@@ -191,6 +196,7 @@ static void describe_kernels(attn_plan *plan) {
             told = true;
         }
     }
+    if (tuned) attn__plan_say(plan, "tuned: %s\n", plan->context->cuda->tuning.path);
 }
 
 /* ---- plan: splits and workspace ---- */
@@ -272,10 +278,11 @@ static attn_status load_plan(attn_plan *plan, uint32_t gpus) {
 
 static attn_status plan_cuda(attn_plan *plan) {
     uint32_t gpus = 0;
+    bool tuned = false;
     RETURN_IF(plan->problem.op == ATTN_BACKWARD, ATTN_UNSUPPORTED,
               "op=backward: the cuda backend has no backward yet; use the cpu backend");
-    RETURN_IF_ERROR(choose_kernels(plan, &gpus));
-    describe_kernels(plan);
+    RETURN_IF_ERROR(choose_kernels(plan, &gpus, &tuned));
+    describe_kernels(plan, tuned);
     if (plan->problem.op == ATTN_FORWARD) {
         choose_split(plan);
         RETURN_IF_ERROR(lay_out(plan));
@@ -293,12 +300,12 @@ attn_status attn__cuda_launch(const attn_cuda_run *run, int entry, int64_t block
     void *extra[] = {(void *)(uintptr_t)ATTN_CU_LAUNCH_BUFFER, (void *)(uintptr_t)args,
                      (void *)(uintptr_t)ATTN_CU_LAUNCH_SIZE, &args_bytes, (void *)(uintptr_t)ATTN_CU_LAUNCH_END};
     RETURN_IF(y > 65535, ATTN_INVALID, "batch: %lld blocks of %s are more than a grid can have", (long long)blocks,
-              attn__cuda_entries[entry].name);
+              run->entries[entry].name);
     int error = run->driver->cuLaunchKernel((attn_cu_function)(void *)run->kernels[entry], (unsigned)x, (unsigned)y, 1,
                                             (unsigned)threads, 1, 1, (unsigned)shared_bytes, run->stream, NULL, extra);
     if (!error) return ATTN_OK;
     char call[80];
-    snprintf(call, sizeof call, "cuLaunchKernel of %s", attn__cuda_entries[entry].name);
+    snprintf(call, sizeof call, "cuLaunchKernel of %s", run->entries[entry].name);
     return attn__driver_fail(run->driver, error, call);
 }
 
@@ -325,8 +332,12 @@ static bool all_aligned(const attn_plan *plan, const attn_buffers *f) {
 }
 
 static attn_cuda_run start(const attn_cuda *cuda, void *stream) {
-    return (attn_cuda_run){
-        .driver = cuda->state->driver, .kernels = cuda->kernel, .stream = stream, .status = cuda->status, .forward = -1};
+    return (attn_cuda_run){.driver = cuda->state->driver,
+                           .entries = attn__cuda_entries,
+                           .kernels = cuda->kernel,
+                           .stream = stream,
+                           .status = cuda->status,
+                           .forward = -1};
 }
 
 static attn_status fail_gpu(const attn_gpu *gpu) {

@@ -7,6 +7,7 @@
  *   images.c   the kernels' code, embedded in the library
  *   driver.c   the driver as a table of functions
  *   launch.c   a run as a row of launches (args.h has the list)
+ *   tuning.c   the file of ATTN_TUNING: kernels that were measured to be the fastest
  *
  * A run is attn_run -> run_cuda (cuda.c) -> attn__cuda_forward (launch.c) -> attn__cuda_launch -> kernel.
  */
@@ -54,6 +55,10 @@ typedef struct attn_cuda_entry {
 
 extern const attn_cuda_entry attn__cuda_entries[ATTN_ENTRIES];
 
+/* Shared memory of a FWD line: a tile of Q, and one of K and V each; two of these where they are fetched a tile ahead. */
+#define ATTN_TILE_BYTES(dtype, bm, bn, dim, dimv, eager)                                                                   \
+    (((size_t)(bm) * (dim) + ((eager) == 2 ? 2 : 1) * (size_t)(bn) * ((dim) + (dimv))) * ((dtype) == ATTN_F32 ? 4 : 2))
+
 /* ---- a run ---- */
 
 /* Parts of the workspace, as plan->part[]; attn__part (internal.h) gives the address. Empty ones have no bytes. */
@@ -67,7 +72,8 @@ enum {
 /* What the launches of one call share. The CUDA context that they go to is current. */
 typedef struct attn_cuda_run {
     const attn_driver *driver;
-    const attn_cu_kernel *kernels; /* [ATTN_ENTRIES]; those that the plan (or the piece) needs are loaded */
+    const attn_cuda_entry *entries; /* [ATTN_ENTRIES]: attn__cuda_entries; `attn tune` puts others in the place of one */
+    const attn_cu_kernel *kernels;  /* [ATTN_ENTRIES]; those that the plan (or the piece) needs are loaded */
     attn_cu_stream stream;
     uint64_t *status; /* args.status */
     int32_t forward;  /* entry of the forward kernel, for this device and these buffers */
@@ -99,6 +105,24 @@ void attn__cuda_image_replace(const void *(*image)(const char *file));
 
 /* ---- contexts, kernels, pointers (device.c, pointers.c) ---- */
 
+/* A line of the tuning file. */
+typedef struct attn_cuda_tuned {
+    int32_t arch; /* of the GPU, exactly */
+    attn_dtype dtype;
+    int32_t dim;   /* of the table's lines, not of the problem */
+    bool all;      /* for problems that want every feature, or rows that are not aligned */
+    int32_t entry; /* the kernel to take */
+    int32_t line;  /* where it stands */
+} attn_cuda_tuned;
+
+enum { ATTN_MOST_TUNED = 256, ATTN_TUNING_PATH = 256 };
+
+typedef struct attn_cuda_tuning {
+    char path[ATTN_TUNING_PATH]; /* "": there is none */
+    int32_t count;
+    attn_cuda_tuned row[ATTN_MOST_TUNED];
+} attn_cuda_tuning;
+
 /* What a context of this backend holds besides: context->cuda. */
 struct attn_cuda {
     const attn_driver_state *state;
@@ -111,7 +135,8 @@ struct attn_cuda {
         const char *file;
         attn_cu_library library;
     } loaded[ATTN_ENTRIES];
-    int32_t libraries; /* in loaded */
+    int32_t libraries;       /* in loaded */
+    attn_cuda_tuning tuning; /* read when the context is made, and constant from then on */
 };
 
 /* Where a call takes place. */
@@ -140,6 +165,19 @@ void attn__cuda_leave(const attn_cuda_place *place);
 attn_status attn__cuda_load(attn_cuda *cuda, const int *entries, int count, uint32_t gpus);
 
 void attn__cuda_unload(attn_cuda *cuda);
+
+/* ---- tuning (tuning.c) ---- */
+
+/* Does the kernel run there? */
+static inline bool attn__cuda_runs_on(const attn_cuda_entry *e, const attn_gpu *gpu) {
+    return e->arch <= gpu->arch && e->shared_bytes <= (size_t)gpu->shared_bytes;
+}
+
+/* Reads the file that ATTN_TUNING names, if it names one. Errors name the file and the line. */
+attn_status attn__cuda_tuning_read(attn_cuda *cuda);
+
+/* What the file says instead of this entry on this GPU; -1: nothing. */
+int attn__cuda_tuned(const attn_cuda *cuda, const attn_gpu *gpu, const attn_cuda_entry *instead_of, bool all);
 
 /* All pointers of a call: pageable host memory and memory of two devices are refused. */
 attn_status attn__cuda_find_buffers(const attn_driver *driver, const attn_plan *plan, const attn_buffers *f,

@@ -33,7 +33,7 @@ static attn_cuda_args make_args(const attn_cuda_run *run, const attn_plan *plan,
     a.f.page_table_stride = p->page_size ? attn__pages_per_slot(p, f) : 0;
     a.status = run->status;
     if (p->op != ATTN_FORWARD) return a;
-    const attn_cuda_entry *forward = &attn__cuda_entries[run->forward];
+    const attn_cuda_entry *forward = &run->entries[run->forward];
     if (p->flashmask_vectors) {
         a.ranges = attn__part(plan, f, CUDA_RANGES);
         a.range_cols = forward->bn;
@@ -74,7 +74,7 @@ static attn_status launch_before(const attn_cuda_run *run, attn_cuda_args *a) {
 /* Attention itself. */
 static attn_status launch_rows(const attn_cuda_run *run, const attn_cuda_args *a) {
     const attn_problem *p = &a->p;
-    const attn_cuda_entry *forward = &attn__cuda_entries[run->forward];
+    const attn_cuda_entry *forward = &run->entries[run->forward];
     int64_t heads = (int64_t)p->batch * p->heads_q;
     RETURN_IF_ERROR(
         attn__cuda_launch(run, run->forward, heads * a->slots * a->dv_blocks, 32 * forward->warps, forward->shared_bytes, a, sizeof *a));
