@@ -28,7 +28,7 @@ struct attn_cu_stream_s {
     int device;
 };
 struct attn_cu_event_s {
-    int unused;
+    double ms; /* of the stub's own clock, which launches move */
 };
 struct attn_cu_library_s {
     int unused;
@@ -59,6 +59,7 @@ static struct attn_cu_stream_s streams[STUB_GPUS];
 static struct attn_cu_kernel_s kernels[KERNELS];
 static int kernel_count, launch_count;
 static stub_launch launches[STUB_LAUNCHES];
+static double clock_ms;
 static _Thread_local attn_cu_context stack[STACK];
 static _Thread_local int depth;
 
@@ -364,6 +365,14 @@ static int stub_cuKernelSetAttribute(int attribute, int value, attn_cu_kernel ke
     return !kernel || attribute != ATTN_CU_FUNCTION_SHARED || value > stub.shared_bytes[device] ? INVALID_VALUE : 0;
 }
 
+static int stub_cuKernelGetAttribute(int *value, int attribute, attn_cu_kernel kernel, int device) {
+    (void)device;
+    BEGIN(cuKernelGetAttribute);
+    if (!kernel) return INVALID_VALUE;
+    *value = attribute == ATTN_CU_FUNCTION_REGISTERS ? 168 : 0;
+    return 0;
+}
+
 static int stub_cuKernelGetFunction(attn_cu_function *function, attn_cu_kernel kernel) {
     BEGIN(cuKernelGetFunction);
     if (!depth) return INVALID_CONTEXT;
@@ -382,18 +391,18 @@ static int stub_cuLaunchKernel(attn_cu_function function, unsigned grid_x, unsig
         return INVALID_VALUE;
     size_t bytes = *(const size_t *)extra[3];
     if (bytes > STUB_ARGS || shared_bytes > (unsigned)stub.shared_bytes[stack[depth - 1]->device]) return INVALID_VALUE;
+    stub_launch launch = {.name = ((attn_cu_kernel)(void *)function)->name,
+                          .grid = {grid_x, grid_y, grid_z},
+                          .block = {block_x, block_y, block_z},
+                          .shared_bytes = shared_bytes,
+                          .stream = stream,
+                          .context = stack[depth - 1],
+                          .args_bytes = bytes};
+    memcpy(launch.args, extra[1], bytes);
+    double ms = stub.kernel ? stub.kernel(&launch) : 1;
     pthread_mutex_lock(&mutex);
-    if (launch_count < STUB_LAUNCHES) {
-        stub_launch *l = &launches[launch_count++];
-        *l = (stub_launch){.name = ((attn_cu_kernel)(void *)function)->name,
-                           .grid = {grid_x, grid_y, grid_z},
-                           .block = {block_x, block_y, block_z},
-                           .shared_bytes = shared_bytes,
-                           .stream = stream,
-                           .context = stack[depth - 1],
-                           .args_bytes = bytes};
-        memcpy(l->args, extra[1], bytes);
-    }
+    if (launch_count < STUB_LAUNCHES) launches[launch_count++] = launch;
+    clock_ms += ms;
     pthread_mutex_unlock(&mutex);
     return 0;
 }
@@ -421,20 +430,20 @@ static int stub_cuStreamSynchronize(attn_cu_stream stream) {
 }
 
 static int stub_cuEventCreate(attn_cu_event *event, unsigned flags) {
-    static struct attn_cu_event_s only;
     (void)flags;
     BEGIN(cuEventCreate);
-    *event = &only;
+    *event = calloc(1, sizeof **event);
     return 0;
 }
 
 static int stub_cuEventDestroy(attn_cu_event event) {
-    (void)event;
+    free(event);
     return begin(STUB_cuEventDestroy);
 }
 
 static int stub_cuEventRecord(attn_cu_event event, attn_cu_stream stream) {
-    (void)event, (void)stream;
+    (void)stream;
+    event->ms = clock_ms;
     return begin(STUB_cuEventRecord);
 }
 
@@ -444,9 +453,8 @@ static int stub_cuEventSynchronize(attn_cu_event event) {
 }
 
 static int stub_cuEventElapsedTime(float *milliseconds, attn_cu_event start, attn_cu_event end) {
-    (void)start, (void)end;
     BEGIN(cuEventElapsedTime);
-    *milliseconds = 1;
+    *milliseconds = (float)(end->ms - start->ms);
     return 0;
 }
 

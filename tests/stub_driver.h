@@ -20,23 +20,27 @@
 
 enum { STUB_GPUS = 4, STUB_LAUNCHES = 64, STUB_ARGS = 4096 };
 
+typedef struct stub_launch stub_launch;
+
 typedef struct stub_settings {
     int version;    /* 13000 */
     int init_error; /* what cuInit returns */
     int gpus;
     int arch[STUB_GPUS], shared_bytes[STUB_GPUS];
     bool has_images; /* kernels in the library: one that names every file */
+    double (*kernel)(
+        const stub_launch *launch); /* what a launch does, and the milliseconds that it takes; NULL: nothing, 1 */
 } stub_settings;
 
 /* What one launch asked for. */
-typedef struct stub_launch {
+struct stub_launch {
     const char *name; /* of the kernel */
     unsigned grid[3], block[3], shared_bytes;
     attn_cu_stream stream;
     attn_cu_context context; /* that was current */
     size_t args_bytes;
     _Alignas(16) unsigned char args[STUB_ARGS];
-} stub_launch;
+};
 
 extern stub_settings stub; /* may be changed between stub_start and the first use */
 

@@ -189,9 +189,7 @@ static int compare_with_ref(result *r, const attn_problem *p, const tensors *d) 
 }
 
 /* What --check lets pass. */
-static double error_bar(const attn_problem *p, const result *r) {
-    return accuracy_bar(p, strcmp(r->backend, "cuda") == 0);
-}
+static double error_bar(const attn_problem *p, const result *r) { return accuracy_bar(p, strcmp(r->backend, "cuda") == 0); }
 
 /* ---- one shape ---- */
 

@@ -146,18 +146,18 @@ void ladder_add_library(ladder *l) {
 
 attn_cuda_entry rung_entry(const rung *r) {
     const int32_t *k = r->knob;
-    return (attn_cuda_entry){.name = r->name,
-                             .file = r->name,
-                             .arch = r->arch,
-                             .dtype = r->dtype,
-                             .dim = k[KNOB_dim],
-                             .dim_v = k[KNOB_dimv],
-                             .bm = k[KNOB_bm],
-                             .bn = k[KNOB_bn],
-                             .warps = k[KNOB_warps],
-                             .all = k[KNOB_all],
-                             .shared_bytes = ATTN_TILE_BYTES(r->dtype, k[KNOB_bm], k[KNOB_bn], k[KNOB_dim], k[KNOB_dimv],
-                                                             k[KNOB_eager])};
+    return (attn_cuda_entry){
+        .name = r->name,
+        .file = r->name,
+        .arch = r->arch,
+        .dtype = r->dtype,
+        .dim = k[KNOB_dim],
+        .dim_v = k[KNOB_dimv],
+        .bm = k[KNOB_bm],
+        .bn = k[KNOB_bn],
+        .warps = k[KNOB_warps],
+        .all = k[KNOB_all],
+        .shared_bytes = ATTN_TILE_BYTES(r->dtype, k[KNOB_bm], k[KNOB_bn], k[KNOB_dim], k[KNOB_dimv], k[KNOB_eager])};
 }
 
 void ladder_keep(ladder *l, attn_dtype dtype, int32_t dim, const attn_gpu *gpu) {

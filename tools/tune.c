@@ -28,9 +28,9 @@
 #include "workload.h"
 
 enum { RUNS = 8, MAX_ROUNDS = 100, ROUNDS = 9, MOST_TEXT = 1 << 16 };
-#define ROW_BARS 4.0    /* so many times the promised accuracy may a row differ */
-#define LSE_BAR 1e-5    /* lse is promised to 2e-6 in float, near 8 */
-#define NAN_BYTE 0xff   /* what results are filled with before a run */
+#define ROW_BARS 4.0  /* so many times the promised accuracy may a row differ */
+#define LSE_BAR 1e-5  /* lse is promised to 2e-6 in float, near 8 */
+#define NAN_BYTE 0xff /* what results are filled with before a run */
 
 typedef struct tune_settings {
     settings common;
@@ -298,9 +298,11 @@ static int prepare(race *r, const tune_settings *s) {
     const attn_cuda_entry *own = r->plan->kernel->impl;
     size_t each = attn_dtype_size(r->problem.dtype);
     if (!own->dtype)
-        return tool_error(TOOL_USAGE, "tune: --dim %d: only %s takes it; there is nothing to choose", r->problem.dim_qk, own->name);
+        return tool_error(TOOL_USAGE, "tune: --dim %d: only %s takes it; there is nothing to choose", r->problem.dim_qk,
+                          own->name);
     if (r->problem.dim_qk * each % 16 || r->problem.dim_v * each % 16)
-        return tool_error(TOOL_USAGE, "tune: --dim %d/%d: rows must be multiples of 16 bytes", r->problem.dim_qk, r->problem.dim_v);
+        return tool_error(TOOL_USAGE, "tune: --dim %d/%d: rows must be multiples of 16 bytes", r->problem.dim_qk,
+                          r->problem.dim_v);
     int code = make_tensors(r, s->common.seed);
     return code == TOOL_OK ? make_ladder(r, s) : code;
 }
@@ -374,12 +376,14 @@ static void print_json(const race *r, int n) {
     printf("{\"gpu\": \"%s\", \"sm\": %d, \"dtype\": \"%s\", \"batch\": %d, \"heads_q\": %d, \"heads_kv\": %d, \"dim_qk\": "
            "%d, \"dim_v\": %d, \"seqlen_q\": %d, \"seqlen_kv\": %d, \"causal\": %s, \"kernel\": \"%s\", \"library\": %s, ",
            r->gpu->name, r->gpu->arch, attn_dtype_name(p->dtype), p->batch, p->heads_q, p->heads_kv, p->dim_qk, p->dim_v,
-           p->max_q, p->max_kv, p->flags & ATTN_CAUSAL ? "true" : "false", c->entry.name, line->entry >= 0 ? "true" : "false");
-    printf("\"changes\": \"%s\", \"from\": %s%s%s, \"registers\": %d, \"spilled_bytes\": %d, \"shared_bytes\": %zu, \"ms\": "
-           "%.6g, \"tflops\": %.6g, \"difference\": %s, \"same_bits\": %s, \"right\": %s}\n",
-           changes, from < 0 ? "" : "\"", from < 0 ? "null" : r->ladder.at[from].name, from < 0 ? "" : "\"", c->registers,
-           c->spilled_bytes, c->entry.shared_bytes, c->ms, tflops(r, c), most, c->same_bits ? "true" : "false",
-           c->right ? "true" : "false");
+           p->max_q, p->max_kv, p->flags & ATTN_CAUSAL ? "true" : "false", c->entry.name,
+           line->entry >= 0 ? "true" : "false");
+    printf(
+        "\"changes\": \"%s\", \"from\": %s%s%s, \"registers\": %d, \"spilled_bytes\": %d, \"shared_bytes\": %zu, \"ms\": "
+        "%.6g, \"tflops\": %.6g, \"difference\": %s, \"same_bits\": %s, \"right\": %s}\n",
+        changes, from < 0 ? "" : "\"", from < 0 ? "null" : r->ladder.at[from].name, from < 0 ? "" : "\"", c->registers,
+        c->spilled_bytes, c->entry.shared_bytes, c->ms, tflops(r, c), most, c->same_bits ? "true" : "false",
+        c->right ? "true" : "false");
 }
 
 /* ---- the tuning file ---- */
@@ -407,8 +411,9 @@ static void note_fastest(const race *r, outcome *out, bool json) {
         if (best < 0) continue;
         const candidate *c = &r->candidates[best];
         if (!json) printf("fastest %-5s %s\n", all ? "all" : "plain", c->entry.name);
-        int length = snprintf(out->text + out->used, MOST_TEXT - out->used, "sm_%d %s d%d %-5s %s # %.1f TFLOP/s\n", r->gpu->arch,
-                              attn_dtype_name(c->entry.dtype), c->entry.dim, all ? "all" : "plain", c->entry.name, tflops(r, c));
+        int length =
+            snprintf(out->text + out->used, MOST_TEXT - out->used, "sm_%d %s d%d %-5s %s # %.1f TFLOP/s\n", r->gpu->arch,
+                     attn_dtype_name(c->entry.dtype), c->entry.dim, all ? "all" : "plain", c->entry.name, tflops(r, c));
         if ((size_t)length < MOST_TEXT - out->used) out->used += (size_t)length;
     }
 }
@@ -422,8 +427,8 @@ static void print_file(FILE *file, const place *at, const tune_settings *s, cons
     strftime(date, sizeof date, "%Y-%m-%d", gmtime_r(&now, &utc));
     fprintf(file, "# libattn %s, %s, driver for CUDA %d.%d, %s\n", version, state->gpu[0].name, state->version / 1000,
             state->version % 1000 / 10, date);
-    fprintf(file, "# attn tune --batch %d --heads %d/%d --seqlen %d/%d%s\n", s->common.batch.at[0][0], s->common.heads.at[0][0],
-            s->common.heads.at[0][1], s->common.seqlen.at[0][0], s->common.seqlen.at[0][1],
+    fprintf(file, "# attn tune --batch %d --heads %d/%d --seqlen %d/%d%s\n", s->common.batch.at[0][0],
+            s->common.heads.at[0][0], s->common.heads.at[0][1], s->common.seqlen.at[0][0], s->common.seqlen.at[0][1],
             s->common.problem.flags & ATTN_CAUSAL ? " --causal" : "");
     fwrite(out->text, 1, out->used, file);
 }

@@ -55,7 +55,7 @@ static const attn_kernel kernels[] = {
      .impl = &attn__cuda_entries[ATTN_ENTRY_fwd_any],
      .rows = ATTN_ANY_ROWS,
      .cols = ATTN_ANY_COLS},
-#define FWD(id, least, type, most, v, m, n, ...)                                                                              \
+#define FWD(id, least, type, most, v, m, n, ...)                                                                           \
     {.name = #id,                                                                                                          \
      .needs = "sm_" #least,                                                                                                \
      .op = ATTN_FORWARD,                                                                                                   \

@@ -76,8 +76,8 @@ static attn_status launch_rows(const attn_cuda_run *run, const attn_cuda_args *a
     const attn_problem *p = &a->p;
     const attn_cuda_entry *forward = &run->entries[run->forward];
     int64_t heads = (int64_t)p->batch * p->heads_q;
-    RETURN_IF_ERROR(
-        attn__cuda_launch(run, run->forward, heads * a->slots * a->dv_blocks, 32 * forward->warps, forward->shared_bytes, a, sizeof *a));
+    RETURN_IF_ERROR(attn__cuda_launch(run, run->forward, heads * a->slots * a->dv_blocks, 32 * forward->warps,
+                                      forward->shared_bytes, a, sizeof *a));
     if (a->chunks)
         RETURN_IF_ERROR(
             launch_warps(run, ATTN_ENTRY_fold, heads * a->part_rows * attn__ceil_div(p->dim_v, 32), a, sizeof *a));
