@@ -103,6 +103,11 @@ typedef enum attn_backend_id {
  * kernels are there when the capture begins. attn_merge and attn_rotary load theirs in their first call. A workspace is device
  * memory; the one-shot calls take it from the stream (cuMemAllocAsync) and give it back to the stream.
  *
+ * The environment's ATTN_TUNING may name, by its absolute path, a tuning file that `attn tune --write` made: a context reads it
+ * when it is made, and its plans then take the kernels that were the fastest on that kind of GPU. Results keep their bits, as a
+ * file can only choose among kernels with the same tiles of keys; attn_plan_describe says "tuned: FILE". A bad file is an error
+ * that names the file and the line.
+ *
  * Calls return when the work is queued. What a kernel meets (a fault of the device) shows in a later call as ATTN_DEVICE; see
  * attn_device_status for values out of range. Backward is not there yet: ATTN_UNSUPPORTED. After fork a child cannot use CUDA.
  */

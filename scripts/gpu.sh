@@ -10,15 +10,16 @@
 #   repeat     the same bits 1000 times, beside other work
 #   sanitize   compute-sanitizer's four tools over 200 small cases each
 #   package    the Python package's tests of CUDA tensors; wants torch and pytest
+#   tune       the ladder of docs/kernels/forward-portable.md, and a tuning file; alone on the GPU; wants TUNE_KERNELS
 #   peers      libattn beside torch's attention; alone on the GPU; wants torch
 #
 # Without parts, all of them. Parts that only test run beside each other. KERNELS is a folder of ready-made fatbins (make
-# kernels, on any machine with nvcc), for one that has no nvcc; the default is build/kernels if it holds any. LOGS (gpu-logs) gets
-# the full output. CMAKE and PYTHON name other programs than cmake and python3. The summary comes last; exit 1: something
-# failed or could not be run.
+# kernels, on any machine with nvcc), for one that has no nvcc; the default is build/kernels if it holds any. TUNE_KERNELS
+# (build/tune-kernels) is what make tune-kernels made. LOGS (gpu-logs) gets the full output. CMAKE and PYTHON name other
+# programs than cmake and python3. The summary comes last; exit 1: something failed or could not be run.
 set -u
 cd "$(dirname "$0")/.."
-all="build check bars tests repeat sanitize package peers"
+all="build check bars tests repeat sanitize package tune peers"
 kernels=${ATTN_CUDA_KERNELS_DIR:-}
 logs=gpu-logs
 while getopts k:o: option; do
@@ -26,7 +27,7 @@ while getopts k:o: option; do
     k) kernels=$OPTARG ;;
     o) logs=$OPTARG ;;
     *)
-        sed -n '2,22s/^# \{0,1\}//p' "$0" >&2
+        sed -n '2,20s/^# \{0,1\}//p' "$0" >&2
         exit 2
         ;;
     esac
@@ -142,6 +143,29 @@ if wants package; then
         finish
     else
         skip package "$(tail -n 1 "$logs/package.log")"
+    fi
+fi
+tune_all() {
+    local dim mask code=0
+    for dim in 128 64; do
+        for mask in "" --causal; do
+            # shellcheck disable=SC2086
+            $attn tune --kernels "$tune_kernels" --dim $dim --heads $((2048 / dim)) --batch 2 --seqlen 8192 $mask || code=$?
+            echo
+        done
+    done
+    $attn tune --dtype bf16,f16,f32 --dim 32,64,96,128,192,256 --heads 16 --batch 2 --seqlen 4096 --causal \
+        --write "$logs/gpu.tuning" || code=$?
+    ATTN_TUNING=$logs/gpu.tuning $attn plan --backend cuda --dtype bf16 --dim 128 || code=$?
+    return $code
+}
+if wants tune; then
+    tune_kernels=${TUNE_KERNELS:-build/tune-kernels}
+    if [ -e "$tune_kernels/tune.def" ]; then
+        start tune tune_all
+        finish
+    else
+        skip tune "$tune_kernels/tune.def is not there; make tune-kernels makes it"
     fi
 fi
 if wants peers; then

@@ -623,7 +623,8 @@ TEST(cuda_grids_reach_past_two_billion_blocks) {
     if (!make_on(&r, 0)) return;
     CHECK_OK(plan_and_run(context, &r, 0, NULL)); /* loads probs */
     stub_set_current(stub_context(0));
-    attn_cuda_run run = {.driver = context->cuda->state->driver, .kernels = context->cuda->kernel};
+    attn_cuda_run run = {
+        .driver = context->cuda->state->driver, .entries = attn__cuda_entries, .kernels = context->cuda->kernel};
     static const int64_t counts[] = {1, INT32_MAX, INT64_C(1) << 31, (INT64_C(1) << 31) + 5, INT64_C(123456789012)};
     int args = 7;
     for (size_t n = 0; n < sizeof counts / sizeof counts[0]; n++) {

@@ -12,7 +12,7 @@ import pytest
 
 from conftest import ATTN, ROOT, call
 
-COMMANDS = ["info", "run", "check", "bench", "plan"]
+COMMANDS = ["info", "run", "check", "bench", "plan", "tune"]
 
 
 def test_version_is_that_of_the_header():
