@@ -34,6 +34,12 @@ DEVICE void split_tf32(uint32_t x[4], uint32_t lo[4]) {
     }
 }
 
+/*
+ * The tensor core adds with truncation. Over the many steps of float32 that would add up to a few 1e-5, so sums run over a few
+ * steps only and are then added in the ordinary way; 16-bit numbers do not notice.
+ */
+enum { SUM_STEPS = 4 };
+
 /* c0, c1 += a b for the two 8-column tiles of a fragment b of 16 columns. */
 DEVICE void multiply(float c0[4], float c1[4], uint32_t a[4], uint32_t b[4]) {
     if (WIDE) {
@@ -73,12 +79,8 @@ DEVICE void product_qk(float s[MT][NT][4], uint32_t q_kept[Q_KEPT][MT][4], uint3
                        int lane) {
     enum { COUNT = QK_STEPS * (BN / 16), SLOTS = KF * (1 + TWICE), Q_SLOTS = QF + (QF == 0) };
     uint32_t k[SLOTS][4], q[Q_SLOTS][MT][4];
-#pragma unroll
-    for (int mt = 0; mt < MT; mt++)
-#pragma unroll
-        for (int nt = 0; nt < NT; nt++)
-#pragma unroll
-            for (int e = 0; e < 4; e++) s[mt][nt][e] = 0;
+    float sum[MT][NT][4], (*to)[NT][4] = WIDE ? sum : s;
+    EACH_SCORE(mt, nt, e) s[mt][nt][e] = sum[mt][nt][e] = 0;
     if (TWICE) {
 #pragma unroll
         for (int n = 0; n < KF; n++) load_k_fragment(k[n], shared_k, lane, n);
@@ -98,7 +100,13 @@ DEVICE void product_qk(float s[MT][NT][4], uint32_t q_kept[Q_KEPT][MT][4], uint3
         }
 #pragma unroll
         for (int mt = 0; mt < MT; mt++)
-            multiply(s[mt][2 * jj], s[mt][2 * jj + 1], QF ? q[kk % Q_SLOTS][mt] : q_kept[kk % Q_KEPT][mt], k[n % SLOTS]);
+            multiply(to[mt][2 * jj], to[mt][2 * jj + 1], QF ? q[kk % Q_SLOTS][mt] : q_kept[kk % Q_KEPT][mt], k[n % SLOTS]);
+        if (WIDE && jj == BN / 16 - 1 && (kk % SUM_STEPS == SUM_STEPS - 1 || kk == QK_STEPS - 1)) {
+            EACH_SCORE(mt, nt, e) {
+                s[mt][nt][e] += sum[mt][nt][e];
+                sum[mt][nt][e] = 0;
+            }
+        }
     }
 }
 
@@ -164,28 +172,38 @@ DEVICE void product_pv(float o[MT][DT][4], uint32_t p[PV_STEPS][MT][4], uint32_t
     }
 }
 
-DEVICE void rescale(float o[MT][DT][4], const float factor[MT][2]) {
+/* The same in float32: column by column, so that few sums are open at a time. */
+DEVICE void product_pv_wide(float o[MT][DT][4], uint32_t p[PV_STEPS][MT][4], uint32_t shared_v, int lane) {
 #pragma unroll
-    for (int mt = 0; mt < MT; mt++)
+    for (int dd = 0; dd < DV / 16; dd++) {
+        float sum[MT][2][4] = {};
 #pragma unroll
-        for (int dt = 0; dt < DT; dt++)
+        for (int ks = 0; ks < PV_STEPS; ks++) {
+            uint32_t v[4];
+            load_v_fragment(v, shared_v, lane, ks * (DV / 16) + dd);
 #pragma unroll
-            for (int e = 0; e < 4; e++) o[mt][dt][e] *= factor[mt][e >> 1];
+            for (int mt = 0; mt < MT; mt++) multiply(sum[mt][0], sum[mt][1], p[ks][mt], v);
+            if (ks % SUM_STEPS != SUM_STEPS - 1 && ks != PV_STEPS - 1) continue;
+#pragma unroll
+            for (int mt = 0; mt < MT; mt++)
+#pragma unroll
+                for (int e = 0; e < 8; e++) {
+                    o[mt][2 * dd + e / 4][e % 4] += sum[mt][e / 4][e % 4];
+                    sum[mt][e / 4][e % 4] = 0;
+                }
+        }
+    }
 }
 
 /*
- * Online softmax, base 2. P is 2^(scale * (s - m)) where m is a score that was once the row's largest: it moves to the new
- * largest only when that is past 2^8 times its weight (P stays below 2^8 otherwise, which all formats hold), so that O and l
- * are hardly ever rescaled, and rows of a quad need not even be compared. Each row decides for itself, so its result does not
- * depend on its neighbours.
+ * Online softmax, base 2: P is 2^(scale * (s - m)) with m the largest score of the row so far, and O and l follow when it grows.
+ * That becomes rare as tiles go by, so a warp first asks whether any of its rows has grown at all, each lane looking at its
+ * own columns only, and then each half of a 16-row tile by itself.
  *
  * scale * s - scale * m is one multiply-add. The rounding of scale * m is then a factor common to the row, which the division by
  * l takes out again; but where scores are so large that this rounding is too, s - m is taken first, exactly.
  */
-DEVICE float lifted(float x, float scale, float m) { return __fmaf_rn(x, scale, -__fmul_rn(m, scale)); }
-
 DEVICE void raise_maximum(float o[MT][DT][4], float most[MT][2], float m[MT][2], float l[MT][2], float scale, bool is_first) {
-    float factor[MT][2];
 #pragma unroll
     for (int mt = 0; mt < MT; mt++)
 #pragma unroll
@@ -193,12 +211,17 @@ DEVICE void raise_maximum(float o[MT][DT][4], float most[MT][2], float m[MT][2],
             float x = most[mt][half], before = __fmul_rn(m[mt][half], scale);
             x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
             x = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
-            if (lifted(x, scale, m[mt][half]) > MOST_LIFT) m[mt][half] = x;
-            factor[mt][half] = ex2_approx(before - __fmul_rn(m[mt][half], scale));
-            l[mt][half] *= factor[mt][half];
+            if (!__any_sync(~0u, x > m[mt][half])) continue;
+            m[mt][half] = fmaxf(m[mt][half], x);
+            float factor = ex2_approx(before - __fmul_rn(m[mt][half], scale)); /* 1 where nothing grew */
+            l[mt][half] *= factor;
+            if (FIRST && is_first) continue;
+#pragma unroll
+            for (int dt = 0; dt < DT; dt++) {
+                o[mt][dt][2 * half] *= factor;
+                o[mt][dt][2 * half + 1] *= factor;
+            }
         }
-    if (FIRST && is_first) return;
-    rescale(o, factor);
 }
 
 DEVICE void softmax(uint32_t p[PV_STEPS][MT][4], float o[MT][DT][4], float s[MT][NT][4], float m[MT][2], float l[MT][2],
@@ -213,7 +236,7 @@ DEVICE void softmax(uint32_t p[PV_STEPS][MT][4], float o[MT][DT][4], float s[MT]
             float x = fmaxf(s[mt][0][2 * half], s[mt][0][2 * half + 1]);
 #pragma unroll
             for (int nt = 1; nt < NT; nt++) x = fmaxf(x, fmaxf(s[mt][nt][2 * half], s[mt][nt][2 * half + 1]));
-            raise |= lifted(x, scale, m[mt][half]) > MOST_LIFT;
+            raise |= x > m[mt][half];
             most[mt][half] = x;
         }
     if (__any_sync(~0u, raise)) raise_maximum(o, most, m, l, scale, at.n == at.n_last);
@@ -300,7 +323,7 @@ typedef struct walk {
 /* One tile; `partial` is a constant where this is called. */
 DEVICE void step(const attn_cuda_args &a, tile_place &at, walk &w, bool partial, float o[MT][DT][4], float m[MT][2],
                  float l[MT][2], uint32_t q_kept[Q_KEPT][MT][4], uint32_t shared_q, uint32_t shared_k, uint32_t shared_v) {
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    const int lane = here(threadIdx.x & 31), warp = threadIdx.x >> 5;
     float s[MT][NT][4];
     uint32_t p[PV_STEPS][MT][4], v[V_SLOTS][4];
     if (EAGER == 0) load_k(a, at, shared_k, w.n, true);
@@ -328,8 +351,12 @@ DEVICE void step(const attn_cuda_args &a, tile_place &at, walk &w, bool partial,
     }
     softmax(p, o, s, m, l, a, at);
     if (partial && holds_nonfinite(shared_v + now)) add_nonfinite(o, p, shared_v + now);
-    begin_pv(v, shared_v + now, lane);
-    product_pv(o, p, v, shared_v + now, lane);
+    if (WIDE) {
+        product_pv_wide(o, p, shared_v + now, lane);
+    } else {
+        begin_pv(v, shared_v + now, lane);
+        product_pv(o, p, v, shared_v + now, lane);
+    }
     w.n = next;
     w.partial = next_partial;
     w.stage = then;

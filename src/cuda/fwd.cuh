@@ -71,7 +71,6 @@ enum {
     Q_KEPT = QF == 0 ? (int)QK_STEPS : 1 /* steps of Q that live in registers */
 };
 #define HUGE_SCORE 4194304.0f /* 2^22: from here on the rounding of a score is no longer small */
-#define MOST_LIFT 8.0f        /* a score may lie so far above m, in base 2 */
 enum { WIDE = DTYPE == ATTN_F32, BF16 = DTYPE == ATTN_BF16 };
 
 DEVICE uint32_t pack(float low, float high) { return BF16 ? cvt_rn_bf16x2(low, high) : cvt_rn_f16x2(low, high); }

@@ -6,6 +6,12 @@
 
 #define PTX static __device__ __forceinline__
 
+/* The same number, but computed anew: what follows from it is not kept in registers around a loop, where they are scarce. */
+PTX int here(int x) {
+    asm volatile("" : "+r"(x));
+    return x;
+}
+
 /* The address of shared memory as the instructions below want it. */
 PTX uint32_t cvta_shared(const void *p) { return (uint32_t)__cvta_generic_to_shared(p); }
 
