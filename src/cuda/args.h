@@ -44,7 +44,7 @@ typedef struct attn_cuda_args {
     int32_t row_tiles;     /* query tiles of max_q rows */
     int32_t slots;         /* blocks of one sequence and head: max(row_tiles, chunks) */
     int32_t dv_blocks;     /* blocks that share the dims of V of the same rows: ceil(dim_v / the kernel's dimv) */
-    int32_t group;         /* heads that are worked side by side, for the L2 cache: see find_place */
+    int32_t group;         /* heads that are worked side by side: a grid is [groups of heads][slot][head][part of V] */
     float scale_log2;      /* scale * log2(e), the descales aside */
     int32_t vector_ok;     /* every row of q, k, v and o starts at a multiple of 16 bytes */
     attn_tensor rotated_q; /* ATTN_ROTARY: where rotate_q writes, as f.q is later */

@@ -198,12 +198,13 @@ DEVICE void product_pv_wide(float o[MT][DT][4], uint32_t p[PV_STEPS][MT][4], uin
 /*
  * Online softmax, base 2: P is 2^(scale * (s - m)) with m the largest score of the row so far, and O and l follow when it grows.
  * That becomes rare as tiles go by, so a warp first asks whether any of its rows has grown at all, each lane looking at its
- * own columns only, and then each half of a 16-row tile by itself.
+ * own columns only.
  *
  * scale * s - scale * m is one multiply-add. The rounding of scale * m is then a factor common to the row, which the division by
  * l takes out again; but where scores are so large that this rounding is too, s - m is taken first, exactly.
  */
 DEVICE void raise_maximum(float o[MT][DT][4], float most[MT][2], float m[MT][2], float l[MT][2], float scale, bool is_first) {
+    float factor[MT][2];
 #pragma unroll
     for (int mt = 0; mt < MT; mt++)
 #pragma unroll
@@ -211,17 +212,17 @@ DEVICE void raise_maximum(float o[MT][DT][4], float most[MT][2], float m[MT][2],
             float x = most[mt][half], before = __fmul_rn(m[mt][half], scale);
             x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
             x = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
-            if (!__any_sync(~0u, x > m[mt][half])) continue;
             m[mt][half] = fmaxf(m[mt][half], x);
-            float factor = ex2_approx(before - __fmul_rn(m[mt][half], scale)); /* 1 where nothing grew */
-            l[mt][half] *= factor;
-            if (FIRST && is_first) continue;
-#pragma unroll
-            for (int dt = 0; dt < DT; dt++) {
-                o[mt][dt][2 * half] *= factor;
-                o[mt][dt][2 * half + 1] *= factor;
-            }
+            factor[mt][half] = ex2_approx(before - __fmul_rn(m[mt][half], scale)); /* 1 where nothing grew */
+            l[mt][half] *= factor[mt][half];
         }
+    if (FIRST && is_first) return;
+#pragma unroll
+    for (int mt = 0; mt < MT; mt++)
+#pragma unroll
+        for (int dt = 0; dt < DT; dt++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) o[mt][dt][e] *= factor[mt][e >> 1];
 }
 
 DEVICE void softmax(uint32_t p[PV_STEPS][MT][4], float o[MT][DT][4], float s[MT][NT][4], float m[MT][2], float l[MT][2],

@@ -122,22 +122,26 @@ DEVICE bool reads_rows(const attn_cuda_args &a, attn_dtype dtype, bool paged) {
 DEVICE int threads_along(int chunks) { return (chunks & -chunks) > 16 ? 16 : chunks & -chunks; }
 
 /*
- * Blocks are ordered for the L2 cache: `group` heads at a time; among them the last rows, which see the most keys under a causal
- * mask, come first. Returns false when there is nothing left to do.
+ * Blocks are ordered for the L2 cache: `group` heads at a time (grid y and z); among them the last rows, which see the most keys
+ * under a causal mask, come first. Returns false when there is nothing left to do.
  */
 DEVICE bool find_place(const attn_cuda_args &a, tile_place &at) {
-    int64_t index = block_index(), heads = (int64_t)a.p.batch * a.p.heads_q;
-    at.dv0 = (int32_t)(index % a.dv_blocks) * DV;
-    index /= a.dv_blocks;
-    int64_t first = index / ((int64_t)a.group * a.slots) * a.group, size = heads - first;
-    if (size > a.group) size = a.group;
-    if (size <= 0) return false;
-    index -= first * a.slots;
+    int64_t first = (blockIdx.y + (int64_t)blockIdx.z * gridDim.y) * a.group, bh;
+    int64_t left = (int64_t)a.p.batch * a.p.heads_q - first;
+    if (left <= 0) return false;
+    uint32_t size = left < a.group ? (uint32_t)left : (uint32_t)a.group, index = blockIdx.x, part = 0;
+    if (a.dv_blocks > 1) {
+        part = index % a.dv_blocks;
+        index /= a.dv_blocks;
+    }
+    at.dv0 = (int32_t)part * DV;
     int32_t slot = (int32_t)(index / size);
-    int64_t bh = first + index % size;
-    at.h = (int32_t)(bh % a.p.heads_q);
+    if (slot >= a.slots) return false;
+    bh = first + index % size;
+    int32_t batch = bh <= UINT32_MAX ? (int32_t)((uint32_t)bh / (uint32_t)a.p.heads_q) : (int32_t)(bh / a.p.heads_q);
+    at.h = (int32_t)(bh - (int64_t)batch * a.p.heads_q);
     at.kv_head = at.h / (a.p.heads_q / a.p.heads_kv);
-    at.s = sequence(a, (int32_t)(bh / a.p.heads_q));
+    at.s = sequence(a, batch);
     at.split = is_split(a, at.s);
     int32_t tile = a.row_tiles - 1 - slot;
     bool padded = !(a.p.flags & ATTN_VARLEN_Q) && at.dv0 == 0;
@@ -397,13 +401,12 @@ DEVICE void mask_scores(const attn_cuda_args &a, const tile_place &at, float s[M
         for (int half = 0; half < 2; half++) {
             int32_t first, end;
             attn__mask_row(&at.mask, row_of(at, mt, half), &first, &end);
+            const uint32_t from = (uint32_t)(key_of(at, 0, 0) - first), count = (uint32_t)attn__max32(end - first, 0);
 #pragma unroll
             for (int nt = 0; nt < NT; nt++)
 #pragma unroll
-                for (int c = 0; c < 2; c++) {
-                    int32_t j = key_of(at, nt, c);
-                    if (j < first || j >= end) s[mt][nt][2 * half + c] = -INFINITY;
-                }
+                for (int c = 0; c < 2; c++) /* first <= key < end in one comparison */
+                    if (from + (nt * 8 + c) >= count) s[mt][nt][2 * half + c] = -INFINITY;
         }
     if (ALL && at.mask.vectors) flash_scores(a, at, s);
 }
@@ -442,15 +445,22 @@ DEVICE int nonfinite_word(uint32_t x) {
     return ((x & ones) == ones) | ((x >> 16 & ones) == ones) << 1;
 }
 
+/* The larger of the halves, each by itself; signs do not count. */
+DEVICE uint32_t larger_halves(uint32_t most, uint32_t x) { return __vmaxu2(most, x & 0x7fff7fff); }
+
 /* Does any thread see one in V? A barrier of the whole block. */
 DEVICE bool holds_nonfinite(uint32_t shared_v) {
-    int found = 0;
+    uint32_t most = 0;
+    bool found = false;
 #pragma unroll 4
     for (int n = threadIdx.x; n < BN * V_CHUNKS; n += THREADS) {
         uint4 x = ld_shared_v4(shared_v + n * 16);
-        found |= nonfinite_word(x.x) | nonfinite_word(x.y) | nonfinite_word(x.z) | nonfinite_word(x.w);
+        if (WIDE)
+            found |= nonfinite_word(x.x) | nonfinite_word(x.y) | nonfinite_word(x.z) | nonfinite_word(x.w);
+        else
+            most = larger_halves(larger_halves(larger_halves(larger_halves(most, x.x), x.y), x.z), x.w);
     }
-    return __syncthreads_or(found);
+    return __syncthreads_or(found || (!WIDE && nonfinite_word(most)));
 }
 
 /*

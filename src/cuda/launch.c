@@ -9,19 +9,19 @@
 
 /* Launches a piece with so many warps, each of which works by itself. */
 static attn_status launch_warps(const attn_cuda_run *run, int entry, int64_t warps, const void *args, size_t args_bytes) {
-    return attn__cuda_launch(run, entry, attn__ceil_div(warps, ATTN_CUDA_WARPS), 32 * ATTN_CUDA_WARPS, 0, args, args_bytes);
+    return attn__cuda_launch(run, entry, attn__ceil_div(warps, ATTN_CUDA_WARPS), 0, 32 * ATTN_CUDA_WARPS, 0, args, args_bytes);
 }
 
 /*
- * Under a causal mask long rows go first, over a group of heads whose keys and values stay in the L2 cache meanwhile. Without
- * one all rows are alike, and one head after the other is best.
+ * Under a causal mask long rows go first, over a group of heads: as many as leave a few blocks of each at work at a time, which then
+ * share its keys in the L2 cache, and enough for the last group's short rows to fill the GPU to the end. Without a mask all
+ * rows are alike, and one head after the other is best. Groups are of about one size.
  */
 static int32_t heads_side_by_side(const attn_problem *p) {
-    const int64_t cache_bytes = 24 << 20;
-    int64_t keys = (int64_t)p->max_kv * (p->dim_qk + p->dim_v) * (int64_t)attn_dtype_size(p->kv_dtype);
-    int64_t heads = (int64_t)p->batch * p->heads_q, fit = keys ? cache_bytes / keys * (p->heads_q / p->heads_kv) : heads;
+    enum { HEADS = 32 };
+    int64_t heads = (int64_t)p->batch * p->heads_q, groups = (heads + HEADS / 2) / HEADS;
     if (!(p->flags & ATTN_CAUSAL)) return 1;
-    return (int32_t)(fit < 1 ? 1 : fit < heads ? fit : heads < INT32_MAX ? heads : INT32_MAX);
+    return (int32_t)attn__ceil_div(heads, groups ? groups : 1);
 }
 
 static attn_cuda_args make_args(const attn_cuda_run *run, const attn_plan *plan, const attn_buffers *f) {
@@ -76,13 +76,15 @@ static attn_status launch_rows(const attn_cuda_run *run, const attn_cuda_args *a
     const attn_problem *p = &a->p;
     const attn_cuda_entry *forward = &run->entries[run->forward];
     int64_t heads = (int64_t)p->batch * p->heads_q;
-    RETURN_IF_ERROR(attn__cuda_launch(run, run->forward, heads * a->slots * a->dv_blocks, 32 * forward->warps,
+    bool any = forward->dtype == ATTN_DTYPE_DEFAULT; /* fwd_any numbers its blocks itself */
+    int64_t groups = any ? 0 : attn__ceil_div(heads, a->group), each = (any ? heads : a->group) * (int64_t)a->slots;
+    RETURN_IF_ERROR(attn__cuda_launch(run, run->forward, each * a->dv_blocks, groups, 32 * forward->warps,
                                       forward->shared_bytes, a, sizeof *a));
     if (a->chunks)
         RETURN_IF_ERROR(
             launch_warps(run, ATTN_ENTRY_fold, heads * a->part_rows * attn__ceil_div(p->dim_v, 32), a, sizeof *a));
     if (!a->f.probs.data) return ATTN_OK;
-    return attn__cuda_launch(run, ATTN_ENTRY_probs, heads * attn__ceil_div(p->max_q, ATTN_ANY_ROWS), 32 * ATTN_CUDA_WARPS,
+    return attn__cuda_launch(run, ATTN_ENTRY_probs, heads * attn__ceil_div(p->max_q, ATTN_ANY_ROWS), 0, 32 * ATTN_CUDA_WARPS,
                              0, a, sizeof *a);
 }
 
