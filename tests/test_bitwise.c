@@ -524,11 +524,19 @@ static void causal_suffix(attn_context *context, attn_dtype dtype) {
 }
 TEST(c5_s05_causal_is_aligned_to_the_last_row) { each_cpu(causal_suffix); }
 
-static void zero_features_are_none(attn_context *context, attn_dtype dtype) {
-    rig none = {.p = problem(dtype, 1, 2, 1, 70, 70, 25), .backward = true}, zero = none;
-    zero.p.flags = ATTN_SCALE | ATTN_ALIBI;
-    zero.p.scale = 0.2; /* 1 / sqrt(25) */
-    zero.f.alibi = (float[]){0, 0};
-    check_same(context, &none, context, &zero);
+static void default_scale(attn_context *context, attn_dtype dtype) {
+    rig none = {.p = problem(dtype, 1, 2, 1, 70, 70, 25), .backward = true}, given = none;
+    given.p.flags = ATTN_SCALE;
+    given.p.scale = 0.2; /* 1 / sqrt(25) */
+    check_same(context, &none, context, &given);
 }
-TEST(c5_s01_default_scale_and_s03_alibi_of_zero) { each_cpu(zero_features_are_none); }
+TEST(c5_s01_default_scale) { each_cpu(default_scale); }
+
+/* Not for the GPU, where scores without ALiBi, softcap or bias go to base 2 in one rounding and the others in two. */
+static void alibi_of_zero(attn_context *context, attn_dtype dtype) {
+    rig none = {.p = problem(dtype, 1, 2, 1, 70, 70, 25), .backward = true}, zero = none;
+    zero.p.flags = ATTN_ALIBI;
+    zero.f.alibi = (float[]){0, 0};
+    if (strcmp(attn_context_backend(context), "cuda") != 0) check_same(context, &none, context, &zero);
+}
+TEST(c5_s03_alibi_of_zero) { each_cpu(alibi_of_zero); }

@@ -463,43 +463,54 @@ DEVICE bool holds_nonfinite(uint32_t shared_v) {
     return __syncthreads_or(found || (!WIDE && nonfinite_word(most)));
 }
 
+/* Key first + j of the tile, for the rows that see it. */
+DEVICE void add_nonfinite_key(float o[MT][DT][4], const uint64_t sees[MT][2], int first, int j, uint32_t shared_v) {
+#pragma unroll
+    for (int dt = 0; dt < DT; dt++)
+#pragma unroll
+        for (int c = 0; c < 2; c++) {
+            int column = dt * 8 + (threadIdx.x & 3) * 2 + c;
+            uint32_t piece = shared_at(shared_v, first + j, column / PER_CHUNK, V_CHUNKS);
+            uint32_t word = ld_shared_b32((piece + column % PER_CHUNK * EB) & ~3u);
+            uint16_t half_word = (uint16_t)(word >> 16 * c);
+            if (!(nonfinite_word(word) >> (WIDE ? 0 : c) & 1)) continue;
+            float v = WIDE ? __uint_as_float(word) : BF16 ? attn__from_bf16(half_word) : half_number(half_word);
+#pragma unroll
+            for (int mt = 0; mt < MT; mt++)
+#pragma unroll
+                for (int half = 0; half < 2; half++)
+                    if (sees[mt][half] >> j & 1) o[mt][dt][2 * half + c] += v;
+        }
+}
+
 /*
  * A product gives 0 * NaN = NaN to a row that may not see the key. So what is not finite is taken out of V and added here to
  * the rows that see it: such a term is p * v = v for any p > 0. Rare, so slow.
  */
 DEVICE void add_nonfinite(float o[MT][DT][4], uint32_t p[PV_STEPS][MT][4], uint32_t shared_v) {
+    enum { PART = NT < 8 ? (int)NT : 8 }; /* 8-key tiles whose keys fit into 64 bits */
     const int t = threadIdx.x & 3;
-    uint64_t sees[MT][2];
 #pragma unroll
-    for (int mt = 0; mt < MT; mt++)
+    for (int part = 0; part < NT; part += PART) {
+        uint64_t sees[MT][2]; /* bit j: the row sees key part * 8 + j */
 #pragma unroll
-        for (int half = 0; half < 2; half++) {
-            uint64_t bits = 0;
+        for (int mt = 0; mt < MT; mt++)
 #pragma unroll
-            for (int nt = 0; nt < NT; nt++) {
-                bool first = WIDE ? p[nt % PV_STEPS][mt][half] : p[nt / 2][mt][nt % 2 * 2 + half] & 0xffff;
-                bool second = WIDE ? p[nt % PV_STEPS][mt][half + 2] : p[nt / 2][mt][nt % 2 * 2 + half] >> 16;
-                bits |= (uint64_t)(first | second << 1) << (nt * 8 + 2 * t);
+            for (int half = 0; half < 2; half++) {
+                uint64_t bits = 0;
+#pragma unroll
+                for (int n = 0; n < PART; n++) {
+                    int nt = part + n;
+                    bool first = WIDE ? p[nt % PV_STEPS][mt][half] : p[nt / 2][mt][nt % 2 * 2 + half] & 0xffff;
+                    bool second = WIDE ? p[nt % PV_STEPS][mt][half + 2] : p[nt / 2][mt][nt % 2 * 2 + half] >> 16;
+                    bits |= (uint64_t)(first | second << 1) << (n * 8 + 2 * t);
+                }
+                bits |= __shfl_xor_sync(~0u, bits, 1);
+                sees[mt][half] = bits | __shfl_xor_sync(~0u, bits, 2);
             }
-            bits |= __shfl_xor_sync(~0u, bits, 1);
-            sees[mt][half] = bits | __shfl_xor_sync(~0u, bits, 2);
-        }
 #pragma unroll 1
-    for (int j = 0; j < BN; j++)
-#pragma unroll
-        for (int dt = 0; dt < DT; dt++)
-#pragma unroll
-            for (int c = 0; c < 2; c++) {
-                int column = dt * 8 + 2 * t + c;
-                uint32_t word = ld_shared_b32((shared_at(shared_v, j, column / PER_CHUNK, V_CHUNKS) + column % PER_CHUNK * EB) & ~3u);
-                if (!(nonfinite_word(word) >> (WIDE ? 0 : c) & 1)) continue;
-                float v = WIDE ? __uint_as_float(word) : BF16 ? attn__from_bf16((uint16_t)(word >> 16 * c)) : half_number((uint16_t)(word >> 16 * c));
-#pragma unroll
-                for (int mt = 0; mt < MT; mt++)
-#pragma unroll
-                    for (int half = 0; half < 2; half++)
-                        if (sees[mt][half] >> j & 1) o[mt][dt][2 * half + c] += v;
-            }
+        for (int j = 0; j < PART * 8; j++) add_nonfinite_key(o, sees, part * 8, j, shared_v);
+    }
     __syncthreads();
     for (int n = threadIdx.x; n < BN * V_CHUNKS * 4; n += THREADS) {
         uint32_t word = ld_shared_b32(shared_v + n * 4);
