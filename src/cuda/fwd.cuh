@@ -75,12 +75,6 @@ enum { WIDE = DTYPE == ATTN_F32, BF16 = DTYPE == ATTN_BF16 };
 
 DEVICE uint32_t pack(float low, float high) { return BF16 ? cvt_rn_bf16x2(low, high) : cvt_rn_f16x2(low, high); }
 
-DEVICE float half_number(uint16_t x) {
-    float y;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x));
-    return y;
-}
-
 /* ---- where a block works ---- */
 
 typedef struct tile_place {
@@ -343,7 +337,7 @@ DEVICE float bias_number(attn_dtype dtype, const void *data, int64_t at) {
     if (dtype == ATTN_F32) return ((const float *)data)[at];
     if (dtype == ATTN_F64) return (float)((const double *)data)[at];
     uint16_t x = ((const uint16_t *)data)[at];
-    return dtype == ATTN_BF16 ? attn__from_bf16(x) : half_number(x);
+    return dtype == ATTN_BF16 ? attn__from_bf16(x) : cvt_f32_f16(x);
 }
 
 /* Steps 2 to 4 of attn.h, as score() of score.cuh, a step at a time for all elements of the thread. */
@@ -474,7 +468,7 @@ DEVICE void add_nonfinite_key(float o[MT][DT][4], const uint64_t sees[MT][2], in
             uint32_t word = ld_shared_b32((piece + column % PER_CHUNK * EB) & ~3u);
             uint16_t half_word = (uint16_t)(word >> 16 * c);
             if (!(nonfinite_word(word) >> (WIDE ? 0 : c) & 1)) continue;
-            float v = WIDE ? __uint_as_float(word) : BF16 ? attn__from_bf16(half_word) : half_number(half_word);
+            float v = WIDE ? __uint_as_float(word) : BF16 ? attn__from_bf16(half_word) : cvt_f32_f16(half_word);
 #pragma unroll
             for (int mt = 0; mt < MT; mt++)
 #pragma unroll

@@ -10,11 +10,19 @@ case $build in /*) ;; *) build=$PWD/$build ;; esac
 out=$build/emulate
 mkdir -p "$out"
 flags="-O2 -g -fPIC -fvisibility=hidden -U_FORTIFY_SOURCE -ffp-contract=off -Wall -Wextra -Werror -I include -I src -I src/cuda -I tests/emulate"
+cuda="${CXX:-c++} $flags -std=c++17 -x c++ -include tests/emulate/emulate.h"
+fwd="-Wno-unknown-pragmas -Wno-enum-compare -Wno-int-in-bool-context -Wno-unused-parameter"
 objects=
+: >"$out/commands"
 for source in $(sed -n 's/^PIECE([a-z_]*, \([a-z_]*\.cu\))$/\1/p' src/cuda/variants.def | sort -u); do
-    ${CXX:-c++} $flags -std=c++17 -x c++ -include tests/emulate/emulate.h -c "src/cuda/$source" -o "$out/$source.o"
+    echo "$cuda -c src/cuda/$source -o $out/$source.o" >>"$out/commands"
     objects="$objects $out/$source.o"
 done
+for kernel in $(sed -n 's/^FWD(\([a-z0-9_]*\),.*/\1/p' src/cuda/variants.def); do
+    echo "$cuda $fwd -DVARIANT=$kernel -c src/cuda/fwd.cu -o $out/$kernel.o" >>"$out/commands"
+    objects="$objects $out/$kernel.o"
+done
+xargs -P "$(nproc)" -d '\n' -n 1 sh -c <"$out/commands"
 ${CC:-cc} $flags -std=gnu11 -shared -o "$out/libemulated-cuda.so" tests/emulate/driver.c tests/emulate/fibers.c $objects -lm -lpthread
 ${CC:-cc} $flags -std=gnu11 -o "$out/pieces" tests/emulate/pieces.c "$build/libattn.a" -lm -lpthread -ldl
 export ATTN_CUDA_DRIVER="$out/libemulated-cuda.so"

@@ -27,17 +27,20 @@ typedef attn_cuda_args args_append, args_rotate_q, args_ranges, args_fold, args_
 typedef attn_cuda_merge args_merge;
 typedef attn_cuda_rotary args_rotary;
 
-#define FWD(...)
-#define PIECE(entry, file)                                                                                                 \
-    void entry(const args_##entry a);                                                                                      \
-    static void run_##entry(const void *args) { entry(*(const args_##entry *)args); }
+#define ENTRY(entry, type)                                                                                                 \
+    void entry(const type a);                                                                                              \
+    static void run_##entry(const void *args) { entry(*(const type *)args); }
+#define FWD(entry, ...) ENTRY(entry, attn_cuda_args)
+#define PIECE(entry, file) ENTRY(entry, args_##entry)
 #include "cuda/variants.def"
+#undef FWD
 #undef PIECE
 
 static const struct {
     const char *name;
     void (*run)(const void *args);
 } kernels[] = {
+#define FWD(entry, ...) {#entry, run_##entry},
 #define PIECE(entry, file) {#entry, run_##entry},
 #include "cuda/variants.def"
 #undef PIECE
@@ -75,9 +78,9 @@ EXPORT int cuLaunchKernel(attn_cu_function function, unsigned grid_x, unsigned g
                           unsigned block_y, unsigned block_z, unsigned shared_bytes, attn_cu_stream stream,
                           void **parameters, void **extra) {
     (void)stream, (void)parameters;
-    if (grid_z != 1 || block_y != 1 || block_z != 1 || shared_bytes || !extra) return 1; /* CUDA_ERROR_INVALID_VALUE */
+    if (grid_z != 1 || block_y != 1 || block_z != 1 || !extra) return 1; /* CUDA_ERROR_INVALID_VALUE */
     pthread_mutex_lock(&launching);
-    emulate_launch(kernels[(uintptr_t)function - 1].run, extra[1], grid_x, grid_y, block_x);
+    emulate_launch(kernels[(uintptr_t)function - 1].run, extra[1], grid_x, grid_y, block_x, shared_bytes);
     pthread_mutex_unlock(&launching);
     return 0;
 }
@@ -190,7 +193,7 @@ EXPORT int cuDeviceGetAttribute(int *value, int attribute, int device) {
     case ATTN_CU_DEVICE_SMS: *value = 1; break;
     case ATTN_CU_DEVICE_MAJOR: *value = 8; break;
     case ATTN_CU_DEVICE_MINOR: *value = 0; break;
-    case ATTN_CU_DEVICE_SHARED: *value = 0; break;
+    case ATTN_CU_DEVICE_SHARED: *value = EMULATE_SHARED_BYTES; break;
     default: *value = 1 << 20; break;
     }
     return 0;

@@ -19,11 +19,18 @@
 #define __forceinline__ inline
 #define __grid_constant__
 #define __launch_bounds__(...)
+#define __noinline__ __attribute__((noinline))
+#define __align__(bytes) __attribute__((aligned(bytes)))
+#ifdef VARIANT /* a forward kernel: shared memory is dynamic, a global array of fibers.c */
+#define __shared__
+#else
 #define __shared__ static
+#endif
 
 typedef struct uint4 {
     uint32_t x, y, z, w;
 } uint4;
+static inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return uint4{x, y, z, w}; }
 
 extern "C" {
 #include "fibers.h"
@@ -32,47 +39,59 @@ extern "C" {
 static inline void __syncthreads(void) { emulate_block_barrier(); }
 static inline void __syncwarp(void) { emulate_warp_barrier(); }
 
-static inline float __shfl_sync(unsigned, float x, int lane) {
-    uint32_t bits;
-    memcpy(&bits, &x, sizeof bits);
-    bits = (uint32_t)emulate_exchange(bits, (unsigned)lane % 32);
-    memcpy(&x, &bits, sizeof bits);
-    return x;
-}
+/* A lane of the warp has x; this is that of `lane`. Overloads by type. */
+#define SHUFFLE(type)                                                                                                      \
+    static inline type __shfl_sync(unsigned, type x, int lane) {                                                           \
+        uint32_t words[2] = {0, 0};                                                                                        \
+        memcpy(words, &x, sizeof x);                                                                                       \
+        memcpy(&x, emulate_exchange(words, 2)[(unsigned)lane % 32].word, sizeof x);                                        \
+        return x;                                                                                                          \
+    }                                                                                                                      \
+    static inline type __shfl_xor_sync(unsigned mask, type x, int step) {                                                  \
+        return __shfl_sync(mask, x, (int)threadIdx.x ^ step);                                                              \
+    }
+SHUFFLE(float)
+SHUFFLE(double)
+SHUFFLE(uint64_t)
+#undef SHUFFLE
 
-static inline double __shfl_sync(unsigned, double x, int lane) {
-    uint64_t bits;
-    memcpy(&bits, &x, sizeof bits);
-    bits = emulate_exchange(bits, (unsigned)lane % 32);
-    memcpy(&x, &bits, sizeof bits);
-    return x;
-}
-
-static inline float __shfl_xor_sync(unsigned mask, float x, int step) {
-    return __shfl_sync(mask, x, (int)threadIdx.x ^ step);
-}
-static inline double __shfl_xor_sync(unsigned mask, double x, int step) {
-    return __shfl_sync(mask, x, (int)threadIdx.x ^ step);
-}
-
-/* By as many exchanges as there are lanes: slow, and plainly right. */
 static inline unsigned __ballot_sync(unsigned, int is_set) {
+    uint32_t mine = is_set != 0;
+    const emulate_words *all = emulate_exchange(&mine, 1);
     unsigned result = 0;
-    for (unsigned lane = 0; lane < 32; lane++) result |= (unsigned)emulate_exchange(is_set != 0, lane) << lane;
+    for (unsigned lane = 0; lane < 32; lane++) result |= all[lane].word[0] << lane;
     return result;
 }
+static inline int __any_sync(unsigned mask, int is_set) { return __ballot_sync(mask, is_set) != 0; }
+static inline int __syncthreads_or(int is_set) { return emulate_block_or(is_set); }
 
 static inline int __reduce_min_sync(unsigned, int x) {
-    int result = x;
-    for (unsigned lane = 0; lane < 32; lane++) {
-        int other = (int)(uint32_t)emulate_exchange((uint32_t)x, lane);
-        result = other < result ? other : result;
-    }
-    return result;
+    uint32_t mine = (uint32_t)x;
+    const emulate_words *all = emulate_exchange(&mine, 1);
+    for (unsigned lane = 0; lane < 32; lane++) x = (int)all[lane].word[0] < x ? (int)all[lane].word[0] : x;
+    return x;
 }
 
 static inline int __reduce_max_sync(unsigned mask, int x) { return ~__reduce_min_sync(mask, ~x); }
 
 static inline int __ffs(int x) { return __builtin_ffs(x); }
+
+static inline uint32_t __float_as_uint(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    return bits;
+}
+static inline float __uint_as_float(uint32_t bits) {
+    float x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
+static inline float __fmul_rn(float a, float b) { return a * b; }
+static inline float __fsub_rn(float a, float b) { return a - b; }
+static inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
+
+#ifdef VARIANT
+#include "ptx.h"
+#endif
 
 #endif

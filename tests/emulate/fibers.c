@@ -21,14 +21,19 @@ typedef struct fiber {
 } fiber;
 
 emulate_index threadIdx, blockIdx, gridDim;
+uint8_t shared[EMULATE_SHARED_BYTES] __attribute__((aligned(128)));
+unsigned emulate_shared_bytes;
+int emulate_reverse;
 
 static fiber fibers[THREADS];
 static jmp_buf scheduler;
-static uint64_t exchanged[2][THREADS];
+static emulate_words exchanged[2][THREADS];
+static int voted[THREADS];
+static unsigned block_threads;
 static void (*body)(const void *args);
 static const void *body_args;
 
-static void fail(const char *what) {
+void emulate_fail(const char *what) {
     fprintf(stderr, "emulated GPU: block %u, thread %u: %s\n", blockIdx.x, threadIdx.x, what);
     abort();
 }
@@ -48,10 +53,10 @@ static void fiber_main(void) {
 
 static void start(fiber *f) {
     f->is_started = 1;
-    if (getcontext(&f->start)) fail("getcontext failed");
+    if (getcontext(&f->start)) emulate_fail("getcontext failed");
     f->start.uc_stack.ss_sp = malloc(STACK_BYTES);
     f->start.uc_stack.ss_size = STACK_BYTES;
-    if (!f->start.uc_stack.ss_sp) fail("no memory for a stack");
+    if (!f->start.uc_stack.ss_sp) emulate_fail("no memory for a stack");
     makecontext(&f->start, fiber_main, 0);
     setcontext(&f->start);
 }
@@ -67,13 +72,22 @@ static void resume(unsigned thread) {
 void emulate_warp_barrier(void) { yield(AT_WARP_BARRIER); }
 void emulate_block_barrier(void) { yield(AT_BLOCK_BARRIER); }
 
-uint64_t emulate_exchange(uint64_t bits, unsigned lane) {
+const emulate_words *emulate_exchange(const uint32_t *words, int count) {
     unsigned thread = threadIdx.x;
     int phase = fibers[thread].phase;
-    exchanged[phase][thread] = bits;
+    memcpy(exchanged[phase][thread].word, words, (size_t)count * sizeof *words);
     fibers[thread].phase = !phase;
     yield(AT_WARP_BARRIER);
-    return exchanged[phase][thread / 32 * 32 + lane];
+    return exchanged[phase] + thread / 32 * 32;
+}
+
+int emulate_block_or(int x) {
+    int result = 0;
+    voted[threadIdx.x] = x;
+    yield(AT_BLOCK_BARRIER);
+    for (unsigned t = 0; t < block_threads; t++) result |= voted[t];
+    yield(AT_BLOCK_BARRIER);
+    return result != 0;
 }
 
 /* Lets the threads [first, end) go on if all that still run wait in `state`. Did it? */
@@ -85,39 +99,52 @@ static int release(unsigned first, unsigned end, int state, int all) {
     }
     if (!waiting || waiting + done < end - first) return 0;
     threadIdx.x = first;
-    if (all && done) fail("lanes of this warp have left, others exchange");
+    if (all && done) emulate_fail("lanes of this warp have left, others exchange");
     for (unsigned t = first; t < end; t++)
         if (fibers[t].state == state) fibers[t].state = READY;
     return 1;
 }
 
-static void run_block(unsigned threads, int reverse) {
-    for (unsigned t = 0; t < threads; t++) fibers[t].state = READY;
-    for (;;) {
-        int moved = 0, done = 1;
-        for (unsigned n = 0; n < threads; n++) {
-            unsigned t = reverse ? threads - 1 - n : n;
+/* Lets a warp run until each of its lanes waits for the block or is done. Did it move at all? */
+static int run_warp(unsigned first) {
+    int moved = 0;
+    do {
+        for (unsigned n = 0; n < 32; n++) {
+            unsigned t = first + (emulate_reverse ? 31 - n : n);
             if (fibers[t].state != READY) continue;
             resume(t);
             moved = 1;
         }
-        for (unsigned t = 0; t < threads; t += 32) moved |= release(t, t + 32, AT_WARP_BARRIER, 1);
+    } while (release(first, first + 32, AT_WARP_BARRIER, 1));
+    return moved;
+}
+
+/* One warp goes as far as it can before the next one starts: what it does too early or too late then shows. */
+static void run_block(unsigned threads) {
+    memset(shared, 0xff, emulate_shared_bytes); /* NaN: what nobody has written */
+    for (unsigned t = 0; t < threads; t++) fibers[t].state = READY;
+    for (;;) {
+        int moved = 0, done = 1;
+        for (unsigned n = 0; n < threads; n += 32) moved |= run_warp(emulate_reverse ? threads - 32 - n : n);
         moved |= release(0, threads, AT_BLOCK_BARRIER, 0);
         for (unsigned t = 0; t < threads; t++) done &= fibers[t].state == DONE;
         if (done) return;
-        if (!moved) fail("threads wait for each other at different barriers");
+        if (!moved) emulate_fail("threads wait for each other at different barriers");
     }
 }
 
-void emulate_launch(void (*kernel)(const void *args), const void *args, unsigned grid_x, unsigned grid_y,
-                    unsigned threads) {
+void emulate_launch(void (*kernel)(const void *args), const void *args, unsigned grid_x, unsigned grid_y, unsigned threads,
+                    unsigned shared_bytes) {
     const char *order = getenv("EMULATE_ORDER");
-    int reverse = order && strcmp(order, "reverse") == 0;
-    if (threads % 32 || threads > THREADS) fail("want whole warps, and at most 1024 threads");
+    emulate_reverse = order && strcmp(order, "reverse") == 0;
+    if (threads % 32 || threads > THREADS) emulate_fail("want whole warps, and at most 1024 threads");
+    if (shared_bytes > EMULATE_SHARED_BYTES) emulate_fail("so much shared memory no block can have");
+    emulate_shared_bytes = shared_bytes;
+    block_threads = threads;
     body = kernel;
     body_args = args;
     gridDim.x = grid_x;
     gridDim.y = grid_y;
     for (blockIdx.y = 0; blockIdx.y < grid_y; blockIdx.y++)
-        for (blockIdx.x = 0; blockIdx.x < grid_x; blockIdx.x++) run_block(threads, reverse);
+        for (blockIdx.x = 0; blockIdx.x < grid_x; blockIdx.x++) run_block(threads);
 }

@@ -10,14 +10,33 @@ typedef struct emulate_index {
 
 extern emulate_index threadIdx, blockIdx, gridDim;
 
+/* Dynamic shared memory of the block that runs; kernels declare it by this name. */
+enum { EMULATE_SHARED_BYTES = 227 * 1024 };
+extern uint8_t shared[EMULATE_SHARED_BYTES];
+extern unsigned emulate_shared_bytes; /* how many of them the launch asked for */
+extern int emulate_reverse;           /* EMULATE_ORDER=reverse */
+
 /* Runs kernel(args) in every thread of the grid. */
-void emulate_launch(void (*kernel)(const void *args), const void *args, unsigned grid_x, unsigned grid_y, unsigned threads);
+void emulate_launch(void (*kernel)(const void *args), const void *args, unsigned grid_x, unsigned grid_y, unsigned threads,
+                    unsigned shared_bytes);
+
+/* Ends the process: the kernel has done what it must not. */
+void emulate_fail(const char *what) __attribute__((noreturn));
 
 /* Waits for the warp, or for the block. */
 void emulate_warp_barrier(void);
 void emulate_block_barrier(void);
 
-/* Gives the lane's bits away and returns those of another lane of its warp. */
-uint64_t emulate_exchange(uint64_t bits, unsigned lane);
+/* What a lane gives away in an exchange. */
+enum { EMULATE_WORDS = 6 };
+typedef struct emulate_words {
+    uint32_t word[EMULATE_WORDS];
+} emulate_words;
+
+/* Gives away the lane's words and returns those of all 32 lanes of its warp, good until its next exchange but one. */
+const emulate_words *emulate_exchange(const uint32_t *words, int count);
+
+/* Is x set in any thread of the block? A barrier of the block. */
+int emulate_block_or(int x);
 
 #endif

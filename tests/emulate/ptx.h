@@ -1,0 +1,146 @@
+/*
+ * The instructions of ptx.cuh on the CPU, under the same names; this file stands for that one. Shared memory is an array, and
+ * an address in it an offset from its start plus a base, so that 0 is none of them; each access is checked.
+ *
+ * A cp.async takes effect when the thread waits for it. Until then its target holds NaN: who reads it too early, or still reads
+ * what was there before, shows in the results.
+ *
+ * Products are exact and added up in double, then rounded once: the tensor core truncates instead.
+ */
+#ifndef EMULATE_PTX_H
+#define EMULATE_PTX_H
+
+#define ATTN_PTX_CUH /* not again */
+
+#include "numeric.h"
+
+enum { SHARED_BASE = 1024, MOST_COPIES = 512, MOST_THREADS = 128 };
+
+static inline int here(int x) { return x; }
+
+static inline uint32_t cvta_shared(const void *p) { return (uint32_t)((const uint8_t *)p - shared) + SHARED_BASE; }
+
+static inline uint8_t *shared_bytes_at(uint32_t at, uint32_t bytes) {
+    if (at % bytes) emulate_fail("an address in shared memory that is not aligned");
+    if (at < SHARED_BASE || at - SHARED_BASE + bytes > emulate_shared_bytes) emulate_fail("past the end of shared memory");
+    return shared + (at - SHARED_BASE);
+}
+
+/* ---- cp.async ---- */
+
+typedef struct pending_copy {
+    uint8_t *to;
+    uint8_t data[16];
+} pending_copy;
+
+static pending_copy pending[MOST_THREADS][MOST_COPIES];
+static int pending_count[MOST_THREADS];
+
+static inline void cp_async_cg_zfill(uint32_t to, const void *from, int bytes) {
+    int *count = &pending_count[threadIdx.x];
+    if (*count == MOST_COPIES) emulate_fail("more copies under way than there is room for");
+    if ((uintptr_t)from % 16) emulate_fail("cp.async from an address that is not a multiple of 16");
+    if (bytes < 0 || bytes > 16) emulate_fail("cp.async of more than 16 bytes");
+    pending_copy *copy = &pending[threadIdx.x][(*count)++];
+    copy->to = shared_bytes_at(to, 16);
+    memset(copy->data, 0, 16);
+    memcpy(copy->data, from, (size_t)bytes);
+    memset(copy->to, 0xff, 16);
+}
+static inline void cp_async_cg(uint32_t to, const void *from) { cp_async_cg_zfill(to, from, 16); }
+static inline void cp_async_commit_group(void) {}
+static inline void cp_async_wait_all(void) {
+    int *count = &pending_count[threadIdx.x];
+    for (int n = 0; n < *count; n++) memcpy(pending[threadIdx.x][n].to, pending[threadIdx.x][n].data, 16);
+    *count = 0;
+}
+
+/* ---- shared memory ---- */
+
+static inline uint32_t load_pair(uint32_t low_at, uint32_t high_at) {
+    uint16_t low, high;
+    memcpy(&low, shared_bytes_at(low_at, 2), 2);
+    memcpy(&high, shared_bytes_at(high_at, 2), 2);
+    return low | (uint32_t)high << 16;
+}
+
+/* Lane 4 g + t gets of each matrix the numbers 2t, 2t + 1 of row g; transposed, of column g. */
+static inline void ldmatrix_x4(uint32_t r[4], uint32_t from) {
+    const emulate_words *all = emulate_exchange(&from, 1);
+    uint32_t g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    for (uint32_t n = 0; n < 4; n++) {
+        uint32_t row = all[8 * n + g].word[0];
+        shared_bytes_at(row, 16);
+        r[n] = load_pair(row + 4 * t, row + 4 * t + 2);
+    }
+}
+static inline void ldmatrix_x4_trans(uint32_t r[4], uint32_t from) {
+    const emulate_words *all = emulate_exchange(&from, 1);
+    uint32_t g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    for (uint32_t n = 0; n < 4; n++) r[n] = load_pair(all[8 * n + 2 * t].word[0] + 2 * g, all[8 * n + 2 * t + 1].word[0] + 2 * g);
+}
+
+static inline uint32_t ld_shared_b32(uint32_t from) {
+    uint32_t x;
+    memcpy(&x, shared_bytes_at(from, 4), 4);
+    return x;
+}
+static inline uint4 ld_shared_v4(uint32_t from) {
+    uint4 x;
+    memcpy(&x, shared_bytes_at(from, 16), 16);
+    return x;
+}
+static inline void st_shared_v4(uint32_t to, uint4 x) { memcpy(shared_bytes_at(to, 16), &x, 16); }
+static inline void st_shared_b32(uint32_t to, uint32_t x) { memcpy(shared_bytes_at(to, 4), &x, 4); }
+
+/* ---- numbers ---- */
+
+static inline float ex2_approx(float x) {
+    float y = exp2f(x);
+    return y < 1.17549435e-38f ? 0 : y; /* .ftz */
+}
+static inline uint32_t cvt_rn_bf16x2(float low, float high) {
+    return attn__to_bf16(low) | (uint32_t)attn__to_bf16(high) << 16;
+}
+static inline uint32_t cvt_rn_f16x2(float low, float high) { return attn__to_f16(low) | (uint32_t)attn__to_f16(high) << 16; }
+static inline float cvt_f32_f16(uint16_t x) { return attn__from_f16(x); }
+
+/* Ten bits of mantissa, ties away from zero. */
+static inline uint32_t cvt_rna_tf32(float x) {
+    uint32_t bits = attn__bits(x);
+    return (bits & 0x7fffffff) > 0x7f800000 ? bits | 0x400000 : (bits + 0x1000) & ~0x1fffu;
+}
+
+/* ---- products ---- */
+
+/* Number k of the two registers of 16-bit numbers (k below 16), or of 32-bit ones (below 8), that a row or a column has. */
+static inline float operand(const emulate_words *quad, int k, int first, int second, int kind) {
+    if (kind == ATTN_F32) return attn__float(quad[k % 4].word[k / 4 ? second : first]);
+    uint16_t x = (uint16_t)(quad[k % 8 / 2].word[k / 8 ? second : first] >> 16 * (k % 2));
+    return kind == ATTN_BF16 ? attn__from_bf16(x) : attn__from_f16(x);
+}
+
+/* a: registers 0, 2 have row g, 1, 3 row g + 8; b: registers 4, 5 have column g. */
+static inline void multiply_fragments(float c[4], const uint32_t a[4], uint32_t b0, uint32_t b1, int kind) {
+    const uint32_t words[6] = {a[0], a[1], a[2], a[3], b0, b1};
+    const emulate_words *all = emulate_exchange(words, 6);
+    int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, steps = kind == ATTN_F32 ? 8 : 16;
+    for (int e = 0; e < 4; e++) {
+        double sum = c[e];
+        for (int k = 0; k < steps; k++)
+            sum += (double)operand(all + 4 * g, k, e / 2, e / 2 + 2, kind) *
+                   (double)operand(all + 4 * (2 * t + e % 2), k, 4, 5, kind);
+        c[e] = (float)sum;
+    }
+}
+static inline void mma_m16n8k16_f16(float c[4], const uint32_t a[4], uint32_t b0, uint32_t b1) {
+    multiply_fragments(c, a, b0, b1, ATTN_F16);
+}
+static inline void mma_m16n8k16_bf16(float c[4], const uint32_t a[4], uint32_t b0, uint32_t b1) {
+    multiply_fragments(c, a, b0, b1, ATTN_BF16);
+}
+static inline void mma_m16n8k8_tf32(float c[4], const uint32_t a[4], uint32_t b0, uint32_t b1) {
+    multiply_fragments(c, a, b0, b1, ATTN_F32);
+}
+
+#endif
