@@ -110,6 +110,40 @@ DEVICE void product_qk(float s[MT][NT][4], uint32_t q_kept[Q_KEPT][MT][4], uint3
     }
 }
 
+/*
+ * In float32 an infinity times a number whose lo is 0 is NaN. Where a score has become NaN the product of the hi alone tells
+ * whether it is one. Rare, so slow.
+ */
+DEVICE void repair_scores(float s[MT][NT][4], uint32_t shared_q, uint32_t shared_k, int warp, int lane) {
+    bool is_nan = false;
+    EACH_SCORE(mt, nt, e) is_nan |= s[mt][nt][e] != s[mt][nt][e];
+    if (!__any_sync(~0u, is_nan)) return;
+#pragma unroll
+    for (int jj = 0; jj < BN / 16; jj++) {
+        float c[MT][2][4] = {};
+#pragma unroll 1
+        for (int kk = 0; kk < QK_STEPS; kk++) {
+            uint32_t q[MT][4], k[4], lo[4];
+            load_q_step(q, shared_q, warp, lane, kk);
+            load_k_fragment(k, shared_k, lane, kk * (BN / 16) + jj);
+            split_tf32(k, lo);
+#pragma unroll
+            for (int mt = 0; mt < MT; mt++) {
+                split_tf32(q[mt], lo);
+                mma_m16n8k8_tf32(c[mt][0], q[mt], k[0], k[1]);
+                mma_m16n8k8_tf32(c[mt][1], q[mt], k[2], k[3]);
+            }
+        }
+#pragma unroll
+        for (int mt = 0; mt < MT; mt++)
+#pragma unroll
+            for (int e = 0; e < 8; e++) {
+                float *score = &s[mt][2 * jj + e / 4][e % 4];
+                if (*score != *score) *score = c[mt][e / 4][e % 4];
+            }
+    }
+}
+
 /* ---- softmax and O += P V ---- */
 
 /* V fragment of 16 dims for the keys of step ks: 16 keys, or 8 in float32. */
@@ -209,11 +243,14 @@ DEVICE void raise_maximum(float o[MT][DT][4], float most[MT][2], float m[MT][2],
     for (int mt = 0; mt < MT; mt++)
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            float x = most[mt][half], before = __fmul_rn(m[mt][half], scale);
+            float x = most[mt][half], before = m[mt][half];
             x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
             x = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
-            m[mt][half] = fmaxf(m[mt][half], x);
-            factor[mt][half] = ex2_approx(before - __fmul_rn(m[mt][half], scale)); /* 1 where nothing grew */
+            m[mt][half] = fmaxf(before, x);
+            float less = __fmul_rn(before, scale), more = __fmul_rn(m[mt][half], scale), grown = less - more;
+            if (fmaxf(fabsf(less), fabsf(more)) > HUGE_SCORE) /* as softmax does; and no inf - inf */
+                grown = __fmul_rn(before - m[mt][half], scale);
+            factor[mt][half] = ex2_approx(grown); /* 1 where nothing grew */
             l[mt][half] *= factor[mt][half];
         }
     if (FIRST && is_first) return;
@@ -340,6 +377,7 @@ DEVICE void step(const attn_cuda_args &a, tile_place &at, walk &w, bool partial,
     }
     cp_async_commit_group();
     product_qk(s, q_kept, shared_q, shared_k + now, warp, lane);
+    if (WIDE) repair_scores(s, shared_q, shared_k + now, warp, lane);
     at.n = w.n;
     scores(a, at, s);
     if (partial) mask_scores(a, at, s);
@@ -351,7 +389,7 @@ DEVICE void step(const attn_cuda_args &a, tile_place &at, walk &w, bool partial,
         cp_async_commit_group();
     }
     softmax(p, o, s, m, l, a, at);
-    if (partial && holds_nonfinite(shared_v + now)) add_nonfinite(o, p, shared_v + now);
+    if ((partial || WIDE) && holds_nonfinite(shared_v + now)) add_nonfinite(o, p, shared_v + now);
     if (WIDE) {
         product_pv_wide(o, p, shared_v + now, lane);
     } else {

@@ -149,7 +149,7 @@ DEVICE bool find_place(const attn_cuda_args &a, tile_place &at) {
     int32_t from, to;
     attn__mask_rows(&at.mask, at.row, at.row + at.rows, &from, &to);
     if (at.split) {
-        if (at.chunk && at.chunk * ATTN_CUDA_CHUNK >= at.s.sk) return false; /* fold does not look there */
+        if (slot && (slot >= a.chunks || slot * ATTN_CUDA_CHUNK >= at.s.sk)) return false; /* fold does not look there */
         from = attn__max32(from, at.chunk * ATTN_CUDA_CHUNK);
         to = attn__min32(to, at.chunk * ATTN_CUDA_CHUNK + ATTN_CUDA_CHUNK);
     }
@@ -245,6 +245,7 @@ DEVICE int chunk_count(int chunk, int dim) {
 DEVICE void load_rows(uint32_t to, const uint8_t *from, int64_t row_bytes, int rows, int chunks, int valid, int dim) {
     const int along = threads_along(chunks), step = THREADS / along;
     const int c0 = threadIdx.x % along, r0 = threadIdx.x / along;
+    const uint8_t *start = from;
     from += r0 * row_bytes + c0 * 16;
     if (valid >= rows && dim == chunks * PER_CHUNK) { /* the usual case, without a test per piece */
 #pragma unroll
@@ -262,7 +263,8 @@ DEVICE void load_rows(uint32_t to, const uint8_t *from, int64_t row_bytes, int r
 #pragma unroll 1
         for (int c = c0; c < chunks; c += along) {
             int bytes = row < valid ? chunk_count(c, dim) * EB : 0;
-            copy_chunk(shared_at(to, row, c, chunks), bytes ? from + (c - c0) * 16 : from - c0 * 16, bytes);
+            /* a row that is not there may be at no multiple of 16: a stride that is never used can be anything */
+            copy_chunk(shared_at(to, row, c, chunks), bytes ? from + (c - c0) * 16 : start, bytes);
         }
         from += step * row_bytes;
     }
@@ -408,7 +410,7 @@ DEVICE void mask_scores(const attn_cuda_args &a, const tile_place &at, float s[M
 /* Dropout of the two neighbours (2t, 2t + 1) of one row: bit 0 and 1 of the answer say which are dropped. */
 DEVICE int dropped_pair(const tile_place &at, int32_t heads, int32_t i, int32_t j) {
     uint32_t r[4];
-    attn__philox4(&at.philox, (uint32_t)(at.s.b * heads + at.h), (uint32_t)i, (uint32_t)j / 4, r);
+    attn__philox4(&at.philox, (uint32_t)at.s.b * (uint32_t)heads + (uint32_t)at.h, (uint32_t)i, (uint32_t)j / 4, r);
     uint32_t r0 = j & 2 ? r[2] : r[0], r1 = j & 2 ? r[3] : r[1];
     return (r0 < at.philox.threshold) | (r1 < at.philox.threshold) << 1;
 }
@@ -430,7 +432,7 @@ DEVICE void drop(const attn_cuda_args &a, const tile_place &at, uint32_t p[4], i
         }
 }
 
-/* ---- infinities and NaN in V, where some pairs are masked ---- */
+/* ---- infinities and NaN in V, where some pairs are masked; in float32 always, because lo of an infinity is NaN ---- */
 
 /* In one word of a tile: bit 0 for its number (float32) or its low half, bit 1 for its high half. */
 DEVICE int nonfinite_word(uint32_t x) {

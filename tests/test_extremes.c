@@ -1,0 +1,161 @@
+/*
+ * The ends of what is allowed, where kernels with tiles go wrong and random problems seldom get: scales whose largest score is just
+ * about to overflow, maxima that rise among scores too large for their own rounding, infinities, strides that are never used,
+ * rows that begin at odd addresses. On every instruction set, or ATTN_TEST_BACKEND.
+ */
+#define _GNU_SOURCE
+#include <math.h>
+#include <string.h>
+
+#include "build.h"
+#include "numeric.h"
+#include "test.h"
+
+/* Two roundings of o to its dtype, for numbers around 1, or the error of float sums of a few hundred terms. */
+static double rounding_of(attn_dtype dtype) {
+    return dtype == ATTN_F64 ? 1e-12 : dtype == ATTN_F32 ? 2e-5 : dtype == ATTN_F16 ? 4e-3 : 3e-2;
+}
+
+/* A rig of the same inputs, run on ref. */
+static rig reference(const rig *r, uint64_t seed) {
+    rig expected = {.p = r->p};
+    attn_context *ref = make_context(ATTN_BACKEND_REF, 1);
+    CHECK(rig_make(&expected, seed));
+    for (int n = 0; n < r->blocks && n < expected.blocks; n++)
+        if (r->block[n].kind == RIG_INPUT) memcpy(expected.block[n].data, r->block[n].data, r->block[n].bytes);
+    CHECK_OK(rig_run(&expected, ref));
+    attn_context_destroy(ref);
+    return expected;
+}
+
+/* ---- scores ---- */
+
+/*
+ * Rows without a key in a tile stand beside rows that have some. What stands for "no score yet" times the scale must not overflow:
+ * with these scales -FLT_MAX / scale * scale does, in base 2.
+ */
+static void scales_at_the_edge(attn_context *context, attn_dtype dtype) {
+    const double scales[] = {0.72, 1.1, 1.3, 2.3, 3.99};
+    for (size_t n = 0; n < sizeof scales / sizeof *scales; n++) {
+        rig r = {.p = problem(dtype, 1, 2, 1, 150, 141, 16)};
+        r.p.flags = ATTN_CAUSAL | ATTN_SCALE;
+        r.p.scale = scales[n];
+        CHECK(rig_make(&r, 3));
+        for (int64_t x = 0; x < 150 * 2 * 16; x++) attn__store(dtype, r.f.q.data, x, attn__load(dtype, r.f.q.data, x) / 8);
+        CHECK_OK(rig_run(&r, context));
+        rig expected = reference(&r, 3);
+        rig_check_close(&r, &expected, rounding_of(dtype));
+        rig_free(&expected);
+        rig_free(&r);
+    }
+}
+TEST(s01_scales_where_no_score_yet_overflows) { each_cpu(scales_at_the_edge); }
+
+/*
+ * Scores are 2^23 and a small integer, exact in float: the largest is only met by and by, whichever way keys are walked, and the
+ * factor between two maxima must come from their difference, not from the difference of two rounded products.
+ */
+static void rising_maxima(attn_context *context, attn_dtype dtype) {
+    enum { SQ = 20, SK = 300, D = 16 };
+    rig r = {.p = problem(dtype, 1, 1, 1, SQ, SK, D)};
+    r.p.flags = ATTN_SCALE;
+    r.p.scale = 1;
+    CHECK(rig_make(&r, 4));
+    memset(r.f.q.data, 0, SQ * D * attn_dtype_size(dtype));
+    memset(r.f.k.data, 0, SK * D * attn_dtype_size(dtype));
+    for (int32_t i = 0; i < SQ; i++) {
+        attn__store(dtype, r.f.q.data, i * D, 4096);
+        attn__store(dtype, r.f.q.data, i * D + 1, i % 2 ? 1 : -1); /* rising to the end, or to the beginning */
+    }
+    for (int32_t j = 0; j < SK; j++) {
+        attn__store(dtype, r.f.k.data, j * D, 2048);
+        attn__store(dtype, r.f.k.data, j * D + 1, j / 64);
+    }
+    CHECK_OK(rig_run(&r, context));
+    rig expected = reference(&r, 4);
+    for (int32_t i = 0; i < SQ; i++) /* lse has no bits left for more than the largest score */
+        for (int32_t x = 0; x < D; x++) CHECK_CLOSE(rig_o(&r, 0, i, 0, x), rig_o(&expected, 0, i, 0, x), rounding_of(dtype));
+    rig_free(&expected);
+    rig_free(&r);
+}
+TEST(s01_huge_scores_whose_maximum_rises) { each_cpu(rising_maxima); }
+
+/* ---- infinities ---- */
+
+/* One element of V is infinite: that column of o is, in every row that sees the key, and nothing else; no NaN. */
+static void infinite_value(attn_context *context, attn_dtype dtype) {
+    enum { SQ = 70, SK = 130, D = 16, KEY = 70, X = 5 };
+    for (int causal = 0; causal < 2; causal++) {
+        rig r = {.p = problem(dtype, 1, 1, 1, SQ, SK, D)};
+        r.p.flags = causal ? ATTN_CAUSAL : 0;
+        CHECK(rig_make(&r, 5));
+        attn__store(dtype, r.f.v.data, KEY * D + X, INFINITY);
+        CHECK_OK(rig_run(&r, context));
+        for (int32_t i = 0; i < SQ; i++) {
+            bool sees = !causal || KEY <= i + SK - SQ;
+            CHECK(rig_o(&r, 0, i, 0, X) == INFINITY || !sees);
+            CHECK(isfinite(rig_o(&r, 0, i, 0, X)) || sees);
+            CHECK(isfinite(rig_o(&r, 0, i, 0, X + 1)));
+        }
+        rig_free(&r);
+    }
+}
+TEST(s09_infinity_in_v_is_infinity_in_o) { each_cpu(infinite_value); }
+
+/* An infinite key with the score -inf in every row: as if it were not there. */
+static void infinite_key(attn_context *context, attn_dtype dtype) {
+    enum { SQ = 70, SK = 130, D = 16, KEY = 70 };
+    rig r = {.p = problem(dtype, 1, 1, 1, SQ, SK, D)};
+    CHECK(rig_make(&r, 6));
+    for (int32_t i = 0; i < SQ; i++) attn__store(dtype, r.f.q.data, i * D + 3, 1);
+    attn__store(dtype, r.f.k.data, KEY * D + 3, -INFINITY);
+    CHECK_OK(rig_run(&r, context));
+    rig expected = reference(&r, 6);
+    rig_check_close(&r, &expected, rounding_of(dtype));
+    rig_free(&expected);
+    rig_free(&r);
+}
+TEST(s01_key_of_minus_infinity_has_no_weight) { each_cpu(infinite_key); }
+
+/* ---- addresses ---- */
+
+/* The stride of a dim of one element is never used, so it may be anything. */
+static void unused_strides(attn_context *context, attn_dtype dtype) {
+    rig plain = {.p = problem(dtype, 1, 2, 1, 1, 1, 32)}, odd = plain;
+    CHECK(rig_make(&plain, 7) && rig_make(&odd, 7));
+    odd.f.q.stride[0] = odd.f.q.stride[1] = 1;
+    odd.f.k.stride[0] = odd.f.v.stride[1] = 3;
+    odd.f.k.stride[1] = odd.f.k.stride[2] = 5;
+    odd.f.v.stride[0] = odd.f.v.stride[2] = -7;
+    CHECK_OK(rig_run(&plain, context));
+    CHECK_OK(rig_run(&odd, context));
+    CHECK(rig_same(&plain, &odd));
+    rig_free(&plain);
+    rig_free(&odd);
+}
+TEST(c5_unused_strides_do_not_matter) { each_cpu(unused_strides); }
+
+/* Rows at multiples of 16 bytes, and the same numbers one element further: other kernels, the same bits. */
+static void alignment(attn_context *context, attn_dtype dtype) {
+    enum { B = 2, H = 2, S = 150 };
+    for (int32_t dim = 32; dim <= 128; dim += 32) {
+        rig even = {.p = problem(dtype, B, H, H, S, S, dim)}, odd = even;
+        even.p.flags = odd.p.flags = ATTN_CAUSAL | ATTN_SINK;
+        CHECK(rig_make(&even, 8));
+        attn_tensor *const to[] = {&odd.f.q, &odd.f.k, &odd.f.v};
+        for (int n = 0; n < 3; n++) {
+            char *data = rig_tensor(&odd, dtype, (int64_t)B * H * S * dim + 1, RIG_INPUT);
+            if (!CHECK(data != NULL)) return;
+            *to[n] = attn_dense(data + attn_dtype_size(dtype), S, H, dim);
+        }
+        odd.f.sink = even.f.sink;
+        CHECK(rig_make(&odd, 9));
+        for (int32_t b = 0; b < B; b++) rig_copy(&odd, b, &even, b);
+        CHECK_OK(rig_run(&even, context));
+        CHECK_OK(rig_run(&odd, context));
+        CHECK(rig_same(&even, &odd));
+        rig_free(&odd);
+        rig_free(&even);
+    }
+}
+TEST(c5_alignment_does_not_matter) { each_cpu(alignment); }
