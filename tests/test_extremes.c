@@ -74,7 +74,8 @@ static void rising_maxima(attn_context *context, attn_dtype dtype) {
     CHECK_OK(rig_run(&r, context));
     rig expected = reference(&r, 4);
     for (int32_t i = 0; i < SQ; i++) /* lse has no bits left for more than the largest score */
-        for (int32_t x = 0; x < D; x++) CHECK_CLOSE(rig_o(&r, 0, i, 0, x), rig_o(&expected, 0, i, 0, x), rounding_of(dtype));
+        for (int32_t x = 0; x < D; x++)
+            CHECK_CLOSE(rig_o(&r, 0, i, 0, x), rig_o(&expected, 0, i, 0, x), rounding_of(dtype));
     rig_free(&expected);
     rig_free(&r);
 }

@@ -305,8 +305,9 @@ attn_status attn__cuda_launch(const attn_cuda_run *run, int entry, int64_t block
                      (void *)(uintptr_t)ATTN_CU_LAUNCH_SIZE, &args_bytes, (void *)(uintptr_t)ATTN_CU_LAUNCH_END};
     RETURN_IF(x > most || y > most_y || z > most_y, ATTN_INVALID, "batch: %lld blocks of %s are more than a grid can have",
               (long long)blocks, run->entries[entry].name);
-    int error = run->driver->cuLaunchKernel((attn_cu_function)(void *)run->kernels[entry], (unsigned)x, (unsigned)y, (unsigned)z,
-                                            (unsigned)threads, 1, 1, (unsigned)shared_bytes, run->stream, NULL, extra);
+    int error =
+        run->driver->cuLaunchKernel((attn_cu_function)(void *)run->kernels[entry], (unsigned)x, (unsigned)y, (unsigned)z,
+                                    (unsigned)threads, 1, 1, (unsigned)shared_bytes, run->stream, NULL, extra);
     if (!error) return ATTN_OK;
     char call[80];
     snprintf(call, sizeof call, "cuLaunchKernel of %s", run->entries[entry].name);

@@ -88,8 +88,8 @@ attn_tensor attn__cuda_rotated_q(const attn_plan *plan, const attn_buffers *f);
  * groups each has so many blocks in x, and they are counted in y and then z. Either way the grid may have a few blocks too many: a
  * kernel leaves at once when it is past its count. No blocks: nothing is launched.
  */
-attn_status attn__cuda_launch(const attn_cuda_run *run, int kernel, int64_t blocks, int64_t groups, int32_t threads, size_t shared_bytes,
-                              const void *args, size_t args_bytes);
+attn_status attn__cuda_launch(const attn_cuda_run *run, int kernel, int64_t blocks, int64_t groups, int32_t threads,
+                              size_t shared_bytes, const void *args, size_t args_bytes);
 
 /* launch.c. Forward and append; plan->chunks says how many chunks there are, 0 for no split. */
 attn_status attn__cuda_forward(const attn_cuda_run *run, const attn_plan *plan, const attn_buffers *f);

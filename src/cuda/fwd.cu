@@ -43,21 +43,21 @@ enum { SUM_STEPS = 4 };
 /* c0, c1 += a b for the two 8-column tiles of a fragment b of 16 columns. */
 DEVICE void multiply(float c0[4], float c1[4], uint32_t a[4], uint32_t b[4]) {
     if (WIDE) {
-    uint32_t a_hi[4] = {a[0], a[1], a[2], a[3]}, b_hi[4] = {b[0], b[1], b[2], b[3]}, a_lo[4], b_lo[4];
-    split_tf32(a_hi, a_lo);
-    split_tf32(b_hi, b_lo);
-    mma_m16n8k8_tf32(c0, a_lo, b_hi[0], b_hi[1]);
-    mma_m16n8k8_tf32(c1, a_lo, b_hi[2], b_hi[3]);
-    mma_m16n8k8_tf32(c0, a_hi, b_lo[0], b_lo[1]);
-    mma_m16n8k8_tf32(c1, a_hi, b_lo[2], b_lo[3]);
-    mma_m16n8k8_tf32(c0, a_hi, b_hi[0], b_hi[1]);
-    mma_m16n8k8_tf32(c1, a_hi, b_hi[2], b_hi[3]);
+        uint32_t a_hi[4] = {a[0], a[1], a[2], a[3]}, b_hi[4] = {b[0], b[1], b[2], b[3]}, a_lo[4], b_lo[4];
+        split_tf32(a_hi, a_lo);
+        split_tf32(b_hi, b_lo);
+        mma_m16n8k8_tf32(c0, a_lo, b_hi[0], b_hi[1]);
+        mma_m16n8k8_tf32(c1, a_lo, b_hi[2], b_hi[3]);
+        mma_m16n8k8_tf32(c0, a_hi, b_lo[0], b_lo[1]);
+        mma_m16n8k8_tf32(c1, a_hi, b_lo[2], b_lo[3]);
+        mma_m16n8k8_tf32(c0, a_hi, b_hi[0], b_hi[1]);
+        mma_m16n8k8_tf32(c1, a_hi, b_hi[2], b_hi[3]);
     } else if (BF16) {
-    mma_m16n8k16_bf16(c0, a, b[0], b[1]);
-    mma_m16n8k16_bf16(c1, a, b[2], b[3]);
+        mma_m16n8k16_bf16(c0, a, b[0], b[1]);
+        mma_m16n8k16_bf16(c1, a, b[2], b[3]);
     } else {
-    mma_m16n8k16_f16(c0, a, b[0], b[1]);
-    mma_m16n8k16_f16(c1, a, b[2], b[3]);
+        mma_m16n8k16_f16(c0, a, b[0], b[1]);
+        mma_m16n8k16_f16(c1, a, b[2], b[3]);
     }
 }
 
@@ -191,7 +191,8 @@ DEVICE void begin_pv(uint32_t v[V_SLOTS][4], uint32_t shared_v, int lane) {
     for (int n = 0; n < VF * TWICE; n++) load_v_fragment(v[n], shared_v, lane, n);
 }
 
-DEVICE void product_pv(float o[MT][DT][4], uint32_t p[PV_STEPS][MT][4], uint32_t v[V_SLOTS][4], uint32_t shared_v, int lane) {
+DEVICE void product_pv(float o[MT][DT][4], uint32_t p[PV_STEPS][MT][4], uint32_t v[V_SLOTS][4], uint32_t shared_v,
+                       int lane) {
     enum { EACH = DV / 16, COUNT = PV_STEPS * EACH };
 #pragma unroll
     for (int n = 0; n < COUNT; n++) {
@@ -237,7 +238,8 @@ DEVICE void product_pv_wide(float o[MT][DT][4], uint32_t p[PV_STEPS][MT][4], uin
  * scale * s - scale * m is one multiply-add. The rounding of scale * m is then a factor common to the row, which the division by
  * l takes out again; but where scores are so large that this rounding is too, s - m is taken first, exactly.
  */
-DEVICE void raise_maximum(float o[MT][DT][4], float most[MT][2], float m[MT][2], float l[MT][2], float scale, bool is_first) {
+DEVICE void raise_maximum(float o[MT][DT][4], float most[MT][2], float m[MT][2], float l[MT][2], float scale,
+                          bool is_first) {
     float factor[MT][2];
 #pragma unroll
     for (int mt = 0; mt < MT; mt++)
@@ -321,7 +323,8 @@ DEVICE void finish(const attn_cuda_args &a, const tile_place &at, float o[MT][DT
             sum += __shfl_xor_sync(~0u, sum, 1);
             sum += __shfl_xor_sync(~0u, sum, 2);
             int32_t i = at.row + (warp * MT + mt) * 16 + half * 8 + g;
-            float lse = sum == 0 ? -INFINITY : (__fmul_rn(m[mt][half], at.scale) + log2f(sum)) / (float)ATTN_LOG2E, share = 1;
+            float lse = sum == 0 ? -INFINITY : (__fmul_rn(m[mt][half], at.scale) + log2f(sum)) / (float)ATTN_LOG2E,
+                  share = 1;
             if ((a.p.flags & ATTN_SINK) && !at.split) lse = add_sink(lse, a.f.sink[at.h], &share); /* else fold does */
             float factor = sum == 0 ? 0 : at.o_factor / sum;
 #pragma unroll
@@ -353,8 +356,8 @@ DEVICE int32_t next_tile(const attn_cuda_args &a, const tile_place &at, int32_t 
 
 /* The state of the walk over the keys. */
 typedef struct walk {
-    int32_t n;          /* the tile at hand; -1: none */
-    bool partial;       /* does it need the mask? */
+    int32_t n;      /* the tile at hand; -1: none */
+    bool partial;   /* does it need the mask? */
     uint32_t stage; /* two buffers: offset of the one at hand */
 } walk;
 

@@ -58,16 +58,16 @@ enum {
     FIRST = K(FIRST),
     ALL = K(ALL),
     THREADS = 32 * WARPS,
-    EB = DTYPE == ATTN_F32 ? 4 : 2,    /* bytes of an element */
-    PER_CHUNK = 16 / EB,               /* elements of 16 bytes */
-    QK_CHUNKS = DIM * EB / 16,         /* 16-byte pieces of a row of Q or K */
-    V_CHUNKS = DV * EB / 16,           /* the same of V */
-    MT = BM / WARPS / 16,              /* 16-row tiles of a warp */
-    NT = BN / 8,                       /* 8-key tiles of S */
-    DT = DV / 8,                       /* 8-column tiles of O */
-    QK_STEPS = DIM * EB / 32,          /* a product takes 32 bytes of a row at a time: 16 dims, or 8 in float32 */
-    PV_STEPS = BN * EB / 32,           /* likewise 16 keys, or 8 */
-    STAGE_BYTES = BN * (DIM + DV) * EB, /* a tile of K and one of V */
+    EB = DTYPE == ATTN_F32 ? 4 : 2,      /* bytes of an element */
+    PER_CHUNK = 16 / EB,                 /* elements of 16 bytes */
+    QK_CHUNKS = DIM * EB / 16,           /* 16-byte pieces of a row of Q or K */
+    V_CHUNKS = DV * EB / 16,             /* the same of V */
+    MT = BM / WARPS / 16,                /* 16-row tiles of a warp */
+    NT = BN / 8,                         /* 8-key tiles of S */
+    DT = DV / 8,                         /* 8-column tiles of O */
+    QK_STEPS = DIM * EB / 32,            /* a product takes 32 bytes of a row at a time: 16 dims, or 8 in float32 */
+    PV_STEPS = BN * EB / 32,             /* likewise 16 keys, or 8 */
+    STAGE_BYTES = BN * (DIM + DV) * EB,  /* a tile of K and one of V */
     Q_KEPT = QF == 0 ? (int)QK_STEPS : 1 /* steps of Q that live in registers */
 };
 #define HUGE_SCORE 4194304.0f /* 2^22: from here on the rounding of a score is no longer small */
@@ -81,13 +81,13 @@ typedef struct tile_place {
     attn_seq s;
     attn_mask mask;
     int32_t h, kv_head;
-    int32_t row, rows;       /* query rows of the block; rows counts those below sq */
-    int32_t n_first, n_last; /* tiles of keys that may be visible */
+    int32_t row, rows;        /* query rows of the block; rows counts those below sq */
+    int32_t n_first, n_last;  /* tiles of keys that may be visible */
     int32_t all_from, all_to; /* keys that every row sees, FlashMask aside */
     const uint8_t *k, *v;     /* rows at a fixed distance: where key 0 is */
-    int32_t chunk;           /* split: which chunk of keys */
-    int32_t dv0;             /* first dim of V that the block computes */
-    int32_t n;               /* the tile of keys at hand */
+    int32_t chunk;            /* split: which chunk of keys */
+    int32_t dv0;              /* first dim of V that the block computes */
+    int32_t n;                /* the tile of keys at hand */
     bool split, drops;
     bool natural;   /* softcap, ALiBi or bias: scores are made in base e first */
     float scale;    /* to base 2, descales included, positive: the factor of a score on its way into exp2 */
@@ -156,7 +156,8 @@ DEVICE bool find_place(const attn_cuda_args &a, tile_place &at) {
     attn__mask_rows_all(&at.mask, at.row, at.row + at.rows, &at.all_from, &at.all_to);
     if (reads_rows(a, a.p.kv_dtype, a.p.page_size > 0)) {
         at.k = (const uint8_t *)a.f.k.data + attn__kv_offset(&a.p, &a.f, &a.f.k, &at.s, at.s.leftpad, at.kv_head) * EB;
-        at.v = (const uint8_t *)a.f.v.data + (attn__kv_offset(&a.p, &a.f, &a.f.v, &at.s, at.s.leftpad, at.kv_head) + at.dv0) * EB;
+        at.v = (const uint8_t *)a.f.v.data +
+               (attn__kv_offset(&a.p, &a.f, &a.f.v, &at.s, at.s.leftpad, at.kv_head) + at.dv0) * EB;
     }
     at.n_first = from / BN;
     at.n_last = to > from ? (to - 1) / BN : -1;
@@ -274,8 +275,8 @@ typedef enum tile_tensor { TILE_Q, TILE_K, TILE_V } tile_tensor;
 
 /* The same for rows anywhere (pages), of any dtype and alignment. row0: query row, or cache position. */
 static __device__ __noinline__ void load_rows_anyhow(const attn_cuda_args &a, attn_seq s, int32_t head, tile_tensor which,
-                                                     uint32_t to, int32_t row0, int rows, int chunks, int valid, int column0,
-                                                     int dim) {
+                                                     uint32_t to, int32_t row0, int rows, int chunks, int valid,
+                                                     int column0, int dim) {
     const attn_tensor &t = which == TILE_Q ? a.f.q : which == TILE_K ? a.f.k : a.f.v;
     const attn_dtype dtype = which == TILE_Q ? a.p.dtype : a.p.kv_dtype;
     const bool pieces = ASYNC && a.vector_ok && dtype == (attn_dtype)DTYPE;
@@ -284,8 +285,8 @@ static __device__ __noinline__ void load_rows_anyhow(const attn_cuda_args &a, at
         uint32_t where = shared_at(to, row, c, chunks);
         int64_t offset = column0 + c * PER_CHUNK;
         if (count) {
-            offset += which == TILE_Q ? attn__q_offset(&a.p, &t, &s, row0 + row, head)
-                                      : cache_offset(a, t, s, row0 + row, head);
+            offset +=
+                which == TILE_Q ? attn__q_offset(&a.p, &t, &s, row0 + row, head) : cache_offset(a, t, s, row0 + row, head);
         }
         if (pieces && count)
             cp_async_cg_zfill(where, (const uint8_t *)t.data + offset * EB, count * EB);
@@ -303,8 +304,8 @@ DEVICE void load_q(const attn_cuda_args &a, const tile_place &at, uint32_t to) {
     }
 }
 
-DEVICE void load_kv(const attn_cuda_args &a, const tile_place &at, tile_tensor which, const uint8_t *rows, int64_t row_bytes,
-                    uint32_t to, int32_t n, int chunks, int column0, int dim, bool maybe_short) {
+DEVICE void load_kv(const attn_cuda_args &a, const tile_place &at, tile_tensor which, const uint8_t *rows,
+                    int64_t row_bytes, uint32_t to, int32_t n, int chunks, int column0, int dim, bool maybe_short) {
     int32_t j0 = n * BN, valid = maybe_short ? at.s.sk - j0 : (int)BN;
     if (reads_rows(a, a.p.kv_dtype, a.p.page_size > 0))
         load_rows(to, rows + j0 * row_bytes, row_bytes, BN, chunks, valid, dim);
@@ -511,7 +512,8 @@ DEVICE void add_nonfinite(float o[MT][DT][4], uint32_t p[PV_STEPS][MT][4], uint3
     for (int n = threadIdx.x; n < BN * V_CHUNKS * 4; n += THREADS) {
         uint32_t word = ld_shared_b32(shared_v + n * 4);
         int which = nonfinite_word(word);
-        if (which) st_shared_b32(shared_v + n * 4, WIDE ? 0 : word & ((which & 1 ? 0 : 0xffffu) | (which & 2 ? 0 : 0xffff0000u)));
+        if (which)
+            st_shared_b32(shared_v + n * 4, WIDE ? 0 : word & ((which & 1 ? 0 : 0xffffu) | (which & 2 ? 0 : 0xffff0000u)));
     }
     __syncthreads();
 }
@@ -565,7 +567,8 @@ DEVICE void store_o(const attn_cuda_args &a, const tile_place &at, float o[MT][D
 #pragma unroll
             for (int dt = 0; dt < DT; dt++) {
                 int row = (warp * MT + mt) * 16 + half * 8 + g;
-                st_shared_b32(shared_at(shared_q, row, dt, V_CHUNKS) + t * 4, pack(o[mt][dt][2 * half], o[mt][dt][2 * half + 1]));
+                st_shared_b32(shared_at(shared_q, row, dt, V_CHUNKS) + t * 4,
+                              pack(o[mt][dt][2 * half], o[mt][dt][2 * half + 1]));
             }
     __syncwarp();
     uint8_t *to = (uint8_t *)a.f.o.data + (attn__q_offset(&a.p, &a.f.o, &at.s, at.row, at.h) + at.dv0) * EB;

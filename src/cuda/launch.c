@@ -9,7 +9,8 @@
 
 /* Launches a piece with so many warps, each of which works by itself. */
 static attn_status launch_warps(const attn_cuda_run *run, int entry, int64_t warps, const void *args, size_t args_bytes) {
-    return attn__cuda_launch(run, entry, attn__ceil_div(warps, ATTN_CUDA_WARPS), 0, 32 * ATTN_CUDA_WARPS, 0, args, args_bytes);
+    return attn__cuda_launch(run, entry, attn__ceil_div(warps, ATTN_CUDA_WARPS), 0, 32 * ATTN_CUDA_WARPS, 0, args,
+                             args_bytes);
 }
 
 /*
@@ -84,8 +85,8 @@ static attn_status launch_rows(const attn_cuda_run *run, const attn_cuda_args *a
         RETURN_IF_ERROR(
             launch_warps(run, ATTN_ENTRY_fold, heads * a->part_rows * attn__ceil_div(p->dim_v, 32), a, sizeof *a));
     if (!a->f.probs.data) return ATTN_OK;
-    return attn__cuda_launch(run, ATTN_ENTRY_probs, heads * attn__ceil_div(p->max_q, ATTN_ANY_ROWS), 0, 32 * ATTN_CUDA_WARPS,
-                             0, a, sizeof *a);
+    return attn__cuda_launch(run, ATTN_ENTRY_probs, heads * attn__ceil_div(p->max_q, ATTN_ANY_ROWS), 0,
+                             32 * ATTN_CUDA_WARPS, 0, a, sizeof *a);
 }
 
 attn_status attn__cuda_forward(const attn_cuda_run *run, const attn_plan *plan, const attn_buffers *f) {

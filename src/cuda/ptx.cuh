@@ -46,7 +46,10 @@ PTX uint32_t ld_shared_b32(uint32_t from) {
 }
 PTX uint4 ld_shared_v4(uint32_t from) {
     uint4 x;
-    asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(from) : "memory");
+    asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+                 : "r"(from)
+                 : "memory");
     return x;
 }
 PTX void st_shared_v4(uint32_t to, uint4 x) {
@@ -57,9 +60,9 @@ PTX void st_shared_b32(uint32_t to, uint32_t x) { asm volatile("st.shared.b32 [%
 /* c += a b: a is 16x16 (tf32: 16x8), b two registers, c 16x8 in float. */
 #define MMA(name, shape)                                                                                                   \
     PTX void name(float c[4], const uint32_t a[4], uint32_t b0, uint32_t b1) {                                             \
-        asm("mma.sync.aligned." shape " {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"                    \
-                     : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])                                                      \
-                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));                                      \
+        asm("mma.sync.aligned." shape " {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"                             \
+            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])                                                               \
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));                                               \
     }
 MMA(mma_m16n8k16_f16, "m16n8k16.row.col.f32.f16.f16.f32")
 MMA(mma_m16n8k16_bf16, "m16n8k16.row.col.f32.bf16.bf16.f32")

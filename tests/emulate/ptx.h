@@ -77,7 +77,8 @@ static inline void ldmatrix_x4(uint32_t r[4], uint32_t from) {
 static inline void ldmatrix_x4_trans(uint32_t r[4], uint32_t from) {
     const emulate_words *all = emulate_exchange(&from, 1);
     uint32_t g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-    for (uint32_t n = 0; n < 4; n++) r[n] = load_pair(all[8 * n + 2 * t].word[0] + 2 * g, all[8 * n + 2 * t + 1].word[0] + 2 * g);
+    for (uint32_t n = 0; n < 4; n++)
+        r[n] = load_pair(all[8 * n + 2 * t].word[0] + 2 * g, all[8 * n + 2 * t + 1].word[0] + 2 * g);
 }
 
 static inline uint32_t ld_shared_b32(uint32_t from) {
@@ -102,7 +103,9 @@ static inline float ex2_approx(float x) {
 static inline uint32_t cvt_rn_bf16x2(float low, float high) {
     return attn__to_bf16(low) | (uint32_t)attn__to_bf16(high) << 16;
 }
-static inline uint32_t cvt_rn_f16x2(float low, float high) { return attn__to_f16(low) | (uint32_t)attn__to_f16(high) << 16; }
+static inline uint32_t cvt_rn_f16x2(float low, float high) {
+    return attn__to_f16(low) | (uint32_t)attn__to_f16(high) << 16;
+}
 static inline float cvt_f32_f16(uint16_t x) { return attn__from_f16(x); }
 
 /* Ten bits of mantissa, ties away from zero. */
