@@ -86,9 +86,9 @@ else
     skip "GPU kernels: registers, shared memory, spills" "nvcc is missing"
 fi
 if [ -e build/kernels/any.fatbin ] && command -v c++ >/dev/null; then
-    stage "CUDA: small kernels on an emulated GPU" tests/emulate/check.sh build
+    stage "CUDA: kernels on an emulated GPU" tests/emulate/check.sh build
 else
-    skip "CUDA: small kernels on an emulated GPU" "no nvcc, or no C++ compiler"
+    skip "CUDA: kernels on an emulated GPU" "no nvcc, or no C++ compiler"
 fi
 stage "examples" examples/check.sh build
 stage "exported symbols" tests/abi/check.sh build

@@ -351,22 +351,21 @@ static void writes_all_decode(attn_context *context, attn_dtype dtype) {
 }
 TEST(c4_every_output_of_a_split_decode_is_written) { each_cpu(writes_all_decode); }
 
-TEST(c4_empty_problems_run) {
-    static const int32_t sizes[][3] = {{0, 5, 5}, {2, 0, 5}, {2, 5, 0}, {0, 0, 0}, {1, 0, 0}};
-    attn_context *context = make_context(ATTN_BACKEND_CPU, 2);
-    for (size_t n = 0; n < sizeof sizes / sizeof *sizes; n++) {
-        test_context("batch %d, max_q %d, max_kv %d", sizes[n][0], sizes[n][1], sizes[n][2]);
-        rig r = {.p = problem(ATTN_F32, sizes[n][0], 2, 1, sizes[n][1], sizes[n][2], 8), .backward = true};
-        r.p.flags = ATTN_SINK;
+static void empty_problems(attn_context *context, attn_dtype dtype) {
+    static const int32_t sizes[][3] = {{0, 5, 5}, {2, 0, 5}, {2, 5, 0}, {0, 0, 0}, {1, 0, 0}, {0, 5, 2000}};
+    for (size_t n = 0; n < 2 * sizeof sizes / sizeof *sizes; n++) {
+        const int32_t *size = sizes[n / 2];
+        rig r = {.p = problem(dtype, size[0], 2, 1, size[1], size[2], 8), .backward = true};
+        r.p.flags = n % 2 ? ATTN_SINK | ATTN_CAUSAL : ATTN_SINK;
         CHECK(rig_make(&r, 1));
         CHECK_OK(rig_run(&r, context));
-        for (int32_t b = 0; b < sizes[n][0]; b++)
-            for (int32_t i = 0; i < sizes[n][1]; i++) check_row_is_empty(&r, b, i);
+        for (int32_t b = 0; b < size[0]; b++)
+            for (int32_t i = 0; i < size[1]; i++) check_row_is_empty(&r, b, i);
         for (int32_t h = 0; h < 2 && r.backward; h++) CHECK(r.f.d_sink[h] == 0);
         rig_free(&r);
     }
-    attn_context_destroy(context);
 }
+TEST(c4_empty_problems_run) { each_cpu(empty_problems); }
 
 /* ---- C6: memory ---- */
 

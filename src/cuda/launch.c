@@ -21,7 +21,7 @@ static attn_status launch_warps(const attn_cuda_run *run, int entry, int64_t war
 static int32_t heads_side_by_side(const attn_problem *p) {
     enum { HEADS = 32 };
     int64_t heads = (int64_t)p->batch * p->heads_q, groups = (heads + HEADS / 2) / HEADS;
-    if (!(p->flags & ATTN_CAUSAL)) return 1;
+    if (!(p->flags & ATTN_CAUSAL) || heads == 0) return 1;
     return (int32_t)attn__ceil_div(heads, groups ? groups : 1);
 }
 

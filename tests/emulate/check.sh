@@ -1,5 +1,5 @@
 #!/bin/sh
-# The small kernels of src/cuda on the CPU (driver.c says how): random problems against ref, and what attn check does not look at.
+# The kernels of src/cuda on the CPU (driver.c says how): random problems against ref, and what attn check does not look at.
 #
 #   tests/emulate/check.sh BUILD [options of attn check]      BUILD: a build folder of this project, with GPU kernels
 set -eu
@@ -13,14 +13,19 @@ flags="-O2 -g -fPIC -fvisibility=hidden -U_FORTIFY_SOURCE -ffp-contract=off -Wal
 cuda="${CXX:-c++} $flags -std=c++17 -x c++ -include tests/emulate/emulate.h"
 fwd="-Wno-unknown-pragmas -Wno-enum-compare -Wno-int-in-bool-context -Wno-unused-parameter"
 objects=
+newest=$(ls -t src/*.h src/cuda/*.h src/cuda/*.cu* src/cuda/variants.def include/attn.h tests/emulate/* | head -n 1)
+compile() { # object, the rest: adds the command to the list, unless the object is up to date
+    object=$out/$1
+    shift
+    objects="$objects $object"
+    if [ ! -e "$object" ] || [ "$newest" -nt "$object" ]; then echo "$cuda $* -o $object" >>"$out/commands"; fi
+}
 : >"$out/commands"
 for source in $(sed -n 's/^PIECE([a-z_]*, \([a-z_]*\.cu\))$/\1/p' src/cuda/variants.def | sort -u); do
-    echo "$cuda -c src/cuda/$source -o $out/$source.o" >>"$out/commands"
-    objects="$objects $out/$source.o"
+    compile "$source.o" -c "src/cuda/$source"
 done
 for kernel in $(sed -n 's/^FWD(\([a-z0-9_]*\),.*/\1/p' src/cuda/variants.def); do
-    echo "$cuda $fwd -DVARIANT=$kernel -c src/cuda/fwd.cu -o $out/$kernel.o" >>"$out/commands"
-    objects="$objects $out/$kernel.o"
+    compile "$kernel.o" $fwd "-DVARIANT=$kernel" -c src/cuda/fwd.cu
 done
 xargs -P "$(nproc)" -d '\n' -n 1 sh -c <"$out/commands"
 ${CC:-cc} $flags -std=gnu11 -shared -o "$out/libemulated-cuda.so" tests/emulate/driver.c tests/emulate/fibers.c $objects -lm -lpthread
@@ -30,5 +35,7 @@ if [ $# -gt 0 ]; then
     exec "$build/attn" check --backend cuda "$@"
 fi
 "$out/pieces"
+ATTN_TEST_BACKEND=cuda "$build/attn-tests" c1_ c4_empty s01_ s09_inf c5_unused c5_align
+"$build/attn" check --backend cuda --small --cases 40 --seed 3 --feature dim_v
 EMULATE_ORDER=reverse "$build/attn" check --backend cuda --small --cases 100 --seed 1
 "$build/attn" check --backend cuda --small --cases 500 --seed 2

@@ -1,8 +1,7 @@
 /*
  * A CUDA driver whose GPU is this CPU: ATTN_CUDA_DRIVER=.../libemulated-cuda.so makes the cuda backend, and with it attn check
- * --backend cuda, run the small kernels of src/cuda where there is no GPU. One device, one context; every launch is done when
- * the call returns. Forward kernels with tensor cores cannot be emulated and are taken out of the choice: a device of compute
- * capability 8.0 with no dynamic shared memory to give runs fwd_any only.
+ * --backend cuda, run the kernels of src/cuda where there is no GPU. One device, one context; every launch is done when
+ * the call returns.
  *
  * Device memory is followed by a page that must not be touched.
  */
@@ -69,6 +68,9 @@ EXPORT int cuLibraryGetKernel(attn_cu_kernel *kernel, attn_cu_library library, c
 EXPORT int cuKernelSetAttribute(int attribute, int value, attn_cu_kernel kernel, int device) {
     return (void)attribute, (void)value, (void)kernel, (void)device, 0;
 }
+EXPORT int cuKernelGetAttribute(int *value, int attribute, attn_cu_kernel kernel, int device) {
+    return (void)attribute, (void)kernel, (void)device, *value = 0, 0;
+}
 EXPORT int cuKernelGetFunction(attn_cu_function *function, attn_cu_kernel kernel) {
     *function = (attn_cu_function)(void *)kernel;
     return 0;
@@ -78,9 +80,9 @@ EXPORT int cuLaunchKernel(attn_cu_function function, unsigned grid_x, unsigned g
                           unsigned block_y, unsigned block_z, unsigned shared_bytes, attn_cu_stream stream,
                           void **parameters, void **extra) {
     (void)stream, (void)parameters;
-    if (grid_z != 1 || block_y != 1 || block_z != 1 || !extra) return 1; /* CUDA_ERROR_INVALID_VALUE */
+    if (block_y != 1 || block_z != 1 || !extra) return 1; /* CUDA_ERROR_INVALID_VALUE */
     pthread_mutex_lock(&launching);
-    emulate_launch(kernels[(uintptr_t)function - 1].run, extra[1], grid_x, grid_y, block_x, shared_bytes);
+    emulate_launch(kernels[(uintptr_t)function - 1].run, extra[1], grid_x, grid_y, grid_z, block_x, shared_bytes);
     pthread_mutex_unlock(&launching);
     return 0;
 }

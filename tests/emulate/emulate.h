@@ -1,6 +1,6 @@
 /*
- * CUDA C on the CPU, for kernels that use nothing but threads, shared memory and the exchanges of a warp: enough to run the small
- * kernels of src/cuda, unchanged, where there is no GPU. Force-included (-include) before each .cu file, which g++ compiles as
+ * CUDA C on the CPU: threads, shared memory, the exchanges of a warp and, in ptx.h, the instructions of ptx.cuh: enough to run
+ * the kernels of src/cuda, unchanged, where there is no GPU. Force-included (-include) before each .cu file, which g++ compiles as
  * C++. A block's threads are fibers that are switched at barriers and exchanges only, and blocks run one after the other; so
  * shared memory can be static. What is checked besides the results: that every lane comes to each exchange, and, with
  * EMULATE_ORDER=reverse, that nothing depends on which thread runs first between two barriers.
@@ -73,6 +73,12 @@ static inline int __reduce_min_sync(unsigned, int x) {
 }
 
 static inline int __reduce_max_sync(unsigned mask, int x) { return ~__reduce_min_sync(mask, ~x); }
+
+/* The larger of each of the two halves. */
+static inline uint32_t __vmaxu2(uint32_t a, uint32_t b) {
+    uint32_t low = (a & 0xffff) > (b & 0xffff) ? a & 0xffff : b & 0xffff;
+    return low | (a >> 16 > b >> 16 ? a >> 16 : b >> 16) << 16;
+}
 
 static inline int __ffs(int x) { return __builtin_ffs(x); }
 

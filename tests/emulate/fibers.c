@@ -133,8 +133,8 @@ static void run_block(unsigned threads) {
     }
 }
 
-void emulate_launch(void (*kernel)(const void *args), const void *args, unsigned grid_x, unsigned grid_y, unsigned threads,
-                    unsigned shared_bytes) {
+void emulate_launch(void (*kernel)(const void *args), const void *args, unsigned grid_x, unsigned grid_y, unsigned grid_z,
+                    unsigned threads, unsigned shared_bytes) {
     const char *order = getenv("EMULATE_ORDER");
     emulate_reverse = order && strcmp(order, "reverse") == 0;
     if (threads % 32 || threads > THREADS) emulate_fail("want whole warps, and at most 1024 threads");
@@ -145,6 +145,8 @@ void emulate_launch(void (*kernel)(const void *args), const void *args, unsigned
     body_args = args;
     gridDim.x = grid_x;
     gridDim.y = grid_y;
-    for (blockIdx.y = 0; blockIdx.y < grid_y; blockIdx.y++)
-        for (blockIdx.x = 0; blockIdx.x < grid_x; blockIdx.x++) run_block(threads);
+    gridDim.z = grid_z;
+    for (blockIdx.z = 0; blockIdx.z < grid_z; blockIdx.z++)
+        for (blockIdx.y = 0; blockIdx.y < grid_y; blockIdx.y++)
+            for (blockIdx.x = 0; blockIdx.x < grid_x; blockIdx.x++) run_block(threads);
 }

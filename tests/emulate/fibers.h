@@ -17,8 +17,8 @@ extern unsigned emulate_shared_bytes; /* how many of them the launch asked for *
 extern int emulate_reverse;           /* EMULATE_ORDER=reverse */
 
 /* Runs kernel(args) in every thread of the grid. */
-void emulate_launch(void (*kernel)(const void *args), const void *args, unsigned grid_x, unsigned grid_y, unsigned threads,
-                    unsigned shared_bytes);
+void emulate_launch(void (*kernel)(const void *args), const void *args, unsigned grid_x, unsigned grid_y, unsigned grid_z,
+                    unsigned threads, unsigned shared_bytes);
 
 /* Ends the process: the kernel has done what it must not. */
 void emulate_fail(const char *what) __attribute__((noreturn));
