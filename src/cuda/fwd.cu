@@ -249,9 +249,10 @@ DEVICE void raise_maximum(float o[MT][DT][4], float most[MT][2], float m[MT][2],
             x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
             x = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
             m[mt][half] = fmaxf(before, x);
-            float less = __fmul_rn(before, scale), more = __fmul_rn(m[mt][half], scale), grown = less - more;
-            if (fmaxf(fabsf(less), fabsf(more)) > HUGE_SCORE) /* as softmax does; and no inf - inf */
-                grown = __fmul_rn(before - m[mt][half], scale);
+            /* In float32 as it enters the exponentials, rounded; 16 bits do not notice, and this way nothing overflows. */
+            float less = __fmul_rn(before, scale), more = __fmul_rn(m[mt][half], scale);
+            bool exactly = !WIDE || fmaxf(fabsf(less), fabsf(more)) > HUGE_SCORE;
+            float grown = exactly ? __fmul_rn(before - m[mt][half], scale) : less - more;
             factor[mt][half] = ex2_approx(grown); /* 1 where nothing grew */
             l[mt][half] *= factor[mt][half];
         }
