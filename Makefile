@@ -54,7 +54,7 @@ clean:
 help:
 	@echo "make               build the library and the command line in build/"
 	@echo "make demo          build, draw the tiles of an attention problem, measure and check a few more"
-	@echo "make test          everything that is tested: with sanitizers, with clang, fuzzed; less than 15 minutes"
+	@echo "make test          everything that is tested: with sanitizers, with clang, fuzzed; 11 minutes, 15 with GPU kernels"
 	@echo "make test-gpu      what wants a GPU; scripts/gpu.sh says what its parts are"
 	@echo "make install       install to PREFIX (now $(PREFIX)); DESTDIR is honoured"
 	@echo "make kernels       compile the GPU kernels only, to build/kernels; make check-kernels holds them to their budget"
