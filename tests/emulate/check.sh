@@ -9,7 +9,7 @@ shift
 case $build in /*) ;; *) build=$PWD/$build ;; esac
 out=$build/emulate
 mkdir -p "$out"
-flags="-O2 -g -fPIC -fvisibility=hidden -U_FORTIFY_SOURCE -ffp-contract=off -Wall -Wextra -Werror -I include -I src -I src/cuda -I tests/emulate"
+flags="-O1 -fPIC -fvisibility=hidden -U_FORTIFY_SOURCE -ffp-contract=off -Wall -Wextra -Werror -I include -I src -I src/cuda -I tests/emulate"
 cuda="${CXX:-c++} $flags -std=c++17 -x c++ -include tests/emulate/emulate.h"
 fwd="-Wno-unknown-pragmas -Wno-enum-compare -Wno-int-in-bool-context -Wno-unused-parameter"
 objects=
