@@ -139,7 +139,7 @@ fi
 export LIBATTN_LIBRARY=$PWD/$build/libattn.so PYTHONPATH=$PWD/python${PYTHONPATH:+:$PYTHONPATH}
 if wants package; then
     if "$python" -c 'import torch, pytest' 2>"$logs/package.log"; then
-        start package "$python" -m pytest -q -rs -p no:cacheprovider tests/package/test_cuda.py
+        start package env LIBATTN_WANT_GPU=1 "$python" -m pytest -q -rs -p no:cacheprovider tests/package/test_cuda.py
         finish
     else
         skip package "$(tail -n 1 "$logs/package.log")"

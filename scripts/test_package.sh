@@ -65,4 +65,4 @@ echo "the wheel has $size bytes"
 }
 
 cd tests/package
-"$venv/bin/python" -m pytest -q "$@"
+"$venv/bin/python" -m pytest -q -rs "$@" # -rs: what was skipped, and why

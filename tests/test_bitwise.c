@@ -532,11 +532,14 @@ static void default_scale(attn_context *context, attn_dtype dtype) {
 }
 TEST(c5_s01_default_scale) { each_cpu(default_scale); }
 
-/* Not for the GPU, where scores without ALiBi, softcap or bias go to base 2 in one rounding and the others in two. */
 static void alibi_of_zero(attn_context *context, attn_dtype dtype) {
+    if (strcmp(attn_context_backend(context), "cuda") == 0) {
+        test_skip("on a GPU scores go to base 2 in one rounding without ALiBi, and in two with it: no promise of C5");
+        return;
+    }
     rig none = {.p = problem(dtype, 1, 2, 1, 70, 70, 25), .backward = true}, zero = none;
     zero.p.flags = ATTN_ALIBI;
     zero.f.alibi = (float[]){0, 0};
-    if (strcmp(attn_context_backend(context), "cuda") != 0) check_same(context, &none, context, &zero);
+    check_same(context, &none, context, &zero);
 }
 TEST(c5_s03_alibi_of_zero) { each_cpu(alibi_of_zero); }

@@ -406,11 +406,15 @@ static attn_status put(const attn_plan *plan, const attn_buffers *f, void *strea
 
 /* ---- pieces ---- */
 
-/* Loads the entry where the call takes place; merge and rotary have no plan that could have done it. */
-static attn_status ready(attn_cuda *cuda, int entry, const attn_cuda_place *place) {
+/* Where a piece is to run, with its kernel loaded: merge and rotary have no plan that could have done it. */
+static attn_status enter_piece(attn_cuda *cuda, int entry, const attn_cuda_home *home, void *stream,
+                               attn_cuda_place *place) {
+    RETURN_IF_ERROR(attn__cuda_enter(cuda, home, stream, place));
     const attn_gpu *gpu = &cuda->state->gpu[place->gpu];
-    if (gpu->arch < ATTN_LEAST_ARCH) return fail_gpu(gpu);
-    return attn__cuda_load(cuda, &entry, 1, UINT32_C(1) << place->gpu);
+    attn_status status =
+        gpu->arch < ATTN_LEAST_ARCH ? fail_gpu(gpu) : attn__cuda_load(cuda, &entry, 1, UINT32_C(1) << place->gpu);
+    if (status != ATTN_OK) attn__cuda_leave(place);
+    return status;
 }
 
 static attn_status merge(attn_context *context, const attn_merge_args *args, void *stream) {
@@ -419,10 +423,9 @@ static attn_status merge(attn_context *context, const attn_merge_args *args, voi
     attn_cuda_place place;
     if (args->batch == 0 || args->rows == 0) return ATTN_OK;
     RETURN_IF_ERROR(attn__cuda_find_merge(cuda->state->driver, args, &home));
-    RETURN_IF_ERROR(attn__cuda_enter(cuda, &home, stream, &place));
-    attn_status status = ready(cuda, ATTN_ENTRY_merge, &place);
+    RETURN_IF_ERROR(enter_piece(cuda, ATTN_ENTRY_merge, &home, stream, &place));
     attn_cuda_run run = start(cuda, stream);
-    if (status == ATTN_OK) status = attn__cuda_merge(&run, args);
+    attn_status status = attn__cuda_merge(&run, args);
     attn__cuda_leave(&place);
     return status;
 }
@@ -433,10 +436,9 @@ static attn_status rotary(attn_context *context, const attn_rotary_args *args, v
     attn_cuda_place place;
     if (args->batch == 0 || (args->cu ? args->total : args->rows) == 0) return ATTN_OK;
     RETURN_IF_ERROR(attn__cuda_find_rotary(cuda->state->driver, args, &home));
-    RETURN_IF_ERROR(attn__cuda_enter(cuda, &home, stream, &place));
-    attn_status status = ready(cuda, ATTN_ENTRY_rotary, &place);
+    RETURN_IF_ERROR(enter_piece(cuda, ATTN_ENTRY_rotary, &home, stream, &place));
     attn_cuda_run run = start(cuda, stream);
-    if (status == ATTN_OK) status = attn__cuda_rotary(&run, args);
+    attn_status status = attn__cuda_rotary(&run, args);
     attn__cuda_leave(&place);
     return status;
 }

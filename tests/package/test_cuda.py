@@ -1,7 +1,10 @@
 """CUDA tensors: every function against its own results on the CPU, streams, graphs, sizes that overflow 32 bits, errors.
 
-Everything here is skipped where torch sees no GPU or the library was built without GPU kernels.
+Everything here is skipped where torch sees no GPU or the library was built without GPU kernels, unless LIBATTN_WANT_GPU is
+set: then it is an error, so that a run that is meant for a GPU cannot pass without one.
 """
+
+import os
 
 import libattn
 import pytest
@@ -20,6 +23,8 @@ def why_not():
     return None
 
 
+if os.environ.get("LIBATTN_WANT_GPU") and why_not():
+    raise RuntimeError(f"LIBATTN_WANT_GPU is set: {why_not()}")
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 GPU = "cuda"
 # Both sides round results to the dtype; the GPU rounds probabilities to it, too, and float32 takes three TF32 products.
@@ -337,7 +342,7 @@ def test_autocast():
 
 
 def reference(q, k, v):
-    """Attention in float32 of one (rows, dim) head."""
+    """Attention in float64 of one (rows, dim) head."""
     scores = (q.double() @ k.double().T) / q.shape[-1] ** 0.5
     return scores.softmax(-1) @ v.double()
 
@@ -444,8 +449,8 @@ def test_bad_lengths_are_noted():
 
 
 def test_generate():
-    transformers = pytest.importorskip("transformers")
     import libattn.transformers
+    import transformers
 
     libattn.transformers.register()
     config = transformers.LlamaConfig(
