@@ -34,7 +34,7 @@ def read_table():
             continue
         name, arch, dtype = words[0], int(words[1]), words[2]
         dim, dim_v, bm, bn, warps, blocks, _, eager = map(int, words[3:11])
-        stages = 2 if eager == 2 else 1  # TILE_BYTES of src/cuda/cuda.c
+        stages = 2 if eager == 2 else 1  # ATTN_TILE_BYTES of src/cuda/cuda.h
         shared = (bm * dim + stages * bn * (dim + dim_v)) * BYTES[dtype]
         limit = max(size for least, size in SHARED.items() if least <= arch)
         entries[name] = (name, 32 * warps, shared, limit, blocks)

@@ -6,7 +6,7 @@
 #   build      the library, the command line and the tests, in build-gpu/
 #   check      attn check against ref, CASES (5000) cases for each of SEEDS ("1 2 3")
 #   bars       the accuracy at 4096 x 4096 x 128
-#   tests      the contract's tests (C1, C2, C4, C5) with every array on the GPU
+#   tests      the contract's tests (C1, C2, C4, C5) and those of extreme numbers (s01, s09), every array on the GPU
 #   repeat     the same bits 1000 times, beside other work
 #   sanitize   compute-sanitizer's four tools over 200 small cases each
 #   package    the Python package's tests of CUDA tensors; wants torch and pytest
@@ -119,7 +119,7 @@ if wants check; then
     done
 fi
 if wants bars; then start bars $attn check --backend cuda --bars; fi
-if wants tests; then start tests env ATTN_TEST_BACKEND=cuda $build/attn-tests c1_ c2_ c4_ c5_; fi
+if wants tests; then start tests env ATTN_TEST_BACKEND=cuda $build/attn-tests c1_ c2_ c4_ c5_ s01_ s09_; fi
 if wants repeat; then start repeat $attn check --backend cuda --cases "${REPEAT_CASES:-20}" --repeat 1000 --seed 5; fi
 finish
 

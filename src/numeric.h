@@ -12,7 +12,6 @@
 #include "mask.h"
 
 #define ATTN_LOG2E 1.4426950408889634074
-#define ATTN_LN2 0.69314718055994530942
 
 ATTN_HD uint32_t attn__bits(float x) {
     uint32_t u;

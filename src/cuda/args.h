@@ -8,8 +8,8 @@
  *   ranges     FlashMask        vectors -> minima and maxima per tile of keys              ranges.cu
  *   fwd_...    always           o, lse; or partial results of chunks of keys               fwd.cu, any.cu
  *   fold       split            partial results -> o, lse, in the order of the chunks      merge.cu
- *   fill       ATTN_VARLEN_Q    rows of o and lse that no sequence covers                  fill.cu
  *   probs      probs            recomputed from q and k                                    probs.cu
+ *   fill       ATTN_VARLEN_Q    rows of o and lse that no sequence covers                  fill.cu
  */
 #ifndef ATTN_CUDA_ARGS_H
 #define ATTN_CUDA_ARGS_H

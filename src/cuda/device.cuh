@@ -31,7 +31,7 @@ DEVICE int32_t clamped(const attn_cuda_args &a, int64_t x, int64_t least, int64_
     return (int32_t)(x < least ? least : most);
 }
 
-/* Rows of sequence b in a packed tensor: start, and end in *end. */
+/* Rows of sequence b in a packed tensor: the first, and how many in *rows. */
 DEVICE int32_t packed_rows(const attn_cuda_args &a, const int32_t *cu, int64_t total, int32_t most, int flaw, int32_t b,
                            int32_t *rows) {
     int32_t start = clamped(a, cu[b], 0, total, flaw, b);

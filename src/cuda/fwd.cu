@@ -185,7 +185,7 @@ DEVICE void exponentials(uint32_t p[4], float s[NT][4], float scale, const float
 
 enum { V_SLOTS = VF * (1 + TWICE) };
 
-/* With double-buffering, the first fragments of V: asked for before the softmax, so that they are there after it. */
+/* With double-buffering, the first fragments of V. */
 DEVICE void begin_pv(uint32_t v[V_SLOTS][4], uint32_t shared_v, int lane) {
 #pragma unroll
     for (int n = 0; n < VF * TWICE; n++) load_v_fragment(v[n], shared_v, lane, n);
