@@ -317,6 +317,26 @@ static void varlen_decode_is_alone(attn_context *context, attn_dtype dtype) {
 }
 TEST(c5_varlen_with_few_rows_and_many_keys_is_alone) { each_cpu(varlen_decode_is_alone); }
 
+/*
+ * Partial results of short sequences between long and empty ones: room for them is counted in rows of all sequences (first form)
+ * or in sequences (second), whichever is less, and in both forms the last sequence ends where the room ends.
+ */
+static void varlen_short_between_long(attn_context *context, attn_dtype dtype) {
+    static const int32_t first[] = {0, 3, 43, 44, 44, 60, 77, 79}, second[] = {0, 2, 102, 103, 119};
+    static const int32_t used[] = {1100, 600, 513, 1100, 1024, 1, 1099};
+    for (int form = 0; form < 2; form++) {
+        rig r = {.p = problem(dtype, form ? 4 : 7, 2, 1, form ? 100 : 40, 1100, 8)};
+        r.p.flags = ATTN_CAUSAL | ATTN_VARLEN_Q | ATTN_USED_KV;
+        r.p.total_q = form ? 119 : 79;
+        r.f.cu_q = form ? second : first;
+        r.f.used_kv = used;
+        CHECK(rig_make(&r, 35));
+        check_alone(context, &r, ATTN_CAUSAL);
+        rig_free(&r);
+    }
+}
+TEST(c5_varlen_short_sequences_between_long_ones_are_alone) { each_cpu(varlen_short_between_long); }
+
 static void used_is_alone(attn_context *context, attn_dtype dtype) {
     rig r = {.p = problem(dtype, 4, 4, 4, 90, 140, 24), .backward = true};
     uint32_t flags = ATTN_CAUSAL | ATTN_BIAS;

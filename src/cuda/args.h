@@ -34,8 +34,10 @@ typedef struct attn_cuda_args {
     int32_t range_tiles;      /* ceil(max_kv / range_cols) */
     int32_t range_cols;       /* keys of a tile: the forward kernel's bn */
     /*
-     * Split: part_o[((b * heads_q + h) * part_rows + i) * chunks + c][dim_v], part_lse[the same index]; floats, for F64
-     * doubles. part_rows = min(max_q, ATTN_CUDA_SPLIT_ROWS). Only sequences of at most ATTN_CUDA_SPLIT_ROWS rows use them.
+     * Split: part_o[row][heads_q][chunks][dim_v], part_lse[row][heads_q][chunks]; floats, for F64 doubles. Row i of sequence b
+     * is row b * part_rows + i, where part_rows = min(max_q, ATTN_CUDA_SPLIT_ROWS); of packed sequences it is cu_q[b] + i where
+     * that is less, so that there are never more rows than total_q either (part_index in device.cuh, lay_out in cuda.c). Only
+     * sequences of at most ATTN_CUDA_SPLIT_ROWS rows use them.
      * A chunk without allowed keys has lse -inf and need not write part_o. Sinks are added by fold.
      */
     void *part_o, *part_lse;

@@ -235,11 +235,16 @@ static int32_t least_cols(const attn_plan *plan) {
     return least;
 }
 
+/* Rows of part_o and part_lse: every sequence may be one that is split, and packed ones have total_q rows in all. */
+static int64_t split_rows(const attn_problem *p) {
+    int64_t rows = (int64_t)p->batch * attn__min32(p->max_q, ATTN_CUDA_SPLIT_ROWS);
+    return p->flags & ATTN_VARLEN_Q && p->total_q < rows ? p->total_q : rows;
+}
+
 static attn_status lay_out(attn_plan *plan) {
     const attn_problem *p = &plan->problem;
-    int64_t real = p->dtype == ATTN_F64 ? 8 : 4, part_rows = attn__min32(p->max_q, ATTN_CUDA_SPLIT_ROWS);
-    int64_t heads = (int64_t)p->batch * p->heads_q, rotated = p->flags & ATTN_ROTARY ? rows_of(p) : 0, parts;
-    bool fits = !__builtin_mul_overflow(heads * part_rows, (int64_t)plan->chunks, &parts);
+    int64_t real = p->dtype == ATTN_F64 ? 8 : 4, rotated = p->flags & ATTN_ROTARY ? rows_of(p) : 0, parts;
+    bool fits = !__builtin_mul_overflow(split_rows(p) * p->heads_q, (int64_t)plan->chunks, &parts);
     int64_t ranges = (int64_t)p->batch * p->flashmask_heads * attn__ceil_div(p->max_kv, least_cols(plan));
     fits = fits && attn__plan_reserve(plan, CUDA_PART_O, parts, p->dim_v * real) &&
            attn__plan_reserve(plan, CUDA_PART_LSE, parts, real) &&

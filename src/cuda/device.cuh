@@ -1,5 +1,6 @@
 /*
- * What device code shares: the lengths of a sequence, checked on the spot, and where its keys are.
+ * What device code shares: the lengths of a sequence, checked on the spot, where its keys are, and where in the workspace its
+ * partial results and ranges are.
  *
  * Lengths, slots and page numbers live in device memory, so the host cannot check them before a run. The device does: a value out
  * of range is brought into range, and the status word says which array held it and for which sequence.
@@ -76,9 +77,20 @@ DEVICE int64_t cache_offset(const attn_cuda_args &a, const attn_tensor &t, const
 /* Is the sequence split in chunks of keys? */
 DEVICE bool is_split(const attn_cuda_args &a, const attn_seq &s) { return a.chunks > 0 && s.sq <= ATTN_CUDA_SPLIT_ROWS; }
 
-/* Index of row i, head h, chunk c in part_lse; times dim_v in part_o. */
+/*
+ * Index of row i, head h, chunk c in part_lse; times dim_v in part_o. Of packed sequences both the packed row and part_rows for
+ * each sequence before leave room for all that come before, so the smaller of the two does, and neither bound is passed.
+ */
 DEVICE int64_t part_index(const attn_cuda_args &a, const attn_seq &s, int32_t i, int32_t h, int32_t c) {
-    return (((int64_t)s.b * a.p.heads_q + h) * a.part_rows + i) * a.chunks + c;
+    int64_t first = (int64_t)s.b * a.part_rows;
+    if ((a.p.flags & ATTN_VARLEN_Q) && s.q_row < first) first = s.q_row;
+    return ((first + i) * a.p.heads_q + h) * a.chunks + c;
+}
+
+/* FlashMask: the range that `ranges` made for tile n of keys; there must be ranges. */
+DEVICE const attn_flash_range *flash_range(const attn_cuda_args &a, int32_t b, int32_t kv_head, int32_t n) {
+    int32_t head = a.p.flashmask_heads == 1 ? 0 : kv_head;
+    return a.ranges + ((int64_t)b * a.p.flashmask_heads + head) * a.range_tiles + n;
 }
 
 #endif

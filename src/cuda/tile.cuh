@@ -54,11 +54,8 @@ DEVICE void keys_of_rows(const tile_rows &t, int32_t *first, int32_t *end) {
 
 /* Does no row of the block see any of the keys [j0, j0 + COLS)? */
 DEVICE bool is_skipped(const attn_cuda_args &a, const tile_rows &t, int32_t j0) {
-    const attn_flash_range *range = NULL;
-    if (a.ranges && a.range_cols % COLS == 0) { /* otherwise the tile lies in several ranges; elements tell */
-        int32_t head = a.p.flashmask_heads == 1 ? 0 : t.kv_head;
-        range = a.ranges + ((int64_t)t.s.b * a.p.flashmask_heads + head) * a.range_tiles + j0 / a.range_cols;
-    }
+    bool one = a.ranges && a.range_cols % COLS == 0; /* otherwise the tile lies in several ranges; elements tell */
+    const attn_flash_range *range = one ? flash_range(a, t.s.b, t.kv_head, j0 / a.range_cols) : NULL;
     int32_t i1 = attn__min32(t.i0 + ROWS, t.s.sq);
     return attn__mask_tile(&t.mask, t.i0, i1, j0, j0 + COLS, range) == ATTN_TILE_SKIP;
 }

@@ -35,7 +35,7 @@ if [ $# -gt 0 ]; then
     exec "$build/attn" check --backend cuda "$@"
 fi
 "$out/pieces"
-ATTN_TEST_BACKEND=cuda "$build/attn-tests" c1_ c4_empty s01_ s09_inf c5_unused c5_align
+ATTN_TEST_BACKEND=cuda "$build/attn-tests" c1_ c4_empty s01_ s09_inf c5_unused c5_align c5_varlen_short c5_s03
 "$build/attn" check --backend cuda --small --cases 40 --seed 3 --feature dim_v
 EMULATE_ORDER=reverse "$build/attn" check --backend cuda --small --cases 100 --seed 1
 "$build/attn" check --backend cuda --small --cases 500 --seed 2
