@@ -82,9 +82,8 @@ DEVICE bool is_split(const attn_cuda_args &a, const attn_seq &s) { return a.chun
  * each sequence before leave room for all that come before, so the smaller of the two does, and neither bound is passed.
  */
 DEVICE int64_t part_index(const attn_cuda_args &a, const attn_seq &s, int32_t i, int32_t h, int32_t c) {
-    int64_t first = (int64_t)s.b * a.part_rows;
-    if ((a.p.flags & ATTN_VARLEN_Q) && s.q_row < first) first = s.q_row;
-    return ((first + i) * a.p.heads_q + h) * a.chunks + c;
+    int64_t packed = a.p.flags & ATTN_VARLEN_Q ? s.q_row : INT64_MAX, first = (int64_t)s.b * a.part_rows;
+    return ((packed < first ? packed : first) * a.p.heads_q + (int64_t)h * s.sq + i) * a.chunks + c;
 }
 
 /* FlashMask: the range that `ranges` made for tile n of keys; there must be ranges. */
