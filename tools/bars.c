@@ -82,6 +82,7 @@ static attn_status run_side(const side *s, attn_context *context, device *d, att
         f = mirror_buffers(&m, &f);
         status = (op == ATTN_FORWARD ? attn_forward : attn_backward)(context, &p, &f, device_stream(d, 0));
         works = device_wait(d) && mirror_download(&m);
+        if (status == ATTN_OK && works) status = attn_device_status(context);
     }
     mirror_free(&m);
     if (!works) exit(TOOL_RUNTIME); /* it was said why */

@@ -1,6 +1,7 @@
 /*
  * attn_merge and attn_rotary under `attn check`: random arguments, gaps and unread parts NaN, results against what attn.h says,
- * worked out here. Rotated rows must agree to the last bit, merged ones within the rounding of weights and sums.
+ * worked out here. Rotated rows must agree to the last bit, merged ones within the rounding of weights and sums. Inputs must be
+ * what they were, and the device must have nothing to say of their values.
  */
 #include <math.h>
 #include <stdlib.h>
@@ -16,19 +17,22 @@ typedef struct arrays {
     rng rng;
     mirror m;
     int count;
-    unsigned char *memory[MOST_ARRAYS];
+    const char *name[MOST_ARRAYS];
+    unsigned char *memory[MOST_ARRAYS], *sent[MOST_ARRAYS]; /* sent: as it was before the call */
     size_t bytes[MOST_ARRAYS];
 } arrays;
 
-static void *add_array(arrays *a, int64_t count, size_t element) {
+static void *add_array(arrays *a, const char *name, int64_t count, size_t element) {
     int n = a->count++;
+    a->name[n] = name;
     a->bytes[n] = (size_t)count * element;
     a->memory[n] = must_alloc(count, element);
     return memset(a->memory[n], 0xff, a->bytes[n]);
 }
 
 /* A tensor of [batch][rows][heads][dim] with gaps. */
-static attn_tensor add_tensor(arrays *a, attn_dtype dtype, int64_t batch, int64_t rows, int64_t heads, int64_t dim) {
+static attn_tensor add_tensor(arrays *a, const char *name, attn_dtype dtype, int64_t batch, int64_t rows, int64_t heads,
+                              int64_t dim) {
     attn_tensor t = attn_dense(NULL, rows, heads, dim);
     if (rng_chance(&a->rng, 50)) {
         t.stride[2] = dim + rng_range(&a->rng, 0, 5);
@@ -36,7 +40,7 @@ static attn_tensor add_tensor(arrays *a, attn_dtype dtype, int64_t batch, int64_
         t.stride[0] = t.stride[1] * rows + rng_range(&a->rng, 0, 5);
     }
     int64_t end = (batch - 1) * t.stride[0] + (rows - 1) * t.stride[1] + (heads - 1) * t.stride[2] + dim;
-    t.data = add_array(a, batch && rows ? end : 0, attn_dtype_size(dtype));
+    t.data = add_array(a, name, batch && rows ? end : 0, attn_dtype_size(dtype));
     return t;
 }
 
@@ -45,16 +49,36 @@ static bool send(arrays *a, device *d) {
     a->m = (mirror){.d = d};
     for (int n = 0; n < a->count; n++) {
         size_t before = rng_chance(&a->rng, 50) ? 0 : 8 * (size_t)rng_range(&a->rng, 1, 31);
-        if (!mirror_add(&a->m, "array", a->memory[n], a->bytes[n], before, 0)) return false;
+        if (!mirror_add(&a->m, a->name[n], a->memory[n], a->bytes[n], before, 0)) return false;
+        a->sent[n] = must_alloc((int64_t)a->bytes[n], 1);
+        memcpy(a->sent[n], a->memory[n], a->bytes[n]);
     }
     return mirror_upload(&a->m);
 }
 
-static bool fetch(arrays *a, device *d) { return device_wait(d) && mirror_download(&a->m) && !mirror_damage(&a->m); }
+/* Ends a call that returned `status`: brings everything back, and judges all but the two outputs, of which one may be NULL. */
+static void fetch(arrays *a, const contexts *j, const char *call, attn_status status, const void *out, const void *other,
+                  verdict *v) {
+    bool works = device_wait(j->device) && mirror_download(&a->m);
+    if (status == ATTN_OK && works) status = attn_device_status(j->tested);
+    if (status != ATTN_OK) verdict_fail(v, "%s: %s: %s", call, attn_status_name(status), attn_error_detail());
+    if (!works) verdict_fail(v, "%s: the device failed; nothing more can be run", call);
+    v->broken |= !works;
+    const char *around = works ? mirror_damage(&a->m) : NULL;
+    if (around) verdict_fail(v, "%s: %s: memory around it was changed", call, around);
+    for (int n = 0; n < a->count && works; n++) {
+        bool is_output = a->memory[n] == out || a->memory[n] == other;
+        if (!is_output && memcmp(a->memory[n], a->sent[n], a->bytes[n]) != 0)
+            verdict_fail(v, "%s: %s is an input and was changed", call, a->name[n]);
+    }
+}
 
 static void free_arrays(arrays *a) {
     mirror_free(&a->m);
-    for (int n = 0; n < a->count; n++) free(a->memory[n]);
+    for (int n = 0; n < a->count; n++) {
+        free(a->memory[n]);
+        free(a->sent[n]);
+    }
 }
 
 static attn_dtype draw_dtype(rng *r, bool wide) {
@@ -96,8 +120,8 @@ static void make_merge(merge_case *k, bool small) {
     m->dim = small || rng_chance(r, 90) ? rng_range(r, 1, many ? 40 : 130) : 576;
     attn_dtype real = m->dtype == ATTN_F64 ? ATTN_F64 : ATTN_F32;
     int64_t count = (int64_t)m->batch * m->heads * m->rows;
-    attn_tensor all = add_tensor(a, m->dtype, (int64_t)m->parts * m->batch, m->rows, m->heads, m->dim);
-    char *all_lse = add_array(a, m->parts * count, attn_dtype_size(real));
+    attn_tensor all = add_tensor(a, "o_parts", m->dtype, (int64_t)m->parts * m->batch, m->rows, m->heads, m->dim);
+    char *all_lse = add_array(a, "lse_parts", m->parts * count, attn_dtype_size(real));
     for (int n = 0; n < m->parts; n++) {
         attn_tensor *t = &k->o_parts[n];
         *t = all;
@@ -112,8 +136,8 @@ static void make_merge(merge_case *k, bool small) {
             for (int32_t x = 0; x < m->dim && !empty; x++) attn__store(m->dtype, t->data, row + x, rng_normal(r));
         }
     }
-    m->o = add_tensor(a, m->out_dtype, m->batch, m->rows, m->heads, m->dim);
-    m->lse = rng_chance(r, 80) ? add_array(a, count, attn_dtype_size(real)) : NULL;
+    m->o = add_tensor(a, "o", m->out_dtype, m->batch, m->rows, m->heads, m->dim);
+    m->lse = rng_chance(r, 80) ? add_array(a, "lse", count, attn_dtype_size(real)) : NULL;
 }
 
 static bool is_close(attn_dtype dtype, double got, double want, double error) {
@@ -178,9 +202,7 @@ static void check_merge(const case_filter *filter, const contexts *j, rng r, ver
         there.o.data = mirror_at(&k.a.m, m->o.data);
         there.lse = mirror_at(&k.a.m, m->lse);
         attn_status status = attn_merge(j->tested, &there, device_stream(j->device, 0));
-        if (status != ATTN_OK) verdict_fail(v, "attn_merge: %s: %s", attn_status_name(status), attn_error_detail());
-        if (!fetch(&k.a, j->device))
-            verdict_fail(v, "attn_merge: the device failed, or memory around an array was changed");
+        fetch(&k.a, j, "attn_merge", status, m->o.data, m->lse, v);
         if (!v->failed) judge_merge(&k, v);
     }
     free_arrays(&k.a);
@@ -209,8 +231,8 @@ static void make_rotary(rotary_case *k, bool small) {
     m->interleaved = rng_chance(r, 50);
     m->inverse = rng_chance(r, 50);
     int32_t *pos = NULL, *cu = NULL;
-    if (rng_chance(r, 50)) m->pos = pos = add_array(a, m->batch, sizeof *pos);
-    if (rng_chance(r, 50)) m->cu = cu = add_array(a, m->batch + 1, sizeof *cu);
+    if (rng_chance(r, 50)) m->pos = pos = add_array(a, "pos", m->batch, sizeof *pos);
+    if (rng_chance(r, 50)) m->cu = cu = add_array(a, "cu", m->batch + 1, sizeof *cu);
     if (cu) cu[0] = rng_range(r, 0, 3);
     for (int b = 0; b < m->batch; b++) {
         if (pos) pos[b] = rng_range(r, 0, m->rotary_len - m->rows);
@@ -218,16 +240,16 @@ static void make_rotary(rotary_case *k, bool small) {
     }
     if (cu) m->total = cu[m->batch] + rng_range(r, 0, 3);
     int64_t pairs = (int64_t)m->rotary_len * (m->rotary_dim / 2);
-    void *cosine = add_array(a, pairs, attn_dtype_size(m->rotary_dtype));
-    void *sine = add_array(a, pairs, attn_dtype_size(m->rotary_dtype));
+    void *cosine = add_array(a, "cos", pairs, attn_dtype_size(m->rotary_dtype));
+    void *sine = add_array(a, "sin", pairs, attn_dtype_size(m->rotary_dtype));
     for (int64_t n = 0; n < pairs; n++) {
         attn__store(m->rotary_dtype, cosine, n, rng_normal(r));
         attn__store(m->rotary_dtype, sine, n, rng_normal(r));
     }
     m->cos = cosine, m->sin = sine;
     int64_t batch = cu ? 1 : m->batch, rows = cu ? m->total : m->rows;
-    m->x = add_tensor(a, m->dtype, batch, rows, m->heads, m->dim);
-    m->y = rng_chance(r, 50) ? m->x : add_tensor(a, m->dtype, batch, rows, m->heads, m->dim);
+    m->x = add_tensor(a, "x", m->dtype, batch, rows, m->heads, m->dim);
+    m->y = rng_chance(r, 50) ? m->x : add_tensor(a, "y", m->dtype, batch, rows, m->heads, m->dim);
 }
 
 /* Element of row `row` of sequence b in t. */
@@ -282,9 +304,7 @@ static void check_rotary(const case_filter *filter, const contexts *j, rng r, ve
         there.pos = mirror_at(&k.a.m, m->pos);
         there.cu = mirror_at(&k.a.m, m->cu);
         attn_status status = attn_rotary(j->tested, &there, device_stream(j->device, 0));
-        if (status != ATTN_OK) verdict_fail(v, "attn_rotary: %s: %s", attn_status_name(status), attn_error_detail());
-        if (!fetch(&k.a, j->device))
-            verdict_fail(v, "attn_rotary: the device failed, or memory around an array was changed");
+        fetch(&k.a, j, "attn_rotary", status, m->y.data, NULL, v);
         if (!v->failed) each_row(&k, values, true, v);
         if (!v->failed && !gaps_intact(&k.a, m->y.data))
             verdict_fail(v, "attn_rotary: memory between the rows of y was changed");
