@@ -36,6 +36,15 @@ void *tool_alloc(int64_t count, size_t bytes_each) {
     return memory;
 }
 
+void tool_json(const char *text) {
+    putchar('"');
+    for (; *text; text++) {
+        if (*text == '"' || *text == '\\') putchar('\\');
+        putchar((unsigned char)*text < ' ' ? ' ' : *text);
+    }
+    putchar('"');
+}
+
 int tool_flush(void) {
     if (fflush(stdout) == 0 && !ferror(stdout)) return TOOL_OK;
     return tool_error(TOOL_RUNTIME, "standard output: %s", strerror(errno));

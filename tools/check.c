@@ -329,11 +329,11 @@ static int parse_features(check_settings *s) {
 }
 
 /* Does the backend have a backward pass? If not, why. */
-static attn_status find_backward(const attn_context *tested, contexts *j, case_filter *filter) {
+static attn_status find_backward(contexts *j, case_filter *filter) {
     attn_problem p = {.size = sizeof p, .op = ATTN_BACKWARD, .dtype = ATTN_F32, .batch = 1, .heads_q = 1, .heads_kv = 1};
     p.dim_qk = p.max_q = p.max_kv = 1;
     attn_plan *plan;
-    attn_status status = attn_plan_create(&plan, (attn_context *)(uintptr_t)tested, &p);
+    attn_status status = attn_plan_create(&plan, j->tested, &p);
     attn_plan_destroy(plan);
     filter->no_backward = status == ATTN_UNSUPPORTED;
     snprintf(j->no_backward, sizeof j->no_backward, "%s", filter->no_backward ? attn_error_detail() : "");
@@ -349,7 +349,7 @@ static int open_contexts(check_settings *s, contexts *j) {
         tested.threads = attn_context_threads(j->tested) == 3 ? 1 : 3;
         status = attn_context_create(&j->other, &tested);
     }
-    if (status == ATTN_OK) status = find_backward(j->tested, j, &s->filter);
+    if (status == ATTN_OK) status = find_backward(j, &s->filter);
     if (status != ATTN_OK) return tool_status("check", status);
     if (s->filter.no_backward && s->filter.op == ATTN_BACKWARD) return tool_error(TOOL_USAGE, "check: %s", j->no_backward);
     j->device = device_open(j->tested, s->copies);

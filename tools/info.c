@@ -65,22 +65,12 @@ static void print_gpus(void) {
     }
 }
 
-/* A JSON string. */
-static void print_string(const char *text) {
-    putchar('"');
-    for (; *text; text++) {
-        if (*text == '"' || *text == '\\') putchar('\\');
-        putchar((unsigned char)*text < ' ' ? ' ' : *text);
-    }
-    putchar('"');
-}
-
 static void print_gpus_json(void) {
     char why[512];
     const attn_driver_state *state = find_gpus(why, sizeof why);
     if (!state) {
         printf("{\"usable\": false, \"why\": ");
-        print_string(why);
+        tool_json(why);
         printf("}");
         return;
     }
@@ -88,7 +78,7 @@ static void print_gpus_json(void) {
     for (int32_t n = 0; n < state->gpus; n++) {
         const attn_gpu *g = &state->gpu[n];
         printf("%s{\"device\": %d, \"name\": ", n ? ", " : "", g->device);
-        print_string(g->name);
+        tool_json(g->name);
         printf(", \"arch\": %d, \"multiprocessors\": %d, \"shared_bytes\": %d}", g->arch, g->sms, g->shared_bytes);
     }
     printf("]}");

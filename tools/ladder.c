@@ -12,7 +12,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include "fault.h"
+#include "file.h"
 #include "tool.h"
 
 static const char *const knob_names[KNOB_COUNT] = {
@@ -23,33 +23,19 @@ static const char *const knob_names[KNOB_COUNT] = {
 
 /* ---- files ---- */
 
-/* The bytes from fd to `to`, so many; false: errno says why. */
-static bool read_bytes(int fd, char *to, size_t bytes) {
-    while (bytes) {
-        errno = EIO; /* what a fault, or an early end, leaves to be reported */
-        ssize_t n = attn__fault(ATTN_FAULT_FILE) ? -1 : read(fd, to, bytes);
-        if (n < 0 && errno == EINTR) continue;
-        if (n <= 0) return false;
-        to += n;
-        bytes -= (size_t)n;
-    }
-    return true;
-}
-
 char *read_whole(const char *path) {
     struct stat st;
-    errno = EIO;
-    int fd = attn__fault(ATTN_FAULT_FILE) ? -1 : open(path, O_RDONLY | O_CLOEXEC);
+    int fd = file_open(path, O_RDONLY);
     if (fd < 0) {
         tool_error(TOOL_RUNTIME, "%s: cannot be opened: %s", path, strerror(errno));
         return NULL;
     }
     char *text = NULL;
-    if (attn__fault(ATTN_FAULT_FILE) || fstat(fd, &st) != 0)
+    if (file_faulty(fstat(fd, &st)) != 0)
         tool_error(TOOL_RUNTIME, "%s: cannot be examined: %s", path, strerror(errno));
     else
         text = tool_alloc(st.st_size + 1, 1);
-    bool whole = text && read_bytes(fd, text, (size_t)st.st_size);
+    bool whole = text && file_read(fd, text, (size_t)st.st_size, 0);
     if (text && !whole) tool_error(TOOL_RUNTIME, "%s: cannot be read: %s", path, strerror(errno));
     close(fd);
     if (whole) {

@@ -14,6 +14,7 @@
 #include <unistd.h>
 
 #include "fault.h"
+#include "file.h"
 #include "npy.h"
 
 _Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "elements are used as they are in the file: little-endian");
@@ -199,42 +200,7 @@ npy_status npy_parse_header(const void *block, size_t size, npy_header *header, 
     return NPY_OK;
 }
 
-/* ---- file operations that a test can make fail ---- */
-
-static int faulty(int result) {
-    if (!attn__fault(ATTN_FAULT_FILE)) return result;
-    errno = EIO;
-    return -1;
-}
-
-static int file_open(const char *path, int flags) { return faulty(0) ? -1 : open(path, flags | O_CLOEXEC, 0666); }
-
-/* Closes in any case; only the result can be made to fail. */
-static int file_close(int fd) { return faulty(close(fd)); }
-
-static bool file_read(int fd, void *data, size_t bytes, off_t offset) {
-    while (bytes) {
-        ssize_t n = faulty(0) ? -1 : pread(fd, data, bytes, offset);
-        if (n < 0 && errno == EINTR) continue;
-        if (n == 0) errno = EIO; /* the file has shrunk since fstat */
-        if (n <= 0) return false;
-        data = (char *)data + n;
-        bytes -= (size_t)n;
-        offset += n;
-    }
-    return true;
-}
-
-static bool file_write(int fd, const void *data, size_t bytes) {
-    while (bytes) {
-        ssize_t n = faulty(0) ? -1 : write(fd, data, bytes);
-        if (n < 0 && errno == EINTR) continue;
-        if (n <= 0) return false;
-        data = (const char *)data + n;
-        bytes -= (size_t)n;
-    }
-    return true;
-}
+/* ---- memory and errors ---- */
 
 static void *allocate(size_t bytes) { return attn__fault(ATTN_FAULT_ALLOC) ? NULL : malloc(bytes ? bytes : 1); }
 
@@ -252,7 +218,7 @@ __attribute__((format(printf, 4, 5))) static npy_status fail(npy_status status, 
 /* The header of an open file; it names the path in its errors. */
 static npy_status read_header(int fd, const char *path, npy_header *h, char *error, size_t error_size) {
     struct stat st;
-    if (faulty(fstat(fd, &st)) != 0)
+    if (file_faulty(fstat(fd, &st)) != 0)
         return fail(NPY_SYSTEM, error, error_size, "%s: cannot be examined: %s", path, strerror(errno));
     if (!S_ISREG(st.st_mode)) return fail(NPY_BAD, error, error_size, "%s: not a regular file", path);
     size_t head = st.st_size < 12 + NPY_MAX_HEADER ? (size_t)st.st_size : 12 + NPY_MAX_HEADER;
@@ -322,7 +288,7 @@ npy_status npy_write(const char *path, npy_dtype dtype, int ndim, const int64_t 
     if ((size_t)snprintf(temporary, sizeof temporary, "%s.tmp-%ld", path, (long)getpid()) >= sizeof temporary)
         return fail(NPY_BAD, error, error_size, "%.64s...: the path is too long", path);
     /* The rename at the end would put a file in the place of a device or a directory. */
-    if (faulty(stat(path, &st)) != 0) {
+    if (file_faulty(stat(path, &st)) != 0) {
         if (errno != ENOENT) return fail(NPY_SYSTEM, error, error_size, "%s: %s", path, strerror(errno));
     } else if (!S_ISREG(st.st_mode)) {
         return fail(NPY_BAD, error, error_size, "%s: not a regular file", path);
@@ -338,7 +304,7 @@ npy_status npy_write(const char *path, npy_dtype dtype, int ndim, const int64_t 
         written = false;
         reason = errno;
     }
-    if (written && faulty(0) == 0 && rename(temporary, path) == 0) return NPY_OK;
+    if (written && file_faulty(0) == 0 && rename(temporary, path) == 0) return NPY_OK;
     if (written) reason = errno;
     unlink(temporary);
     return fail(NPY_SYSTEM, error, error_size, "%s: cannot be written: %s", path, strerror(reason));

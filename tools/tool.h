@@ -39,6 +39,9 @@ int tool_status(const char *what, attn_status status);
 /* malloc of count * bytes_each that reports its failure; the sizes may come from a file. Freed by free. */
 void *tool_alloc(int64_t count, size_t bytes_each);
 
+/* Prints text as a JSON string, quotes included; control characters become spaces. */
+void tool_json(const char *text);
+
 /* Standard output has been written for good: TOOL_OK, or a message and TOOL_RUNTIME (a full disk, a closed pipe). */
 int tool_flush(void);
 

@@ -70,7 +70,7 @@ typedef struct candidate {
     char *image; /* of the folder's; NULL: the library's own */
     attn_cu_library library;
     attn_cu_kernel kernel;
-    int registers, spilled_bytes;
+    int registers, stack_bytes; /* of a thread; the stack has what is spilled, and arrays */
     bool same_bits, right;
     double most; /* largest difference of an element of o */
     double ms;   /* the median of: */
@@ -117,7 +117,7 @@ static attn_status load_library_kernel(const race *r, candidate *c, int entry) {
 static attn_status look_at_kernel(const race *r, candidate *c) {
     const attn_driver *d = cuda_of(r)->state->driver;
     RETURN_IF_DRIVER(d, cuKernelGetAttribute, (&c->registers, ATTN_CU_FUNCTION_REGISTERS, c->kernel, r->gpu->device));
-    RETURN_IF_DRIVER(d, cuKernelGetAttribute, (&c->spilled_bytes, ATTN_CU_FUNCTION_LOCAL, c->kernel, r->gpu->device));
+    RETURN_IF_DRIVER(d, cuKernelGetAttribute, (&c->stack_bytes, ATTN_CU_FUNCTION_LOCAL, c->kernel, r->gpu->device));
     return ATTN_OK;
 }
 
@@ -359,7 +359,7 @@ static void print_row(const race *r, int n) {
         snprintf(on_that, sizeof on_that, "%+.1f%%", gain(c, &r->candidates[from]));
         snprintf(on_first, sizeof on_first, "%+.1f%%", gain(c, &r->candidates[0]));
     }
-    snprintf(registers, sizeof registers, c->spilled_bytes ? "%d+%dB" : "%d", c->registers, c->spilled_bytes);
+    snprintf(registers, sizeof registers, c->stack_bytes ? "%d+%dB" : "%d", c->registers, c->stack_bytes);
     if (!c->same_bits) snprintf(difference, sizeof difference, "%.1e", c->most);
     printf("%3d  %-28s %-36s %4s %9s %8.1f %8s %8s  %s%s\n", n + 1, c->entry.name, changes, base, registers, tflops(r, c),
            on_that, on_first, difference, c->right ? "" : " WRONG");
@@ -373,17 +373,17 @@ static void print_json(const race *r, int n) {
     char changes[256] = "", most[32] = "null";
     if (from >= 0) rung_changes(&r->ladder.at[from], line, changes, sizeof changes);
     if (isfinite(c->most)) snprintf(most, sizeof most, "%.3g", c->most);
-    printf("{\"gpu\": \"%s\", \"sm\": %d, \"dtype\": \"%s\", \"batch\": %d, \"heads_q\": %d, \"heads_kv\": %d, \"dim_qk\": "
+    printf("{\"gpu\": ");
+    tool_json(r->gpu->name);
+    printf(", \"sm\": %d, \"dtype\": \"%s\", \"batch\": %d, \"heads_q\": %d, \"heads_kv\": %d, \"dim_qk\": "
            "%d, \"dim_v\": %d, \"seqlen_q\": %d, \"seqlen_kv\": %d, \"causal\": %s, \"kernel\": \"%s\", \"library\": %s, ",
-           r->gpu->name, r->gpu->arch, attn_dtype_name(p->dtype), p->batch, p->heads_q, p->heads_kv, p->dim_qk, p->dim_v,
-           p->max_q, p->max_kv, p->flags & ATTN_CAUSAL ? "true" : "false", c->entry.name,
-           line->entry >= 0 ? "true" : "false");
-    printf(
-        "\"changes\": \"%s\", \"from\": %s%s%s, \"registers\": %d, \"spilled_bytes\": %d, \"shared_bytes\": %zu, \"ms\": "
-        "%.6g, \"tflops\": %.6g, \"difference\": %s, \"same_bits\": %s, \"right\": %s}\n",
-        changes, from < 0 ? "" : "\"", from < 0 ? "null" : r->ladder.at[from].name, from < 0 ? "" : "\"", c->registers,
-        c->spilled_bytes, c->entry.shared_bytes, c->ms, tflops(r, c), most, c->same_bits ? "true" : "false",
-        c->right ? "true" : "false");
+           r->gpu->arch, attn_dtype_name(p->dtype), p->batch, p->heads_q, p->heads_kv, p->dim_qk, p->dim_v, p->max_q,
+           p->max_kv, p->flags & ATTN_CAUSAL ? "true" : "false", c->entry.name, line->entry >= 0 ? "true" : "false");
+    printf("\"changes\": \"%s\", \"from\": %s%s%s, \"registers\": %d, \"stack_bytes\": %d, \"shared_bytes\": %zu, \"ms\": "
+           "%.6g, \"tflops\": %.6g, \"difference\": %s, \"same_bits\": %s, \"right\": %s}\n",
+           changes, from < 0 ? "" : "\"", from < 0 ? "null" : r->ladder.at[from].name, from < 0 ? "" : "\"", c->registers,
+           c->stack_bytes, c->entry.shared_bytes, c->ms, tflops(r, c), most, c->same_bits ? "true" : "false",
+           c->right ? "true" : "false");
 }
 
 /* ---- the tuning file ---- */
