@@ -424,11 +424,6 @@ static int stub_cuStreamDestroy(attn_cu_stream stream) {
     return begin(STUB_cuStreamDestroy);
 }
 
-static int stub_cuStreamSynchronize(attn_cu_stream stream) {
-    (void)stream;
-    return begin(STUB_cuStreamSynchronize);
-}
-
 static int stub_cuEventCreate(attn_cu_event *event, unsigned flags) {
     (void)flags;
     BEGIN(cuEventCreate);
@@ -445,11 +440,6 @@ static int stub_cuEventRecord(attn_cu_event event, attn_cu_stream stream) {
     (void)stream;
     event->ms = clock_ms;
     return begin(STUB_cuEventRecord);
-}
-
-static int stub_cuEventSynchronize(attn_cu_event event) {
-    (void)event;
-    return begin(STUB_cuEventSynchronize);
 }
 
 static int stub_cuEventElapsedTime(float *milliseconds, attn_cu_event start, attn_cu_event end) {

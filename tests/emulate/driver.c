@@ -224,7 +224,6 @@ EXPORT int cuStreamCreate(attn_cu_stream *stream, unsigned flags) {
     return (void)flags, *stream = (attn_cu_stream)(uintptr_t)16, 0;
 }
 EXPORT int cuStreamDestroy_v2(attn_cu_stream stream) { return (void)stream, 0; }
-EXPORT int cuStreamSynchronize(attn_cu_stream stream) { return (void)stream, 0; }
 
 /* ---- events: seconds of the host's clock ---- */
 
@@ -239,7 +238,6 @@ EXPORT int cuEventRecord(attn_cu_event event, attn_cu_stream stream) {
     *(double *)(void *)event = (double)now.tv_sec + (double)now.tv_nsec * 1e-9;
     return (void)stream, 0;
 }
-EXPORT int cuEventSynchronize(attn_cu_event event) { return (void)event, 0; }
 EXPORT int cuEventElapsedTime(float *milliseconds, attn_cu_event start, attn_cu_event end) {
     *milliseconds = (float)(1e3 * (*(double *)(void *)end - *(double *)(void *)start));
     return 0;
