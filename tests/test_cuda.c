@@ -148,12 +148,17 @@ TEST(cuda_has_no_backward_yet) {
 
 /* ---- every call fails in turn ---- */
 
-/* Merge and rotary on memory of the device. */
+/* Merge and rotary on memory of the device; with one part more than a launch takes, so that merge needs memory of its own. */
 static attn_status pieces(attn_context *context, void *stream) {
+    enum { PARTS = ATTN_MERGE_PARTS + 1 };
     float *x = stub_memory(STUB_DEVICE, 0, 64 * sizeof *x), *o = stub_memory(STUB_DEVICE, 0, 64 * sizeof *o);
-    attn_tensor parts[2] = {attn_dense(x, 2, 2, 8), attn_dense(x, 2, 2, 8)};
-    const void *lse[2] = {x, x};
-    attn_merge_args m = {.size = sizeof m, .dtype = ATTN_F32, .parts = 2, .batch = 1, .rows = 2, .heads = 2, .dim = 8};
+    attn_tensor parts[PARTS];
+    const void *lse[PARTS];
+    for (int n = 0; n < PARTS; n++) {
+        parts[n] = attn_dense(x, 2, 2, 8);
+        lse[n] = x;
+    }
+    attn_merge_args m = {.size = sizeof m, .dtype = ATTN_F32, .parts = PARTS, .batch = 1, .rows = 2, .heads = 2, .dim = 8};
     m.o_parts = parts;
     m.lse_parts = lse;
     m.o = attn_dense(o, 2, 2, 8);
@@ -220,13 +225,14 @@ TEST(cuda_each_call_of_the_driver_fails) {
         attn_cu_context current = way == 1 ? stub_context(0) : NULL;
         void *stream = way == 2 ? stub_stream(0) : NULL;
         const char *failed = "";
-        long n = 0;
+        long n = 0, allocations = 0;
         for (; failed && n < 1000; n++) {
             stub_start();
             stub_set_current(current);
             stub_fail(n, 719);
             attn_status status = whole_life(&r, stream);
             failed = stub_failed();
+            allocations += failed && strcmp(failed, "cuMemAllocAsync") == 0;
             test_context("way %d, call %ld, %s", way, n, failed ? failed : "none");
             bool told = failed && !failed_late && !is_silent(failed);
             CHECK_STATUS(status, told ? ATTN_DEVICE : ATTN_OK, told ? failed : "");
@@ -238,6 +244,7 @@ TEST(cuda_each_call_of_the_driver_fails) {
             CHECK_OK(whole_life(&r, stream));
         }
         CHECK_SAY(n > 30 && n < 1000, "%ld calls", n - 1);
+        CHECK_SAY(allocations == 2, "%ld allocations on the stream: want a workspace and the state of merge", allocations);
     }
     stub_stop();
     rig_free(&r);
