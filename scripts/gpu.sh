@@ -7,8 +7,8 @@
 #   check      attn check against ref, CASES (5000) cases for each of SEEDS ("1 2 3")
 #   bars       the accuracy at 4096 x 4096 x 128
 #   tests      the contract's tests (C1, C2, C4, C5) and those of extreme numbers (s01, s09), every array on the GPU
-#   repeat     the same bits 1000 times, beside other work
-#   sanitize   compute-sanitizer's four tools over 200 small cases each
+#   repeat     the same bits 1000 times, beside other work, for REPEAT_CASES (20) cases
+#   sanitize   compute-sanitizer's four tools over SANITIZE_CASES (200) small cases each; SANITIZER names another program
 #   package    the Python package's tests of CUDA tensors; wants torch and pytest
 #   tune       the ladder of docs/kernels/forward-portable.md, and a tuning file; alone on the GPU; wants TUNE_KERNELS
 #   peers      libattn beside torch's attention; alone on the GPU; wants torch

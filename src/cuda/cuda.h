@@ -59,7 +59,99 @@ extern const attn_cuda_entry attn__cuda_entries[ATTN_ENTRIES];
 #define ATTN_TILE_BYTES(dtype, bm, bn, dim, dimv, eager)                                                                   \
     (((size_t)(bm) * (dim) + ((eager) == 2 ? 2 : 1) * (size_t)(bn) * ((dim) + (dimv))) * ((dtype) == ATTN_F32 ? 4 : 2))
 
-/* ---- a run ---- */
+/* Does the kernel run there? */
+static inline bool attn__cuda_runs_on(const attn_cuda_entry *e, const attn_gpu *gpu) {
+    return e->arch <= gpu->arch && e->shared_bytes <= (size_t)gpu->shared_bytes;
+}
+
+/* ---- images (images.c) ---- */
+
+/* The code of an entry's file; NULL when this library was built without it. With NULL: of any file. */
+const void *attn__cuda_image(const char *file);
+
+/* For tests: from here on this function is asked; NULL: the embedded images. */
+void attn__cuda_image_replace(const void *(*image)(const char *file));
+
+/* ---- tuning (tuning.c) ---- */
+
+/* A line of the tuning file. */
+typedef struct attn_cuda_tuned {
+    int32_t arch; /* of the GPU, exactly */
+    attn_dtype dtype;
+    int32_t dim;   /* of the table's lines, not of the problem */
+    bool all;      /* for problems that want every feature, or rows that are not aligned */
+    int32_t entry; /* the kernel to take */
+    int32_t line;  /* where it stands */
+} attn_cuda_tuned;
+
+enum { ATTN_MOST_TUNED = 256, ATTN_TUNING_PATH = 256 };
+
+typedef struct attn_cuda_tuning {
+    char path[ATTN_TUNING_PATH]; /* "": there is none */
+    int32_t count;
+    attn_cuda_tuned row[ATTN_MOST_TUNED];
+} attn_cuda_tuning;
+
+/* Reads the file that ATTN_TUNING names, if it names one. Errors name the file and the line. */
+attn_status attn__cuda_tuning_read(attn_cuda *cuda);
+
+/* What the file says instead of this entry on this GPU; -1: nothing. */
+int attn__cuda_tuned(const attn_cuda *cuda, const attn_gpu *gpu, const attn_cuda_entry *instead_of, bool all);
+
+/* ---- pointers (pointers.c) ---- */
+
+/* Of which device the memory of a call is. */
+typedef struct attn_cuda_home {
+    int32_t device;   /* -1: no pointer has said it */
+    int32_t hint;     /* where pinned or managed memory was made; -1: there is none */
+    const char *name; /* the pointer that said it */
+    bool any;         /* was there a pointer at all? */
+} attn_cuda_home;
+
+/* All pointers of a call: pageable host memory and memory of two devices are refused. */
+attn_status attn__cuda_find_buffers(const attn_driver *driver, const attn_plan *plan, const attn_buffers *f,
+                                    attn_cuda_home *home);
+attn_status attn__cuda_find_merge(const attn_driver *driver, const attn_merge_args *a, attn_cuda_home *home);
+attn_status attn__cuda_find_rotary(const attn_driver *driver, const attn_rotary_args *a, attn_cuda_home *home);
+
+/* ---- contexts and kernels (device.c) ---- */
+
+/* What a context of this backend holds besides: context->cuda. */
+struct attn_cuda {
+    const attn_driver_state *state;
+    pthread_mutex_t mutex; /* guards the loading of what follows; a plan's kernels do not change any more */
+    uint64_t *status;      /* pinned host memory that every device sees at this address; NULL before the first plan */
+    attn_cu_context primary[ATTN_MOST_GPUS]; /* the devices' primary contexts, retained; NULL: not */
+    attn_cu_kernel kernel[ATTN_ENTRIES];     /* NULL: not loaded */
+    uint32_t ready[ATTN_ENTRIES];            /* a bit for each GPU on which the kernel's shared memory has been asked for */
+    struct {
+        const char *file;
+        attn_cu_library library;
+    } loaded[ATTN_ENTRIES];
+    int32_t libraries;       /* in loaded */
+    attn_cuda_tuning tuning; /* read when the context is made, and constant from then on */
+};
+
+/* Where a call takes place. */
+typedef struct attn_cuda_place {
+    const attn_driver *driver;
+    int32_t gpu; /* index into state->gpu */
+    bool pushed; /* a context was made current for the call */
+} attn_cuda_place;
+
+/*
+ * Makes a CUDA context current: that of the stream; else the current one, if its device is the right one; else the primary
+ * context of that device. A stream of another device than the memory's is refused. Every enter that succeeds wants a leave.
+ */
+attn_status attn__cuda_enter(attn_cuda *cuda, const attn_cuda_home *home, void *stream, attn_cuda_place *place);
+void attn__cuda_leave(const attn_cuda_place *place);
+
+/* Loads entries, for all the GPUs whose bit is set in `gpus`, and makes the status word. Not for attn_run. */
+attn_status attn__cuda_load(attn_cuda *cuda, const int *entries, int count, uint32_t gpus);
+
+void attn__cuda_unload(attn_cuda *cuda);
+
+/* ---- a run (cuda.c, launch.c) ---- */
 
 /* Parts of the workspace, as plan->part[]; attn__part (internal.h) gives the address. Empty ones have no bytes. */
 enum {
@@ -95,95 +187,5 @@ attn_status attn__cuda_launch(const attn_cuda_run *run, int kernel, int64_t bloc
 attn_status attn__cuda_forward(const attn_cuda_run *run, const attn_plan *plan, const attn_buffers *f);
 attn_status attn__cuda_merge(const attn_cuda_run *run, const attn_merge_args *args);
 attn_status attn__cuda_rotary(const attn_cuda_run *run, const attn_rotary_args *args);
-
-/* ---- images (images.c) ---- */
-
-/* The code of an entry's file; NULL when this library was built without it. With NULL: of any file. */
-const void *attn__cuda_image(const char *file);
-
-/* For tests: from here on this function is asked; NULL: the embedded images. */
-void attn__cuda_image_replace(const void *(*image)(const char *file));
-
-/* ---- contexts, kernels, pointers (device.c, pointers.c) ---- */
-
-/* A line of the tuning file. */
-typedef struct attn_cuda_tuned {
-    int32_t arch; /* of the GPU, exactly */
-    attn_dtype dtype;
-    int32_t dim;   /* of the table's lines, not of the problem */
-    bool all;      /* for problems that want every feature, or rows that are not aligned */
-    int32_t entry; /* the kernel to take */
-    int32_t line;  /* where it stands */
-} attn_cuda_tuned;
-
-enum { ATTN_MOST_TUNED = 256, ATTN_TUNING_PATH = 256 };
-
-typedef struct attn_cuda_tuning {
-    char path[ATTN_TUNING_PATH]; /* "": there is none */
-    int32_t count;
-    attn_cuda_tuned row[ATTN_MOST_TUNED];
-} attn_cuda_tuning;
-
-/* What a context of this backend holds besides: context->cuda. */
-struct attn_cuda {
-    const attn_driver_state *state;
-    pthread_mutex_t mutex; /* guards the loading of what follows; a plan's kernels do not change any more */
-    uint64_t *status;      /* pinned host memory that every device sees at this address; NULL before the first plan */
-    attn_cu_context primary[ATTN_MOST_GPUS]; /* the devices' primary contexts, retained; NULL: not */
-    attn_cu_kernel kernel[ATTN_ENTRIES];     /* NULL: not loaded */
-    uint32_t ready[ATTN_ENTRIES];            /* a bit for each GPU on which the kernel's shared memory has been asked for */
-    struct {
-        const char *file;
-        attn_cu_library library;
-    } loaded[ATTN_ENTRIES];
-    int32_t libraries;       /* in loaded */
-    attn_cuda_tuning tuning; /* read when the context is made, and constant from then on */
-};
-
-/* Where a call takes place. */
-typedef struct attn_cuda_place {
-    const attn_driver *driver;
-    int32_t gpu; /* index into state->gpu */
-    bool pushed; /* a context was made current for the call */
-} attn_cuda_place;
-
-/* Of which device the memory of a call is. */
-typedef struct attn_cuda_home {
-    int32_t device;   /* -1: no pointer has said it */
-    int32_t hint;     /* where pinned or managed memory was made; -1: there is none */
-    const char *name; /* the pointer that said it */
-    bool any;         /* was there a pointer at all? */
-} attn_cuda_home;
-
-/*
- * Makes a CUDA context current: that of the stream; else the current one, if its device is the right one; else the primary
- * context of that device. A stream of another device than the memory's is refused. Every enter that succeeds wants a leave.
- */
-attn_status attn__cuda_enter(attn_cuda *cuda, const attn_cuda_home *home, void *stream, attn_cuda_place *place);
-void attn__cuda_leave(const attn_cuda_place *place);
-
-/* Loads entries, for all the GPUs whose bit is set in `gpus`, and makes the status word. Not for attn_run. */
-attn_status attn__cuda_load(attn_cuda *cuda, const int *entries, int count, uint32_t gpus);
-
-void attn__cuda_unload(attn_cuda *cuda);
-
-/* ---- tuning (tuning.c) ---- */
-
-/* Does the kernel run there? */
-static inline bool attn__cuda_runs_on(const attn_cuda_entry *e, const attn_gpu *gpu) {
-    return e->arch <= gpu->arch && e->shared_bytes <= (size_t)gpu->shared_bytes;
-}
-
-/* Reads the file that ATTN_TUNING names, if it names one. Errors name the file and the line. */
-attn_status attn__cuda_tuning_read(attn_cuda *cuda);
-
-/* What the file says instead of this entry on this GPU; -1: nothing. */
-int attn__cuda_tuned(const attn_cuda *cuda, const attn_gpu *gpu, const attn_cuda_entry *instead_of, bool all);
-
-/* All pointers of a call: pageable host memory and memory of two devices are refused. */
-attn_status attn__cuda_find_buffers(const attn_driver *driver, const attn_plan *plan, const attn_buffers *f,
-                                    attn_cuda_home *home);
-attn_status attn__cuda_find_merge(const attn_driver *driver, const attn_merge_args *a, attn_cuda_home *home);
-attn_status attn__cuda_find_rotary(const attn_driver *driver, const attn_rotary_args *a, attn_cuda_home *home);
 
 #endif

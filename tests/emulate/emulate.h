@@ -2,8 +2,16 @@
  * CUDA C on the CPU: threads, shared memory, the exchanges of a warp and, in ptx.h, the instructions of ptx.cuh: enough to run
  * the kernels of src/cuda, unchanged, where there is no GPU. Force-included (-include) before each .cu file, which g++ compiles as
  * C++. A block's threads are fibers that are switched at barriers and exchanges only, and blocks run one after the other; so
- * shared memory can be static. What is checked besides the results: that every lane comes to each exchange, and, with
- * EMULATE_ORDER=reverse, that nothing depends on which thread runs first between two barriers.
+ * shared memory can be static. What is checked besides the results:
+ *
+ *   - every lane comes to each exchange, and no threads wait for each other at different barriers (fibers.c);
+ *   - an address in shared memory is aligned and within what the launch asked for, a cp.async reads from a multiple of 16, and
+ *     nothing reads its target before the wait (ptx.h);
+ *   - nothing past the end of device memory is touched (driver.c);
+ *   - with EMULATE_ORDER=reverse, nothing depends on which thread runs first between two barriers.
+ *
+ * Not seen: races that neither order of the threads shows, and between blocks; bank conflicts; the rounding of tensor cores and of
+ * ex2.approx (ptx.h says how they are computed here).
  */
 #ifndef EMULATE_H
 #define EMULATE_H
