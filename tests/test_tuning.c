@@ -349,6 +349,7 @@ TEST(tune_prints_json_of_the_librarys_kernels) {
                     "--seqlen", "64",      "--causal", "--rounds", "1",      "--json"};
     CHECK(call_tune(13, argv) == TOOL_OK);
     get_file("out", text, sizeof text);
+    CHECK_SAY(strstr(text, "{\"gpu\": \"Stub\", \"sm\": 90, ") == text && strstr(text, "\"stack_bytes\": "), "%s", text);
     CHECK_SAY(strstr(text, "\"kernel\": \"fwd_sm80_bf16_d64\", \"library\": true") && strstr(text, "\"right\": true}\n") &&
                   strstr(text, "\"kernel\": \"fwd_sm80_bf16_d128_all\"") && !strstr(text, "tune_d"),
               "%s", text);
