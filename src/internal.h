@@ -41,6 +41,7 @@ typedef struct attn_kernel {
     bool wide;          /* computes in double: for F64 problems; ref computes everything so */
     uint32_t cpu;       /* CPU feature bits that it needs (cpu/features.h) */
     const void *impl;   /* the backend's own; cpu: the ISA's table of micro-kernels */
+    const void *wider;  /* cpu: the ISA's table in double, for sequences that are worked so (attn__in_double) */
     int32_t rows, cols; /* tile of the score matrix */
 } attn_kernel;
 

@@ -12,8 +12,10 @@
 /* Both number types of what tile.h declares for one. */
 int64_t attn__fwd_scratch_f64(const attn_problem *p);
 int64_t attn__bwd_scratch_f64(const attn_problem *p);
-attn_status attn__fwd_run_f64(const attn_plan *plan, const attn_buffers *f);
+void attn__fwd_unit_f64(const attn_plan *plan, const attn_buffers *f, const attn_unit *unit, int32_t h, int32_t slot);
+void attn__fwd_fold_f64(const attn_plan *plan, const attn_buffers *f, int32_t b, int32_t h, int32_t slot);
 attn_status attn__bwd_run_f64(const attn_plan *plan, const attn_buffers *f);
+attn_status attn__probs_run_f64(const attn_plan *plan, const attn_buffers *f);
 
 /* The tables of the two number types are of different types; only the kernels of that type look inside. */
 struct attn__micro_f64;
@@ -30,6 +32,7 @@ struct attn__micro_f64;
      .wide = is_wide,                                                                                                      \
      .cpu = bits,                                                                                                          \
      .impl = &attn__micro_##isa##_##real_name,                                                                             \
+     .wider = &attn__micro_##isa##_f64,                                                                                    \
      .rows = ATTN_TILE_ROWS,                                                                                               \
      .cols = ATTN_TILE_COLS},
 #define ISA(isa, bits, words)                                                                                              \
@@ -67,6 +70,20 @@ static void choose_kernel(attn_plan *plan) {
     }
 }
 
+/* Can a sequence of this problem be worked in double? */
+static bool may_be_in_double(const attn_problem *p) {
+    bool may_be_short = attn__is_short(p->max_q) || (p->flags & (ATTN_VARLEN_Q | ATTN_USED_Q)) != 0;
+    return p->dtype == ATTN_F64 || (p->dtype == ATTN_F32 && may_be_short);
+}
+
+int64_t attn__fwd_scratch(const attn_problem *p) { /* double takes the more of it */
+    return may_be_in_double(p) ? attn__fwd_scratch_f64(p) : attn__fwd_scratch_f32(p);
+}
+
+int64_t attn__fwd_partial(const attn_problem *p) { /* o, padded as float is, which is as much or more; maximum and sum */
+    return (attn__pad(p->dim_v) + 2) * (int64_t)(may_be_in_double(p) ? sizeof(double) : sizeof(float));
+}
+
 /*
  * Split-KV pays when rows are few; it costs memory for partial results. Where that would be much (many sequences, so there
  * is work for all threads anyway) the chunks of a sequence run on one thread, with the same result.
@@ -74,10 +91,9 @@ static void choose_kernel(attn_plan *plan) {
 static void choose_split(attn_plan *plan) {
     const attn_problem *p = &plan->problem;
     const int64_t most_bytes = 64 << 20;
-    int64_t chunks = attn__ceil_div(p->max_kv, ATTN_CHUNK), real_bytes = p->dtype == ATTN_F64 ? 8 : 4;
-    int64_t rows = (int64_t)p->batch * p->heads_q * p->max_q, each = (attn__pad(p->dim_v) + 2) * real_bytes;
+    int64_t rows = (int64_t)p->batch * p->heads_q * p->max_q, chunks = attn__ceil_div(p->max_kv, ATTN_CHUNK);
     bool split = p->op == ATTN_FORWARD && attn__is_short(p->max_q) && chunks > 1 && rows > 0 && plan->slots > 1 &&
-                 rows <= most_bytes / each / chunks;
+                 rows <= most_bytes / attn__fwd_partial(p) / chunks;
     plan->partials = split ? rows * chunks : 0;
 }
 
@@ -92,17 +108,15 @@ static void limit_threads(attn_plan *plan) {
 static attn_status lay_out(attn_plan *plan) {
     const attn_problem *p = &plan->problem;
     bool wide = p->dtype == ATTN_F64, forward = p->op == ATTN_FORWARD;
-    int64_t real_bytes = wide ? 8 : 4, partial = (attn__pad(p->dim_v) + 2) * real_bytes;
-    int64_t scratch = forward ? (wide ? attn__fwd_scratch_f64(p) : attn__fwd_scratch_f32(p))
-                              : (wide ? attn__bwd_scratch_f64(p) : attn__bwd_scratch_f32(p));
+    int64_t scratch = forward ? attn__fwd_scratch(p) : wide ? attn__bwd_scratch_f64(p) : attn__bwd_scratch_f32(p);
     int64_t ranges = (int64_t)p->batch * p->flashmask_heads * attn__ceil_div(p->max_kv, ATTN_TILE_COLS);
     int64_t lse = p->flags & ATTN_VARLEN_Q ? p->heads_q * p->total_q : (int64_t)p->batch * p->heads_q * p->max_q;
     bool fits = attn__plan_reserve(plan, CPU_UNITS, attn__work_rows_most(plan), sizeof(attn_unit)) &&
                 attn__plan_reserve(plan, CPU_KV_UNITS, forward ? 0 : attn__work_keys_most(plan), sizeof(attn_unit)) &&
                 attn__plan_reserve(plan, CPU_FLASH, ranges, sizeof(attn_flash_range)) &&
                 attn__plan_reserve(plan, CPU_SCRATCH, plan->slots, scratch) &&
-                attn__plan_reserve(plan, CPU_PARTIAL, plan->partials, partial) &&
-                attn__plan_reserve(plan, CPU_DELTA, forward ? 0 : lse, real_bytes);
+                attn__plan_reserve(plan, CPU_PARTIAL, plan->partials, attn__fwd_partial(p)) &&
+                attn__plan_reserve(plan, CPU_DELTA, forward ? 0 : lse, wide ? 8 : 4);
     RETURN_IF(!fits, ATTN_INVALID, "max_q=%d, max_kv=%d: the workspace does not fit into memory", p->max_q, p->max_kv);
     return ATTN_OK;
 }
@@ -118,7 +132,49 @@ static attn_status plan_cpu(attn_plan *plan) {
     attn__plan_say(plan, "tiles: %d rows x %d keys\n", ATTN_TILE_ROWS, ATTN_TILE_COLS);
     attn__plan_say(plan, "split: sequences of at most %d rows in chunks of %d keys%s\n", ATTN_SPLIT_ROWS, ATTN_CHUNK,
                    plan->partials ? ", over all threads" : ", each on one thread");
+    if (plan->problem.op == ATTN_FORWARD && !plan->kernel->wide && may_be_in_double(&plan->problem))
+        attn__plan_say(plan, "in double: such sequences, with more than %d keys\n", ATTN_SPLIT_ROWS);
     return lay_out(plan);
+}
+
+/* ---- the run ---- */
+
+typedef struct job {
+    const attn_plan *plan;
+    const attn_buffers *f;
+    const attn_unit *units;
+} job;
+
+static bool sequence_in_double(const job *j, int32_t b) {
+    attn_seq s = attn__seq(&j->plan->problem, j->f, b);
+    return attn__in_double(&j->plan->problem, &s);
+}
+
+static void work_unit(void *arg, int64_t index, int32_t slot) {
+    const job *j = arg;
+    int32_t heads = j->plan->problem.heads_q;
+    const attn_unit *unit = &j->units[index / heads];
+    (sequence_in_double(j, unit->b) ? attn__fwd_unit_f64 : attn__fwd_unit_f32)(j->plan, j->f, unit,
+                                                                               (int32_t)(index % heads), slot);
+}
+
+static void fold_sequence(void *arg, int64_t index, int32_t slot) {
+    const job *j = arg;
+    int32_t heads = j->plan->problem.heads_q, b = (int32_t)(index / heads);
+    (sequence_in_double(j, b) ? attn__fwd_fold_f64 : attn__fwd_fold_f32)(j->plan, j->f, b, (int32_t)(index % heads), slot);
+}
+
+static attn_status forward(const attn_plan *plan, const attn_buffers *f) {
+    attn_unit *units = attn__part(plan, f, CPU_UNITS);
+    job j = {plan, f, units};
+    const attn_problem *p = &plan->problem;
+    RETURN_IF_ERROR(attn__work_flash(plan, f));
+    int64_t count = attn__work_rows(plan, f, units);
+    RETURN_IF_ERROR(attn__parallel(plan->context, plan->slots, count * p->heads_q, work_unit, &j));
+    if (plan->partials > 0)
+        RETURN_IF_ERROR(attn__parallel(plan->context, plan->slots, (int64_t)p->batch * p->heads_q, fold_sequence, &j));
+    if (!f->probs.data) return ATTN_OK;
+    return plan->kernel->wide ? attn__probs_run_f64(plan, f) : attn__probs_run_f32(plan, f);
 }
 
 static attn_status run_cpu(const attn_plan *plan, const attn_buffers *f, void *stream) {
@@ -127,7 +183,7 @@ static attn_status run_cpu(const attn_plan *plan, const attn_buffers *f, void *s
     if (p->flags & ATTN_APPEND) RETURN_IF_ERROR(attn__host_append(plan, f));
     if (p->op == ATTN_KV_APPEND) return ATTN_OK;
     RETURN_IF_ERROR(attn__host_fill_padding(plan, f));
-    if (p->op == ATTN_FORWARD) return plan->kernel->wide ? attn__fwd_run_f64(plan, f) : attn__fwd_run_f32(plan, f);
+    if (p->op == ATTN_FORWARD) return forward(plan, f);
     return plan->kernel->wide ? attn__bwd_run_f64(plan, f) : attn__bwd_run_f32(plan, f);
 }
 

@@ -11,6 +11,8 @@
 #include <math.h>
 #include <string.h>
 
+#include "../numeric.h"
+
 /* Running result of a tile's rows. */
 typedef struct state {
     real *o;   /* [rows][dim_v], unnormalised */
@@ -20,17 +22,12 @@ typedef struct state {
 
 /* One thread's memory. */
 typedef struct scratch {
-    real *q_t, *k, *v, *s, *guard; /* [dim_qk][width], [cols][dim_qk], [cols][dim_v], [cols][width], see tile_gemm */
-    real *row;                     /* one row or column of anything */
-    real *alpha;                   /* [width] */
-    state now, folded;             /* the chunk at hand; all chunks before it */
+    real *q;           /* as tile_load_q leaves it */
+    real *k, *v, *s;   /* [cols][dim_qk], [cols][dim_v], [cols][width] */
+    real *guard, *row; /* see tile_gemm; one row or column of anything */
+    real *alpha;       /* [width] */
+    state now, folded; /* the chunk at hand; all chunks before it */
 } scratch;
-
-typedef struct job {
-    const attn_plan *plan;
-    const attn_buffers *f;
-    const attn_unit *units;
-} job;
 
 /* Lays the scratch out from `at`, or only counts when at is NULL. Returns the number of reals. */
 static int64_t lay_out(scratch *m, real *at, const attn_problem *p) {
@@ -39,7 +36,7 @@ static int64_t lay_out(scratch *m, real *at, const attn_problem *p) {
         real **field;
         int64_t count;
     } fields[] = {
-        {&m->q_t, qk * ATTN_TILE_ROWS},     {&m->k, qk * ATTN_TILE_COLS},
+        {&m->q, qk * ATTN_TILE_ROWS},       {&m->k, qk * ATTN_TILE_COLS},
         {&m->v, v * ATTN_TILE_COLS},        {&m->s, ATTN_TILE_COLS * ATTN_TILE_ROWS},
         {&m->guard, most * ATTN_TILE_ROWS}, {&m->row, most + ATTN_TILE_COLS},
         {&m->alpha, ATTN_TILE_ROWS},        {&m->now.o, v * ATTN_TILE_ROWS},
@@ -94,15 +91,23 @@ static void work_keys(const attn_rows *t, scratch *m, int32_t first, int32_t end
         int32_t keys = attn__min32(ATTN_TILE_COLS, t->mask.sk - j0);
         int class = REAL(tile_class)(t, j0, keys);
         if (class == ATTN_TILE_SKIP) continue;
-        REAL(tile_load_k)(t, m->k, j0, keys);
-        REAL(tile_scores)(t, m->s, NULL, m->q_t, m->k, j0, keys, class, m->row);
+        if (t->narrow) {
+            REAL(tile_narrow_scores)(t, m->s, m->q, j0, keys, class, m->k, m->row);
+        } else {
+            REAL(tile_load_k)(t, m->k, j0, keys);
+            REAL(tile_scores)(t, m->s, NULL, m->q, m->k, j0, keys, class, m->row);
+        }
         t->micro->softmax(m->s, keys, t->width, m->now.max, m->now.sum, m->alpha);
         if (t->p->dropout > 0) REAL(tile_drop)(t, m->s, j0, keys);
         for (int32_t r = 0; r < t->rows; r++) {
             if (m->alpha[r] != 1) t->micro->scale(m->now.o + (int64_t)r * t->dim_v, t->dim_v, m->alpha[r]);
         }
-        REAL(tile_load_v)(t, m->v, j0, keys);
-        REAL(tile_gemm)(t, m->now.o, t->dim_v, m->s, m->v, t->dim_v, t->dim_v, j0, keys, false, class);
+        if (t->narrow) {
+            REAL(tile_narrow_gemm)(t, m->now.o, m->s, j0, keys, class, m->v);
+        } else {
+            REAL(tile_load_v)(t, m->v, j0, keys);
+            REAL(tile_gemm)(t, m->now.o, t->dim_v, m->s, m->v, t->dim_v, t->dim_v, j0, keys, false, class);
+        }
     }
 }
 
@@ -126,7 +131,7 @@ static void finish_row(const attn_rows *t, int32_t r, const real *o, real max, r
         lse = most + log(total);
         t->micro->store(to, p->out_dtype, o, (real)factor, p->dim_v);
     }
-    if (f->lse) ((real *)f->lse)[attn__lse_index(p, &t->s, t->i[r], t->h[r])] = (real)lse;
+    if (f->lse) attn__store(attn__real_dtype(p->dtype), f->lse, attn__lse_index(p, &t->s, t->i[r], t->h[r]), lse);
 }
 
 static void finish(const attn_rows *t, const state *st) {
@@ -136,44 +141,41 @@ static void finish(const attn_rows *t, const state *st) {
 /* ---- chunks that other threads fold ---- */
 
 /* The partial result of one row and chunk: dim_v numbers of o, then max and sum. */
-static real *partial_of(const job *j, const attn_rows *t, int32_t r, int32_t chunk) {
+static real *partial_of(const attn_rows *t, int32_t r, int32_t chunk) {
     const attn_problem *p = t->p;
     int64_t row = ((int64_t)t->s.b * p->heads_q + t->h[r]) * p->max_q + t->i[r];
     int64_t chunks = attn__ceil_div(p->max_kv, ATTN_CHUNK);
-    return (real *)attn__part(j->plan, j->f, CPU_PARTIAL) + (row * chunks + chunk) * (t->dim_v + 2);
+    return (real *)((char *)attn__part(t->plan, t->f, CPU_PARTIAL) + (row * chunks + chunk) * attn__fwd_partial(p));
 }
 
-static void keep_partial(const job *j, const attn_rows *t, const state *st, int32_t chunk) {
+static void keep_partial(const attn_rows *t, const state *st, int32_t chunk) {
     for (int32_t r = 0; r < t->rows; r++) {
-        real *to = partial_of(j, t, r, chunk);
+        real *to = partial_of(t, r, chunk);
         memcpy(to, st->o + (int64_t)r * t->dim_v, (size_t)t->dim_v * sizeof(real));
         to[t->dim_v] = st->max[r];
         to[t->dim_v + 1] = st->sum[r];
     }
 }
 
-static void thread_scratch(const job *j, int32_t slot, scratch *m) {
-    char *mine = (char *)attn__part(j->plan, j->f, CPU_SCRATCH) + slot * REAL(fwd_scratch)(&j->plan->problem);
-    lay_out(m, (real *)mine, &j->plan->problem);
+static void thread_scratch(const attn_rows *t, int32_t slot, scratch *m) {
+    lay_out(m, (real *)((char *)attn__part(t->plan, t->f, CPU_SCRATCH) + slot * attn__fwd_scratch(t->p)), t->p);
 }
 
 /* Second pass of a split run: all rows of one sequence and head. */
-static void fold_sequence(void *arg, int64_t index, int32_t slot) {
-    const job *j = arg;
-    const attn_problem *p = &j->plan->problem;
-    int32_t b = (int32_t)(index / p->heads_q), first, end;
+void REAL(fwd_fold)(const attn_plan *plan, const attn_buffers *f, int32_t b, int32_t h, int32_t slot) {
     attn_rows t;
     scratch m;
-    attn_unit unit = {.b = b, .row = 0, .rows = attn__seq(p, j->f, b).sq, .chunk = -1};
-    if (unit.rows == 0 || !REAL(tile_make)(&t, j->plan, j->f, &unit, (int32_t)(index % p->heads_q), true)) return;
+    int32_t first, end;
+    attn_unit unit = {.b = b, .row = 0, .rows = attn__seq(&plan->problem, f, b).sq, .chunk = -1};
+    if (unit.rows == 0 || !REAL(tile_make)(&t, plan, f, &unit, h, true)) return;
     attn__mask_rows(&t.mask, 0, t.count, &first, &end);
     if (first >= end) return; /* done by the first pass */
-    thread_scratch(j, slot, &m);
+    thread_scratch(&t, slot, &m);
     clear(&t, &m.folded);
     for (int32_t r = 0; r < t.rows; r++) {
         real *o = m.folded.o + (int64_t)r * t.dim_v;
         for (int32_t chunk = first / ATTN_CHUNK; chunk <= (end - 1) / ATTN_CHUNK; chunk++) {
-            const real *part = partial_of(j, &t, r, chunk);
+            const real *part = partial_of(&t, r, chunk);
             fold_row(&t, o, &m.folded.max[r], &m.folded.sum[r], part, part[t.dim_v], part[t.dim_v + 1]);
         }
     }
@@ -182,16 +184,15 @@ static void fold_sequence(void *arg, int64_t index, int32_t slot) {
 
 /* ---- the kernel ---- */
 
-static void work_unit(void *arg, int64_t index, int32_t slot) {
-    const job *j = arg;
-    int32_t heads = j->plan->problem.heads_q, first, end;
-    const attn_unit *unit = &j->units[index / heads];
+void REAL(fwd_unit)(const attn_plan *plan, const attn_buffers *f, const attn_unit *unit, int32_t h, int32_t slot) {
     attn_rows t;
     scratch m;
-    if (!REAL(tile_make)(&t, j->plan, j->f, unit, (int32_t)(index % heads), true)) return;
-    thread_scratch(j, slot, &m);
+    int32_t first, end;
+    if (!REAL(tile_make)(&t, plan, f, unit, h, true)) return;
+    thread_scratch(&t, slot, &m);
     t.guard = m.guard;
-    REAL(tile_load_q)(&t, m.q_t, m.row);
+    t.narrow = t.micro->narrow_dots && attn__is_narrow(&t.s);
+    REAL(tile_load_q)(&t, m.q, m.row);
     attn__mask_rows(&t.mask, t.i0, t.i0 + t.count, &first, &end);
     if (!attn__is_short(t.s.sq)) {
         work_keys(&t, &m, first, end);
@@ -201,7 +202,7 @@ static void work_unit(void *arg, int64_t index, int32_t slot) {
     if (unit->chunk >= 0) {
         int32_t chunk = unit->chunk * ATTN_CHUNK;
         work_keys(&t, &m, attn__max32(first, chunk), attn__min32(end, chunk + ATTN_CHUNK));
-        keep_partial(j, &t, &m.now, unit->chunk);
+        keep_partial(&t, &m.now, unit->chunk);
         return;
     }
     clear(&t, &m.folded);
@@ -212,16 +213,4 @@ static void work_unit(void *arg, int64_t index, int32_t slot) {
         first = stop;
     }
     finish(&t, &m.folded);
-}
-
-attn_status REAL(fwd_run)(const attn_plan *plan, const attn_buffers *f) {
-    attn_unit *units = attn__part(plan, f, CPU_UNITS);
-    job j = {plan, f, units};
-    const attn_problem *p = &plan->problem;
-    RETURN_IF_ERROR(attn__work_flash(plan, f));
-    int64_t count = attn__work_rows(plan, f, units);
-    RETURN_IF_ERROR(attn__parallel(plan->context, plan->slots, count * p->heads_q, work_unit, &j));
-    if (plan->partials > 0)
-        RETURN_IF_ERROR(attn__parallel(plan->context, plan->slots, (int64_t)p->batch * p->heads_q, fold_sequence, &j));
-    return f->probs.data ? REAL(probs_run)(plan, f) : ATTN_OK;
 }

@@ -9,6 +9,10 @@
 #include <math.h>
 #include <string.h>
 
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
 #include "../numeric.h"
 
 #if defined(__AVX512F__)
@@ -20,7 +24,7 @@ enum { VECTOR_BYTES = 16, MR = 6, NV = 4 };
 #else
 enum { VECTOR_BYTES = 16, MR = 6, NV = 2 };
 #endif
-enum { VL = VECTOR_BYTES / sizeof(real) };
+enum { VL = VECTOR_BYTES / sizeof(real), KB = 4 };
 
 #ifdef ATTN_REAL_F64
 typedef int64_t integer;
@@ -30,6 +34,8 @@ typedef int32_t integer;
 typedef uint32_t natural;
 #endif
 typedef real vreal __attribute__((vector_size(VECTOR_BYTES)));
+typedef float vsingle __attribute__((vector_size(VL * sizeof(float))));
+typedef real pair __attribute__((vector_size(2 * sizeof(real))));
 typedef integer vint __attribute__((vector_size(VECTOR_BYTES))); /* what comparisons give */
 typedef natural vbits __attribute__((vector_size(VECTOR_BYTES)));
 
@@ -37,6 +43,16 @@ typedef natural vbits __attribute__((vector_size(VECTOR_BYTES)));
 #define UNROLL _Pragma("unroll")
 #else
 #define UNROLL _Pragma("GCC unroll 8")
+#endif
+/* Holds v in a register: compilers like to read it again for each use, which makes two loads of one. */
+#if defined(__x86_64__) && defined(__AVX512F__)
+#define KEEP(v) __asm__("" : "+v"(v))
+#elif defined(__x86_64__)
+#define KEEP(v) __asm__("" : "+x"(v))
+#elif defined(__aarch64__)
+#define KEEP(v) __asm__("" : "+w"(v))
+#else
+#define KEEP(v) ((void)(v))
 #endif
 #define INLINE static inline __attribute__((always_inline))
 
@@ -47,6 +63,18 @@ INLINE vreal load(const real *p) {
 }
 
 INLINE void store(real *p, vreal v) { memcpy(p, &v, sizeof v); }
+/* VL numbers from place `at` of an array, which holds floats (single) or reals. */
+INLINE vreal load_any(const bool single, const void *p, int64_t at) {
+    if (!single) return load((const real *)p + at);
+#if defined(ATTN_REAL_F64) && defined(__AVX512F__) /* gcc converts halves and puts them together */
+    return _mm512_cvtps_pd(_mm256_loadu_ps((const float *)p + at));
+#else
+    vsingle v;
+    memcpy(&v, (const float *)p + at, sizeof v);
+    return __builtin_convertvector(v, vreal);
+#endif
+}
+
 INLINE vreal splat(real x) { return x - (vreal){0}; }
 INLINE vreal pick(vint mask, vreal a, vreal b) { return (vreal)((mask & (vint)a) | (~mask & (vint)b)); }
 INLINE vreal larger(vreal a, vreal b) { return pick(a > b, a, b); }
@@ -57,19 +85,19 @@ INLINE vreal larger(vreal a, vreal b) { return pick(a > b, a, b); }
  * mr x nv vectors of the product stay in registers over the whole of k. They start from zero and meet c only at the end: a sum
  * over thousands of keys is so made of short sums, and its rounding error grows with their number, not with that of the keys.
  */
-INLINE void block(const int mr, const int nv, real *c, int64_t ldc, const real *a, int64_t row, int64_t col, const real *b,
-                  int64_t ldb, int32_t k, bool accumulate) {
+INLINE void block(const int mr, const int nv, const bool single, real *c, int64_t ldc, const real *a, int64_t row,
+                  int64_t col, const void *b, int64_t at, int64_t ldb, int32_t k, bool accumulate) {
     vreal acc[MR][NV];
     UNROLL for (int i = 0; i < mr; i++) { UNROLL for (int v = 0; v < nv; v++) acc[i][v] = (vreal){0}; }
     for (int32_t n = 0; n < k; n++) {
         vreal bv[NV];
-        UNROLL for (int v = 0; v < nv; v++) bv[v] = load(b + v * VL);
+        UNROLL for (int v = 0; v < nv; v++) bv[v] = load_any(single, b, at + v * VL);
         UNROLL for (int i = 0; i < mr; i++) {
             vreal av = splat(a[i * row]);
             UNROLL for (int v = 0; v < nv; v++) acc[i][v] += av * bv[v];
         }
         a += col;
-        b += ldb;
+        at += ldb;
     }
     UNROLL for (int i = 0; i < mr; i++) {
         UNROLL for (int v = 0; v < nv; v++) {
@@ -79,31 +107,155 @@ INLINE void block(const int mr, const int nv, real *c, int64_t ldc, const real *
     }
 }
 
-/* All rows for nv vectors of columns. */
-INLINE void panel(const int nv, real *c, int64_t ldc, const real *a, int64_t row, int64_t col, const real *b, int64_t ldb,
-                  int32_t m, int32_t k, bool accumulate) {
-    for (; m >= MR; m -= MR, c += MR * ldc, a += MR * row) block(MR, nv, c, ldc, a, row, col, b, ldb, k, accumulate);
+/* All rows for nv vectors of columns, of which the first is at place `at` of b. */
+INLINE void panel(const int nv, const bool single, real *c, int64_t ldc, const real *a, int64_t row, int64_t col,
+                  const void *b, int64_t at, int64_t ldb, int32_t m, int32_t k, bool accumulate) {
+    for (; m >= MR; m -= MR, c += MR * ldc, a += MR * row)
+        block(MR, nv, single, c, ldc, a, row, col, b, at, ldb, k, accumulate);
     switch (m) {
-    case 5: block(5, nv, c, ldc, a, row, col, b, ldb, k, accumulate); break;
-    case 4: block(4, nv, c, ldc, a, row, col, b, ldb, k, accumulate); break;
-    case 3: block(3, nv, c, ldc, a, row, col, b, ldb, k, accumulate); break;
-    case 2: block(2, nv, c, ldc, a, row, col, b, ldb, k, accumulate); break;
-    case 1: block(1, nv, c, ldc, a, row, col, b, ldb, k, accumulate); break;
+    case 5: block(5, nv, single, c, ldc, a, row, col, b, at, ldb, k, accumulate); break;
+    case 4: block(4, nv, single, c, ldc, a, row, col, b, at, ldb, k, accumulate); break;
+    case 3: block(3, nv, single, c, ldc, a, row, col, b, at, ldb, k, accumulate); break;
+    case 2: block(2, nv, single, c, ldc, a, row, col, b, at, ldb, k, accumulate); break;
+    case 1: block(1, nv, single, c, ldc, a, row, col, b, at, ldb, k, accumulate); break;
     default: break;
     }
 }
 
+INLINE void product(const bool single, real *c, int64_t ldc, const real *a, int64_t row, int64_t col, const void *b,
+                    int64_t ldb, int32_t m, int32_t n, int32_t k, bool accumulate) {
+    int32_t x = 0;
+    for (; x + NV * VL <= n; x += NV * VL) panel(NV, single, c + x, ldc, a, row, col, b, x, ldb, m, k, accumulate);
+    for (; x < n; x += VL) panel(1, single, c + x, ldc, a, row, col, b, x, ldb, m, k, accumulate);
+}
+
 static void micro_gemm(real *c, int64_t ldc, const real *a, int64_t row, int64_t col, const real *b, int64_t ldb, int32_t m,
                        int32_t n, int32_t k, bool accumulate) {
-    for (; n >= NV * VL; n -= NV * VL, c += NV * VL, b += NV * VL) panel(NV, c, ldc, a, row, col, b, ldb, m, k, accumulate);
-    for (; n >= VL; n -= VL, c += VL, b += VL) panel(1, c, ldc, a, row, col, b, ldb, m, k, accumulate);
+    product(false, c, ldc, a, row, col, b, ldb, m, n, k, accumulate);
 }
+
+/* ---- products of few rows ---- */
+
+#ifdef ATTN_REAL_F64
+
+static void micro_narrow_gemm(real *c, int64_t ldc, const real *p, int32_t width, const attn_panel *v, int32_t m, int32_t n,
+                              int32_t keys) {
+    if (v->single)
+        product(true, c, ldc, p, 1, width, v->data, v->row, m, n, keys, true);
+    else
+        micro_gemm(c, ldc, p, 1, width, v->data, v->row, m, n, keys, true);
+}
+
+/*
+ * Dot products in VL chains: chain c sums every VL-th dim from c on, then the chains are added by halves. There are two ways to
+ * do that, which give the same bits: chains in the lanes of one vector, with which nothing is spent on rows that are not there;
+ * and rows in lanes, each chain a vector, which needs no sum over lanes.
+ */
+enum { KEYS = 6 * NV / VL < 6 ? 6 * NV / VL : 6 };
+
+INLINE real sum_of_lanes(vreal v) {
+    pair x[VL / 2];
+    memcpy(x, &v, sizeof v);
+    UNROLL for (int half = VL / 4; half > 0; half /= 2) { UNROLL for (int i = 0; i < half; i++) x[i] += x[i + half]; }
+    return x[0][0] + x[0][1];
+}
+
+/* kb keys against rb rows, chains in lanes. */
+INLINE void dot_block(const int kb, const int rb, const bool single, real *s, int32_t width, const void *k, int64_t at,
+                      int64_t ldk, const real *q, int64_t ldq, int32_t dim) {
+    vreal acc[KB][NV];
+    UNROLL for (int j = 0; j < kb; j++) { UNROLL for (int r = 0; r < rb; r++) acc[j][r] = (vreal){0}; }
+    for (int32_t x = 0; x < dim; x += VL) {
+        vreal qv[NV];
+        UNROLL for (int r = 0; r < rb; r++) qv[r] = load(q + r * ldq + x);
+        UNROLL for (int j = 0; j < kb; j++) {
+            vreal kv = load_any(single, k, at + j * ldk + x);
+            UNROLL for (int r = 0; r < rb; r++) acc[j][r] += kv * qv[r];
+        }
+    }
+    UNROLL for (int j = 0; j < kb; j++) { UNROLL for (int r = 0; r < rb; r++) s[j * width + r] = sum_of_lanes(acc[j][r]); }
+}
+
+/* All rows against kb keys. */
+INLINE void dot_rows(const int kb, const bool single, real *s, int32_t width, const void *k, int64_t at, int64_t ldk,
+                     const real *q, int64_t ldq, int32_t rows, int32_t dim) {
+    int32_t r = 0;
+    for (; r + NV <= rows; r += NV) dot_block(kb, NV, single, s + r, width, k, at, ldk, q + r * ldq, ldq, dim);
+    for (; r < rows; r++) dot_block(kb, 1, single, s + r, width, k, at, ldk, q + r * ldq, ldq, dim);
+    for (; r < width; r++) {
+        UNROLL for (int j = 0; j < kb; j++) s[j * width + r] = 0;
+    }
+}
+
+/*
+ * Asks for the rows AHEAD of rows [j, j + rows). Where heads lie side by side the rows of one can be pages apart, and then the
+ * hardware does not look ahead by itself. An address past the end does no harm: nothing is read.
+ */
+INLINE void ask_ahead(const void *from, int64_t size, int32_t j, int32_t rows, int64_t row, int32_t dim) {
+    enum { AHEAD = 16, LINE = 64 };
+    for (int32_t i = 0; i < rows; i++) {
+        uintptr_t at = (uintptr_t)from + (uintptr_t)((j + i + AHEAD) * row * size);
+        for (int64_t byte = 0; byte < dim * size; byte += LINE) __builtin_prefetch((const void *)(at + (uintptr_t)byte));
+    }
+}
+
+INLINE void dots(const bool single, real *s, int32_t width, const void *k, int64_t ldk, const real *q, int64_t ldq,
+                 int32_t rows, int32_t keys, int32_t dim) {
+    int32_t j = 0;
+    for (; j + KB <= keys; j += KB) {
+        ask_ahead(k, single ? sizeof(float) : sizeof(real), j, KB, ldk, dim);
+        dot_rows(KB, single, s + (int64_t)j * width, width, k, j * ldk, ldk, q, ldq, rows, dim);
+    }
+    for (; j < keys; j++) dot_rows(1, single, s + (int64_t)j * width, width, k, j * ldk, ldk, q, ldq, rows, dim);
+}
+
+static void micro_narrow_dots(real *s, int32_t width, const attn_panel *k, const real *q, int64_t ldq, int32_t rows,
+                              int32_t keys, int32_t dim) {
+    if (k->single)
+        dots(true, s, width, k->data, k->row, q, ldq, rows, keys, dim);
+    else
+        dots(false, s, width, k->data, k->row, q, ldq, rows, keys, dim);
+}
+
+/* kb keys against VL rows, rows in lanes. */
+INLINE void chain_block(const int kb, real *s, int32_t width, const real *k, int64_t ldk, const real *q_t, int32_t dim) {
+    vreal acc[KEYS][VL];
+    UNROLL for (int j = 0; j < kb; j++) { UNROLL for (int c = 0; c < VL; c++) acc[j][c] = (vreal){0}; }
+    for (int32_t x = 0; x < dim; x += VL) {
+        UNROLL for (int c = 0; c < VL; c++) {
+            vreal qv = load(q_t + (int64_t)(x + c) * width);
+            KEEP(qv);
+            UNROLL for (int j = 0; j < kb; j++) acc[j][c] += splat(k[j * ldk + x + c]) * qv;
+        }
+    }
+    UNROLL for (int j = 0; j < kb; j++) {
+        UNROLL for (int half = VL / 2; half > 0; half /= 2) {
+            UNROLL for (int c = 0; c < half; c++) acc[j][c] += acc[j][c + half];
+        }
+        store(s + j * width, acc[j][0]);
+    }
+}
+
+static void micro_chain_dots(real *s, int32_t width, const real *k, int64_t ldk, const real *q_t, int32_t keys,
+                             int32_t dim) {
+    for (int32_t r = 0; r < width; r += VL) {
+        int32_t j = 0;
+        for (; j + KEYS <= keys; j += KEYS)
+            chain_block(KEYS, s + (int64_t)j * width + r, width, k + j * ldk, ldk, q_t + r, dim);
+        for (; j < keys; j++) chain_block(1, s + (int64_t)j * width + r, width, k + j * ldk, ldk, q_t + r, dim);
+    }
+}
+
+#endif
 
 /* ---- conversion ---- */
 
 static void micro_load(real *restrict to, const void *from, attn_dtype dtype, int32_t n) {
     if (dtype == REAL_DTYPE) {
         memcpy(to, from, (size_t)n * sizeof *to);
+    } else if (dtype == ATTN_F32) {
+        const float *x = from;
+        for (int32_t i = 0; i < n; i++) to[i] = (real)x[i];
     } else if (dtype == ATTN_BF16) {
         const uint16_t *x = from;
         for (int32_t i = 0; i < n; i++) to[i] = attn__from_bf16(x[i]);
@@ -123,6 +275,9 @@ static void micro_store(void *to, attn_dtype dtype, const real *from, real facto
     if (dtype == REAL_DTYPE) {
         real *y = to;
         for (int32_t i = 0; i < n; i++) y[i] = from[i] * factor + 0;
+    } else if (dtype == ATTN_F32) {
+        float *y = to;
+        for (int32_t i = 0; i < n; i++) y[i] = (float)(from[i] * factor + 0);
     } else if (dtype == ATTN_BF16) {
         uint16_t *y = to;
         for (int32_t i = 0; i < n; i++) y[i] = attn__to_bf16((float)(from[i] * factor + 0));
@@ -135,17 +290,38 @@ static void micro_store(void *to, attn_dtype dtype, const real *from, real facto
 
 #ifdef ATTN_REAL_F64
 
-INLINE vreal exp_vector(vreal x) {
-    vreal y;
-    for (int i = 0; i < VL; i++) y[i] = exp(x[i]);
-    return y;
+/*
+ * e^f - 1 for x = n ln 2 + f, |f| <= ln 2 / 2: Taylor's polynomial of degree 13, whose error is 4e-18. Adding 1.5 * 2^52 leaves
+ * the nearest integer n in the low bits of `shifted`; ln 2 is taken off in two parts, of which the first has so few bits that
+ * its product is exact.
+ */
+INLINE vreal expm1_fraction(vreal x, vreal *shifted) {
+    static const real coefficient[] = {1.0 / 479001600, 1.0 / 39916800, 1.0 / 3628800, 1.0 / 362880,
+                                       1.0 / 40320,     1.0 / 5040,     1.0 / 720,     1.0 / 120,
+                                       1.0 / 24,        1.0 / 6,        1.0 / 2};
+    const vreal magic = splat(6755399441055744.0);
+    *shifted = x * 1.44269504088896340736 + magic;
+    vreal n = *shifted - magic;
+    vreal f = x - n * 6.93147180369123816490e-01 - n * 1.90821492927058770002e-10;
+    vreal y = splat(1.0 / 6227020800);
+    UNROLL for (int i = 0; i < 11; i++) y = y * f + coefficient[i];
+    return f + f * f * y;
 }
 
+/* e^x for x <= 709, to within about one unit in the last place. Below 2^-1022 the result is 0; NaN stays NaN. */
+INLINE vreal exp_vector(vreal x) {
+    vreal shifted, y = expm1_fraction(x, &shifted) + 1.0;
+    y = (vreal)((vbits)y + ((vbits)shifted << 52)); /* unsigned: it wraps for what is set to 0 below */
+    return (vreal)(~(vint)(x < splat(-708.39)) & (vint)(y + (x - x)));
+}
+
+/* cap * tanh(s / cap) by t / (t + 2), where t = e^(2 |s / cap|) - 1 = 2^n (e^f - 1) + (2^n - 1) loses nothing near 0. */
 INLINE vreal softcap_vector(vreal s, real cap, real inverse) {
-    vreal y;
-    (void)inverse;
-    for (int i = 0; i < VL; i++) y[i] = cap * tanh(s[i] / cap);
-    return y;
+    const vint sign_bit = (vint)splat(-0.0);
+    vreal x = s * inverse, size = 2 * (vreal)((vint)x & ~sign_bit), shifted;
+    vreal part = expm1_fraction(pick(size > splat(40.0), splat(40.0), size), &shifted); /* from 38 on it is 1 */
+    vreal power = (vreal)((vbits)splat(1.0) + ((vbits)shifted << 52)), t = power * part + (power - 1);
+    return (vreal)((vint)(cap * (t / (t + 2))) | ((vint)x & sign_bit));
 }
 
 #else
@@ -283,6 +459,11 @@ static bool micro_finite(const real *x, int64_t n) {
 extern const attn_micro TABLE_NAME(ATTN_ISA);
 const attn_micro TABLE_NAME(ATTN_ISA) = {
     .gemm = micro_gemm,
+#ifdef ATTN_REAL_F64
+    .narrow_dots = micro_narrow_dots,
+    .chain_dots = micro_chain_dots,
+    .narrow_gemm = micro_narrow_gemm,
+#endif
     .load = micro_load,
     .store = micro_store,
     .softmax = micro_softmax,

@@ -12,13 +12,34 @@
 #include "../internal.h"
 #include "real.h"
 
-/* Widths are padded to this in every table, which is a multiple of each ISA's vector. */
-enum { ATTN_LANES = 16 };
+/* Widths are padded to this in every table of a number type: 16 or 8, which is a multiple of each ISA's vector. */
+enum { ATTN_LANES = 64 / sizeof(real) };
+
+/* Rows of keys or values, where they lie: row j is at data + j * row, in elements. */
+typedef struct attn_panel {
+    const void *data;
+    int64_t row;
+    bool single; /* of float; otherwise of real */
+} attn_panel;
 
 typedef struct REAL(micro) {
     /* c[m][n] = (accumulate ? c : 0) + sum_k a[m*row + k*col] * b[k*ldb + n], n a multiple of ATTN_LANES; sums in order of k */
     void (*gemm)(real *c, int64_t ldc, const real *a, int64_t row, int64_t col, const real *b, int64_t ldb, int32_t m,
                  int32_t n, int32_t k, bool accumulate);
+
+    /*
+     * For few rows. s[key][row] = dot product of a key's row and q[row][ldq], dim a multiple of ATTN_LANES; 0 in the padding of
+     * width. Dims lie in lanes: nothing is spent on rows that are not there. The order of a sum depends on dim alone.
+     */
+    void (*narrow_dots)(real *s, int32_t width, const attn_panel *k, const real *q, int64_t ldq, int32_t rows, int32_t keys,
+                        int32_t dim);
+
+    /* The same bits from q_t [dim][width], and keys [ldk] that are real. */
+    void (*chain_dots)(real *s, int32_t width, const real *k, int64_t ldk, const real *q_t, int32_t keys, int32_t dim);
+
+    /* c[m][n] += sum_j p[j][width] v[j][n]: gemm's arithmetic with v as it lies. */
+    void (*narrow_gemm)(real *c, int64_t ldc, const real *p, int32_t width, const attn_panel *v, int32_t m, int32_t n,
+                        int32_t keys);
 
     /* Converts n elements; any dtype. */
     void (*load)(real *to, const void *from, attn_dtype dtype, int32_t n);

@@ -7,10 +7,12 @@
 
 #ifdef ATTN_REAL_F64
 typedef double real;
+#define REAL_MICRO wider /* the field of attn_kernel that has the micro-kernels */
 #define REAL(name) attn__##name##_f64
 #define REAL_DTYPE ATTN_F64
 #else
 typedef float real;
+#define REAL_MICRO impl
 #define REAL(name) attn__##name##_f32
 #define REAL_DTYPE ATTN_F32
 #endif

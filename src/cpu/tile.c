@@ -11,7 +11,7 @@ bool REAL(tile_make)(attn_rows *t, const attn_plan *plan, const attn_buffers *f,
     t->plan = plan;
     t->p = p;
     t->f = f;
-    t->micro = plan->kernel->impl;
+    t->micro = plan->kernel->REAL_MICRO;
     t->s = attn__seq(p, f, unit->b);
     t->mask = attn__seq_mask(p, &t->s);
     t->kv_head = h / group;
@@ -26,6 +26,7 @@ bool REAL(tile_make)(attn_rows *t, const attn_plan *plan, const attn_buffers *f,
     }
     t->rows = t->heads * t->count;
     t->width = attn__pad(t->rows);
+    t->narrow = false;
     t->dim_qk = attn__pad(p->dim_qk);
     t->dim_v = attn__pad(p->dim_v);
     for (int32_t r = 0; r < t->width; r++) {
@@ -38,6 +39,9 @@ bool REAL(tile_make)(attn_rows *t, const attn_plan *plan, const attn_buffers *f,
     if (p->dropout > 0) t->dropout = attn__philox_make(f->seed, f->offset, p->dropout);
     return true;
 }
+
+/* Has a narrow tile so few rows that dot products are summed in the lanes of a vector? No result depends on it. */
+static bool few_rows(const attn_rows *t) { return t->narrow && t->rows <= 4; }
 
 /* Row r of q into to[dim_qk], not scaled. Rotation takes the way of the host's other code, which rounds as it must. */
 static void load_q_row(const attn_rows *t, real *to, int32_t r) {
@@ -54,14 +58,16 @@ static void load_q_row(const attn_rows *t, real *to, int32_t r) {
     if (descale != 1) t->micro->scale(to, p->dim_qk, descale);
 }
 
-void REAL(tile_load_q)(const attn_rows *t, real *q_t, real *scratch) {
+void REAL(tile_load_q)(const attn_rows *t, real *q, real *scratch) {
     double factor = t->p->scale * attn__descale(t->f, t->f->k_descale, t->s.b, t->kv_head);
+    if (t->narrow) memset(q, 0, (size_t)t->width * (size_t)t->dim_qk * sizeof(real)); /* its padding is multiplied, too */
     for (int32_t r = 0; r < t->rows; r++) {
+        int64_t first = few_rows(t) ? (int64_t)r * t->dim_qk : r, step = few_rows(t) ? 1 : t->width;
         load_q_row(t, scratch, r);
-        for (int32_t x = 0; x < t->p->dim_qk; x++) q_t[(int64_t)x * t->width + r] = (real)(scratch[x] * factor);
+        for (int32_t x = 0; x < t->p->dim_qk; x++) q[first + x * step] = (real)(scratch[x] * factor);
     }
-    for (int32_t x = 0; x < t->p->dim_qk; x++)
-        for (int32_t r = t->rows; r < t->width; r++) q_t[(int64_t)x * t->width + r] = 0;
+    for (int32_t x = 0; !t->narrow && x < t->p->dim_qk; x++)
+        for (int32_t r = t->rows; r < t->width; r++) q[(int64_t)x * t->width + r] = 0;
 }
 
 void REAL(tile_load_rows)(const attn_rows *t, real *x, real *x_t, const attn_tensor *from, attn_dtype dtype, int32_t dim) {
@@ -97,6 +103,20 @@ void REAL(tile_load_k)(const attn_rows *t, real *k, int32_t j0, int32_t keys) {
 
 void REAL(tile_load_v)(const attn_rows *t, real *v, int32_t j0, int32_t keys) {
     load_kv(t, v, &t->f->v, t->p->dim_v, t->dim_v, j0, keys);
+}
+
+/* Rows of k or v where they lie, if the micro-kernels can read them there; otherwise loaded into room. */
+static attn_panel view(const attn_rows *t, const attn_tensor *of, int32_t dim, int32_t j0, int32_t keys, real *room) {
+    const attn_problem *p = t->p;
+    int32_t at = t->s.leftpad + j0;
+    bool readable = p->kv_dtype == ATTN_F32 || p->kv_dtype == REAL_DTYPE;
+    bool in_one_page = !p->page_size || at % p->page_size + keys <= p->page_size;
+    if (!readable || !in_one_page || dim % ATTN_LANES != 0) {
+        load_kv(t, room, of, dim, attn__pad(dim), j0, keys);
+        return (attn_panel){room, attn__pad(dim), REAL_DTYPE == ATTN_F32};
+    }
+    int64_t start = attn__kv_offset(p, t->f, of, &t->s, at, t->kv_head) * (int64_t)attn_dtype_size(p->kv_dtype);
+    return (attn_panel){(const char *)of->data + start, of->stride[1], p->kv_dtype == ATTN_F32};
 }
 
 int REAL(tile_class)(const attn_rows *t, int32_t j0, int32_t keys) {
@@ -157,14 +177,34 @@ void REAL(tile_dots)(const attn_rows *t, real *s, const real *x, int64_t ldx, co
     }
 }
 
-void REAL(tile_scores)(const attn_rows *t, real *s, real *slope, const real *q_t, const real *k, int32_t j0, int32_t keys,
-                       int tile_class, real *scratch) {
+/* From dot products to scores. */
+static void adjust(const attn_rows *t, real *s, real *slope, int32_t j0, int32_t keys, int tile_class, real *scratch) {
     const attn_problem *p = t->p;
-    REAL(tile_dots)(t, s, k, t->dim_qk, q_t, p->dim_qk, keys);
     if (p->softcap > 0) t->micro->softcap(s, slope, keys * t->width, (real)p->softcap);
     if (p->flags & ATTN_ALIBI) t->micro->alibi(s, keys, t->width, t->slope, t->i, t->mask.sk - t->mask.sq - j0);
     if (p->flags & ATTN_BIAS) add_bias(t, s, j0, keys, scratch);
     if (tile_class == ATTN_TILE_PARTIAL) apply_mask(t, s, j0, keys);
+}
+
+void REAL(tile_scores)(const attn_rows *t, real *s, real *slope, const real *q_t, const real *k, int32_t j0, int32_t keys,
+                       int tile_class, real *scratch) {
+    REAL(tile_dots)(t, s, k, t->dim_qk, q_t, t->p->dim_qk, keys);
+    adjust(t, s, slope, j0, keys, tile_class, scratch);
+}
+
+void REAL(tile_narrow_scores)(const attn_rows *t, real *s, const real *q, int32_t j0, int32_t keys, int tile_class,
+                              real *room, real *scratch) {
+    enum { PORTION = 16 }; /* keys that are converted at once: they stay in the first cache until they are used */
+    if (few_rows(t)) {
+        attn_panel k = view(t, &t->f->k, t->p->dim_qk, j0, keys, room);
+        t->micro->narrow_dots(s, t->width, &k, q, t->dim_qk, t->rows, keys, t->dim_qk);
+    }
+    for (int32_t j = 0; !few_rows(t) && j < keys; j += PORTION) {
+        int32_t count = attn__min32(PORTION, keys - j);
+        REAL(tile_load_k)(t, room, j0 + j, count);
+        t->micro->chain_dots(s + (int64_t)j * t->width, t->width, room, t->dim_qk, q, count, t->dim_qk);
+    }
+    adjust(t, s, NULL, j0, keys, tile_class, scratch);
 }
 
 void REAL(tile_drop)(const attn_rows *t, real *p, int32_t j0, int32_t keys) {
@@ -207,5 +247,16 @@ void REAL(tile_gemm)(const attn_rows *t, real *c, int64_t ldc, const real *a, co
         t->micro->gemm(c, ldc, a, t->width, 1, b, ldb, m, n, k, true);
     } else {
         t->micro->gemm(c, ldc, a, 1, t->width, b, ldb, m, n, k, true);
+    }
+}
+
+void REAL(tile_narrow_gemm)(const attn_rows *t, real *c, const real *p, int32_t j0, int32_t keys, int tile_class,
+                            real *room) {
+    if (t->rows <= 8 && tile_class == ATTN_TILE_FULL) { /* with more rows it pays to convert first */
+        attn_panel v = view(t, &t->f->v, t->p->dim_v, j0, keys, room);
+        t->micro->narrow_gemm(c, t->dim_v, p, t->width, &v, t->rows, t->dim_v, keys);
+    } else {
+        REAL(tile_load_v)(t, room, j0, keys);
+        REAL(tile_gemm)(t, c, t->dim_v, p, room, t->dim_v, t->dim_v, j0, keys, false, tile_class);
     }
 }

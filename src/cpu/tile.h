@@ -22,6 +22,7 @@ typedef struct REAL(tile) {
     attn_mask mask;
     int32_t kv_head, h0, heads, i0, count;
     int32_t rows, width;        /* heads * count; padded to ATTN_LANES */
+    bool narrow;                /* the forward works it by the tile_narrow functions: attn__is_narrow, in double */
     int32_t h[ATTN_TILE_ROWS];  /* query head of each row */
     int32_t i[ATTN_TILE_ROWS];  /* query row of each row */
     real slope[ATTN_TILE_ROWS]; /* of ALiBi */
@@ -39,8 +40,8 @@ typedef REAL(tile) attn_rows;
 bool REAL(tile_make)(attn_rows *t, const attn_plan *plan, const attn_buffers *f, const attn_unit *unit, int32_t h,
                      bool pack);
 
-/* q of the tile, transposed and scaled, into [dim_qk][width]; scratch holds one row. */
-void REAL(tile_load_q)(const attn_rows *t, real *q_t, real *scratch);
+/* q of the tile, transposed and scaled, into [dim_qk][width]; scratch holds one row. A narrow tile's is for tile_narrow_scores. */
+void REAL(tile_load_q)(const attn_rows *t, real *q, real *scratch);
 
 /* Rows of a tensor shaped like q into x [rows][padded], the padding zero, and transposed into x_t [dim][width] unless
    that is NULL. */
@@ -74,12 +75,26 @@ void REAL(tile_drop)(const attn_rows *t, real *p, int32_t j0, int32_t keys);
 void REAL(tile_gemm)(const attn_rows *t, real *c, int64_t ldc, const real *a, const real *b, int64_t ldb, int32_t n,
                      int32_t j0, int32_t keys, bool keys_first, int tile_class);
 
+/*
+ * The forward's tile_scores and tile_gemm for a narrow tile, from loading on: keys and values are read where they lie, or in
+ * `room` when they must be converted. tile_narrow_gemm has the bits of tile_gemm.
+ */
+void REAL(tile_narrow_scores)(const attn_rows *t, real *s, const real *q, int32_t j0, int32_t keys, int tile_class,
+                              real *room, real *scratch);
+void REAL(tile_narrow_gemm)(const attn_rows *t, real *c, const real *p, int32_t j0, int32_t keys, int tile_class,
+                            real *room);
+
 /* Bytes of scratch that one thread needs. */
 int64_t REAL(fwd_scratch)(const attn_problem *p);
 int64_t REAL(bwd_scratch)(const attn_problem *p);
 
-/* The kernels. */
-attn_status REAL(fwd_run)(const attn_plan *plan, const attn_buffers *f);
+/* The same for a forward that has sequences in both number types; and bytes of one row's partial result. */
+int64_t attn__fwd_scratch(const attn_problem *p);
+int64_t attn__fwd_partial(const attn_problem *p);
+
+/* The kernels. A forward runs fwd_unit for each unit and head; if it is split, then fwd_fold for each sequence and head. */
+void REAL(fwd_unit)(const attn_plan *plan, const attn_buffers *f, const attn_unit *unit, int32_t h, int32_t slot);
+void REAL(fwd_fold)(const attn_plan *plan, const attn_buffers *f, int32_t b, int32_t h, int32_t slot);
 attn_status REAL(bwd_run)(const attn_plan *plan, const attn_buffers *f);
 attn_status REAL(probs_run)(const attn_plan *plan, const attn_buffers *f);
 

@@ -5,7 +5,8 @@
  * Rules that the results depend on, and therefore never on batch, threads or workspace (C5):
  *   - key tiles begin at multiples of the tile's columns, counted from the sequence's key 0;
  *   - a sequence of at most ATTN_SPLIT_ROWS query rows is worked in chunks of ATTN_CHUNK keys, whose results are folded in
- *     order; whether the chunks run on one thread or on many is the plan's choice and changes nothing.
+ *     order; whether the chunks run on one thread or on many is the plan's choice and changes nothing;
+ *   - the forward works such a sequence, if it has more keys than that, by other inner loops, and float32 in double.
  */
 #ifndef ATTN_CPU_WORK_H
 #define ATTN_CPU_WORK_H
@@ -56,5 +57,19 @@ const attn_flash_range *attn__work_range(const attn_plan *plan, const attn_buffe
 
 /* Is a sequence of that many rows worked with heads packed and keys in chunks? */
 static inline bool attn__is_short(int32_t sq) { return sq <= ATTN_SPLIT_ROWS; }
+
+/*
+ * Does the forward sum the dot products of sequence s along vectors, not across them? Where rows are few. Not where keys are few
+ * too: that may be the beginning of a longer causal sequence, whose bits it is to have.
+ */
+static inline bool attn__is_narrow(const attn_seq *s) { return attn__is_short(s->sq) && s->sk > ATTN_SPLIT_ROWS; }
+
+/*
+ * Does the forward work sequence s in double? All of F64, and float32 where it is narrow: reading keys costs more than the
+ * arithmetic there, and so few rows leave rounding errors no chance to even out.
+ */
+static inline bool attn__in_double(const attn_problem *p, const attn_seq *s) {
+    return p->dtype == ATTN_F64 || (p->dtype == ATTN_F32 && attn__is_narrow(s));
+}
 
 #endif
