@@ -412,8 +412,9 @@ TEST(c5_strides_do_not_matter) { each_cpu(strides_do_not_matter); }
 /* ---- equivalent problems ---- */
 
 static void gqa_is_repeated_kv(attn_context *context, attn_dtype dtype) {
-    static const int32_t shapes[][2] = {{100, 130}, {1, 2500}};
-    for (int n = 0; n < 2; n++) {
+    static const int32_t shapes[][2] = {
+        {100, 130}, {1, 2500}, {2, 300}, {4, 70}, {16, 90}}; /* tiles of 3, 6, 12, 48 rows */
+    for (int n = 0; n < 5; n++) {
         rig grouped = {.p = problem(dtype, 2, 6, 2, shapes[n][0], shapes[n][1], 24), .backward = true};
         grouped.p.flags = ATTN_CAUSAL;
         rig repeated = grouped;
