@@ -1,9 +1,10 @@
-"""Makes `import flash_attn` mean libattn, for programs that cannot be changed.
+"""Makes `import flash_attn` and `import flash_attn_interface` mean libattn, for programs that cannot be changed.
 
 import libattn.compat
 libattn.compat.install()
 from flash_attn import flash_attn_func              # libattn's
 from flash_attn.bert_padding import unpad_input     # and so on
+import flash_attn_interface                         # FlashAttention-3's functions
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ MODULES = {
     "flash_attn.bert_padding": "libattn.bert_padding",
     "flash_attn.layers": "libattn.layers",
     "flash_attn.layers.rotary": "libattn.layers.rotary",
+    "flash_attn_interface": "libattn.interface3",  # FlashAttention-3, whose arguments have other places
 }
 
 
@@ -49,7 +51,7 @@ _finder = _Finder()
 
 
 def install() -> None:
-    """From now on `import flash_attn` gives libattn. A flash_attn that was imported before is refused, not replaced."""
+    """From now on the names above give libattn's modules. A flash_attn that was imported before is refused, not replaced."""
     if _finder in sys.meta_path:
         return
     taken = [name for name in MODULES if name in sys.modules]

@@ -16,6 +16,7 @@ What all of them share:
     return_attn_probs   returns (out, softmax_lse, S_dmask): softmax_lse is (batch, nheads, seqlen_q), varlen
                     (nheads, total_q), float32 (float64 for float64), and has a gradient; S_dmask is
                     (batch, nheads, seqlen_q, seqlen_k), the probabilities before dropout, negative where they are dropped
+    return_softmax_lse  returns (out, softmax_lse), without the matrix of probabilities
     q_descale, k_descale, v_descale   broadcast to (batch, nheads_k) float32: fp8 and int8 numbers are multiplied by them
 v may have a head dim of its own, and so has the output then. float8 inputs give bfloat16.
 """
@@ -42,11 +43,11 @@ def _window(window_size: Window) -> dict:
     return {"window_left": left, "window_right": right}
 
 
-def _attend(ops, q, k, v, options: Options, return_attn_probs: bool):
+def _attend(ops, q, k, v, options: Options, return_attn_probs: bool, return_softmax_lse: bool):
     if options.dropout > 0:
         options = options._replace(seed=ops.new_seed(q))
     out, lse, probs = ops.attention(q, k, v, options, return_attn_probs)
-    return (out, lse, probs) if return_attn_probs else out
+    return (out, lse, probs) if return_attn_probs else (out, lse) if return_softmax_lse else out
 
 
 def flash_attn_func(
@@ -72,6 +73,7 @@ def flash_attn_func(
     num_splits: int = 1,
     pack_gqa: Optional[bool] = None,
     sm_margin: int = 0,
+    return_softmax_lse: bool = False,
 ):
     """Attention of q (batch, seqlen_q, nheads, headdim) to k, v (batch, seqlen_k, nheads_k, headdim).
 
@@ -93,7 +95,7 @@ def flash_attn_func(
         dropout=dropout_p,
         **_window(window_size),
     )
-    return _attend(ops, q, k, v, options, return_attn_probs)
+    return _attend(ops, q, k, v, options, return_attn_probs, return_softmax_lse)
 
 
 def flash_attn_kvpacked_func(
@@ -212,6 +214,7 @@ def flash_attn_varlen_func(
     num_splits: int = 1,
     pack_gqa: Optional[bool] = None,
     sm_margin: int = 0,
+    return_softmax_lse: bool = False,
 ):
     """Sequences of different lengths, packed one after the other: q (total_q, nheads, headdim), k, v (total_k, ...).
 
@@ -250,7 +253,7 @@ def flash_attn_varlen_func(
         dropout=dropout_p,
         **_window(window_size),
     )
-    return _attend(ops, q, k, v, options, return_attn_probs)
+    return _attend(ops, q, k, v, options, return_attn_probs, return_softmax_lse)
 
 
 def flash_attn_varlen_kvpacked_func(

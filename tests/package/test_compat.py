@@ -1,4 +1,7 @@
-"""libattn.compat: programs that import flash_attn get libattn, with the very signatures of flash_attn 2.8."""
+"""libattn.compat: programs that import flash_attn get libattn, with the very signatures of flash_attn 2.8.
+
+Those that import flash_attn_interface get it with the signatures of FlashAttention-3.
+"""
 
 import inspect
 
@@ -33,11 +36,28 @@ SIGNATURES = {  # what may be given by place: names and defaults, as in flash_at
     "layers.rotary.apply_rotary_emb_kv_": "kv cos sin interleaved=False seqlen_offsets=0",
     "layers.rotary.RotaryEmbedding": "dim base=10000.0 interleaved=False scale_base=None device=None",
 }
+DESCALES = "q_descale=None k_descale=None v_descale=None"
+LATER = f"qv=None {DESCALES} window_size=(-1, -1) attention_chunk=0 softcap=0.0 num_splits=1 pack_gqa=None"
+SIGNATURES |= {  # as in FlashAttention-3
+    "interface3.flash_attn_func": f"q k v softmax_scale=None causal=False {LATER} deterministic=False sm_margin=0 "
+    "return_attn_probs=False",
+    "interface3.flash_attn_qkvpacked_func": f"qkv softmax_scale=None causal=False {DESCALES} window_size=(-1, -1) "
+    "attention_chunk=0 softcap=0.0 deterministic=False num_heads_q=None sm_margin=0 return_attn_probs=False",
+    "interface3.flash_attn_varlen_func": "q k v cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k seqused_q=None "
+    f"seqused_k=None softmax_scale=None causal=False {LATER} deterministic=False sm_margin=0 return_attn_probs=False",
+    "interface3.flash_attn_with_kvcache": "q k_cache v_cache k=None v=None qv=None rotary_cos=None rotary_sin=None "
+    "cache_seqlens=None cache_batch_idx=None cache_leftpad=None page_table=None cu_seqlens_q=None cu_seqlens_k_new=None "
+    f"max_seqlen_q=None rotary_seqlens=None {DESCALES} softmax_scale=None causal=False window_size=(-1, -1) "
+    "attention_chunk=0 softcap=0.0 rotary_interleaved=True scheduler_metadata=None num_splits=0 pack_gqa=None sm_margin=0 "
+    "return_softmax_lse=False",
+    "interface3.flash_attn_combine": "out_partial lse_partial out=None out_dtype=None",
+}
 
 
 @pytest.mark.parametrize("name", SIGNATURES)
 def test_signature(name):
     import libattn.bert_padding
+    import libattn.interface3
     import libattn.layers.rotary
 
     thing = libattn
@@ -73,6 +93,31 @@ def test_flash_attn_is_libattn(installed):
     assert torch.equal(flash_attn_func(q, q, q, causal=True), libattn.flash_attn_func(q, q, q, causal=True))
 
 
+def test_flash_attn_interface_is_flash_attention_3(installed):
+    import flash_attn_interface as fa3
+
+    q, k, v = torch.randn(3, 2, 20, 2, 16, dtype=torch.float64).unbind()
+    wanted, lse, _ = libattn.flash_attn_func(q, k, v, softmax_scale=0.1, causal=True, return_attn_probs=True)
+    out, found_lse = fa3.flash_attn_func(q, k, v, 0.1, True, return_attn_probs=True)  # by place
+    assert torch.equal(out, wanted) and torch.equal(found_lse, lse)
+    assert torch.equal(fa3.flash_attn_qkvpacked_func(torch.stack([q, k, v], 2), 0.1, True), wanted)
+    cu, used = torch.tensor([0, 20, 40], dtype=torch.int32), torch.tensor([20, 20], dtype=torch.int32)
+    packed = [x.flatten(0, 1) for x in (q, k, v)]
+    out = fa3.flash_attn_varlen_func(*packed, cu, cu, 20, 20, used, used, 0.1, True)
+    assert torch.equal(out, wanted.flatten(0, 1))
+    metadata = fa3.get_scheduler_metadata(2, 20, 20, 2, 2, 16, used)
+    options = {"cache_seqlens": used, "softmax_scale": 0.1, "causal": True, "scheduler_metadata": metadata}
+    out, found_lse = fa3.flash_attn_with_kvcache(q, k, v, **options, return_softmax_lse=True)
+    assert torch.equal(out, wanted) and torch.equal(found_lse, lse)
+    parts = [fa3.flash_attn_func(q, k[:, j : j + 10], v[:, j : j + 10], 0.1, return_attn_probs=True) for j in (0, 10)]
+    out, _ = fa3.flash_attn_combine(*(torch.stack(x) for x in ([p[0] for p in parts], [p[1].mT for p in parts])))
+    torch.testing.assert_close(out, fa3.flash_attn_func(q, k, v, 0.1))
+    with pytest.raises(TypeError, match="dropout"):
+        fa3.flash_attn_func(q, k, v, dropout=0.1)
+    with pytest.raises(NotImplementedError, match="qv"):
+        fa3.flash_attn_func(q, k, v, None, False, q)
+
+
 def test_other_names_are_left_alone(installed):
     with pytest.raises(ModuleNotFoundError):
         import flash_attn.losses  # noqa: F401
@@ -81,6 +126,8 @@ def test_other_names_are_left_alone(installed):
 def test_uninstalled_again():
     with pytest.raises(ModuleNotFoundError):
         import flash_attn  # noqa: F401
+    with pytest.raises(ModuleNotFoundError):
+        import flash_attn_interface  # noqa: F401
 
 
 def test_a_real_flash_attn_is_not_replaced(monkeypatch):
