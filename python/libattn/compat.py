@@ -51,7 +51,7 @@ _finder = _Finder()
 
 
 def install() -> None:
-    """From now on the names above give libattn's modules. A flash_attn that was imported before is refused, not replaced."""
+    """From now on these names give libattn's modules. A flash_attn that was imported before is refused, not replaced."""
     if _finder in sys.meta_path:
         return
     taken = [name for name in MODULES if name in sys.modules]

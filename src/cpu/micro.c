@@ -9,7 +9,7 @@
 #include <math.h>
 #include <string.h>
 
-#if defined(__AVX512F__)
+#if defined(__AVX2__)
 #include <immintrin.h>
 #endif
 
@@ -66,8 +66,10 @@ INLINE void store(real *p, vreal v) { memcpy(p, &v, sizeof v); }
 /* VL numbers from place `at` of an array, which holds floats (single) or reals. */
 INLINE vreal load_any(const bool single, const void *p, int64_t at) {
     if (!single) return load((const real *)p + at);
-#if defined(ATTN_REAL_F64) && defined(__AVX512F__) /* gcc converts halves and puts them together */
+#if defined(ATTN_REAL_F64) && defined(__AVX512F__) /* by hand: gcc converts halves and puts them together */
     return _mm512_cvtps_pd(_mm256_loadu_ps((const float *)p + at));
+#elif defined(ATTN_REAL_F64) && defined(__AVX2__)
+    return _mm256_cvtps_pd(_mm_loadu_ps((const float *)p + at));
 #else
     vsingle v;
     memcpy(&v, (const float *)p + at, sizeof v);
