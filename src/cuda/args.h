@@ -26,6 +26,19 @@ enum {
     ATTN_MERGE_PARTS = 48            /* parts that one launch of merge takes */
 };
 
+/* x / by for x < 2^31 as a multiplication: a block has a few of them to do before it can begin. */
+typedef struct attn_divider {
+    uint32_t magic, shift;
+} attn_divider;
+
+static inline attn_divider attn__divider(int32_t by) {
+    attn_divider d = {0, 31};
+    while ((UINT64_C(1) << (d.shift - 31)) < (uint64_t)by) d.shift++;
+    d.magic = (uint32_t)(((UINT64_C(1) << d.shift) + (uint64_t)by - 1) / (uint64_t)by);
+    return d;
+}
+ATTN_HD uint32_t attn__divide(uint32_t x, attn_divider d) { return (uint32_t)((uint64_t)x * d.magic >> d.shift); }
+
 typedef struct attn_cuda_args {
     attn_problem p;           /* resolved */
     attn_buffers f;           /* checked; q is the rotated one where there is one */
@@ -48,8 +61,10 @@ typedef struct attn_cuda_args {
     int32_t dv_blocks;     /* blocks that share the dims of V of the same rows: ceil(dim_v / the kernel's dimv) */
     int32_t group;         /* heads that are worked side by side: a grid is [groups of heads][slot][head][part of V] */
     float scale_log2;      /* scale * log2(e), the descales aside */
+    float least;           /* -FLT_MAX, or so that its product with scale_log2 is still finite */
     int32_t vector_ok;     /* every row of q, k, v and o starts at a multiple of 16 bytes */
     attn_tensor rotated_q; /* ATTN_ROTARY: where rotate_q writes, as f.q is later */
+    attn_divider by_group, by_heads, by_share; /* by group, by heads_q, by heads_q / heads_kv */
 } attn_cuda_args;
 
 /* What merge is given: some of the parts. A merge of more parts is several launches, with `state` between them. */

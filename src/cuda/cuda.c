@@ -123,8 +123,10 @@ static attn_dtype tile_dtype(const attn_problem *p) {
     return half && (p->kv_dtype == ATTN_F16 || kv_narrow) ? ATTN_F16 : ATTN_F32;
 }
 
-/* Does the problem ask for more than causal, window, sink and lengths? */
+/* Does the problem ask for more than causal, window, sink and lengths, or for rows that are not whole pieces of 16 bytes? */
 static bool wants_all(const attn_problem *p) {
+    int32_t piece = 16 / (int32_t)attn_dtype_size(p->dtype);
+    if (p->dim_qk % piece || p->dim_v % piece || !(p->scale > 0)) return true;
     return (p->flags & (ATTN_ALIBI | ATTN_BIAS | ATTN_DESCALE)) || p->softcap > 0 || p->dropout > 0 ||
            p->flashmask_vectors || p->page_size || p->kv_dtype != p->dtype || p->out_dtype != p->dtype;
 }

@@ -20,8 +20,6 @@
  */
 #include "fwd.cuh"
 
-#include <float.h>
-
 /* ---- S = Q K^T ---- */
 
 /* In float32, hi of the numbers stays in x. */
@@ -61,29 +59,65 @@ DEVICE void multiply(float c0[4], float c1[4], uint32_t a[4], uint32_t b[4]) {
     }
 }
 
+/* The pieces of shared memory with which the fragments of a lane begin. */
+typedef struct pieces {
+    uint32_t q, k, v;
+} pieces;
+
+DEVICE pieces first_pieces(uint32_t shared_q, uint32_t shared_k, uint32_t shared_v, int warp, int lane) {
+    pieces at;
+    at.q = shared_at(shared_q, warp * MT * 16 + (lane & 15), lane >> 4, QK_CHUNKS);
+    at.k = shared_at(shared_k, (lane & 7) + (lane >> 4) * 8, lane >> 3 & 1, QK_CHUNKS);
+    at.v = shared_at(shared_v, lane & 15, lane >> 4, V_CHUNKS);
+    return at;
+}
+
 /* Q fragment of step kk: the 32 bytes from there on, of the warp's rows. */
-DEVICE void load_q_step(uint32_t q[MT][4], uint32_t shared_q, int warp, int lane, int kk) {
-    const uint32_t piece = shared_at(shared_q, warp * MT * 16 + (lane & 15), lane >> 4, QK_CHUNKS);
+DEVICE void load_q_step(uint32_t q[MT][4], uint32_t piece, int kk) {
 #pragma unroll
     for (int mt = 0; mt < MT; mt++) ldmatrix_x4(q[mt], shared_step(piece, kk, QK_CHUNKS) + mt * 16 * QK_CHUNKS * 16);
 }
 
 /* Fragments come in a stream: step by step of 32 bytes, in each 16 keys at a time. */
-DEVICE void load_k_fragment(uint32_t k[4], uint32_t shared_k, int lane, int n) {
+DEVICE void load_k_fragment(uint32_t k[4], uint32_t piece, int n) {
     int kk = n / (BN / 16), jj = n % (BN / 16);
-    const uint32_t piece = shared_at(shared_k, (lane & 7) + (lane >> 4) * 8, lane >> 3 & 1, QK_CHUNKS);
     ldmatrix_x4(k, shared_step(piece, kk, QK_CHUNKS) + jj * 16 * QK_CHUNKS * 16);
 }
 
-DEVICE void product_qk(float s[MT][NT][4], uint32_t q_kept[Q_KEPT][MT][4], uint32_t shared_q, uint32_t shared_k, int warp,
-                       int lane) {
+/* What is fetched beneath the products of a tile: where to, how far rows are apart, and how many pieces of each. */
+typedef struct errand {
+    uint32_t to_k, to_v;
+    int64_t k_row, v_row;
+    int k, v;
+} errand;
+
+/*
+ * Rounds of the fetch that fall to fragment n of `count`. Each place where loads stand costs three idle instructions, so K and V
+ * share one; with eager = 1, where they cannot, all rounds stand in one place.
+ */
+enum { ROUNDS = BN * ALONG(QK_CHUNKS) / THREADS, PLACES = EAGER == 2 ? (int)ROUNDS : 1 };
+
+DEVICE void fetch_k_beneath(fetch &f, const errand &e, int n, int count) {
+#pragma unroll
+    for (int round = 0; round < ROUNDS; round++)
+        if (n == round * PLACES / ROUNDS * count / PLACES)
+            f.k = fetch_round(f.k, e.k_row, e.to_k, round, QK_CHUNKS, e.k);
+}
+DEVICE void fetch_v_beneath(fetch &f, const errand &e, int n, int count) {
+#pragma unroll
+    for (int round = 0; round < ROUNDS; round++)
+        if (n == round * PLACES / ROUNDS * count / PLACES)
+            f.v = fetch_round(f.v, e.v_row, e.to_v, round, V_CHUNKS, e.v);
+}
+
+DEVICE void product_qk(float s[MT][NT][4], uint32_t q_kept[Q_KEPT][MT][4], const pieces &at, fetch &f, const errand &e) {
     enum { COUNT = QK_STEPS * (BN / 16), SLOTS = KF * (1 + TWICE), Q_SLOTS = QF + (QF == 0) };
     uint32_t k[SLOTS][4], q[Q_SLOTS][MT][4];
     float sum[MT][NT][4], (*to)[NT][4] = WIDE ? sum : s;
     EACH_SCORE(mt, nt, e) s[mt][nt][e] = sum[mt][nt][e] = 0;
     if (TWICE) {
 #pragma unroll
-        for (int n = 0; n < KF; n++) load_k_fragment(k[n], shared_k, lane, n);
+        for (int n = 0; n < KF; n++) load_k_fragment(k[n], at.k, n);
     }
 #pragma unroll
     for (int n = 0; n < COUNT; n++) {
@@ -91,13 +125,15 @@ DEVICE void product_qk(float s[MT][NT][4], uint32_t q_kept[Q_KEPT][MT][4], uint3
         if (QF && jj == 0 && kk % (QF ? QF : 1) == 0) {
 #pragma unroll
             for (int x = 0; x < QF; x++)
-                if (kk + x < QK_STEPS) load_q_step(q[(kk + x) % Q_SLOTS], shared_q, warp, lane, kk + x);
+                if (kk + x < QK_STEPS) load_q_step(q[(kk + x) % Q_SLOTS], at.q, kk + x);
         }
         if (n % KF == 0) {
 #pragma unroll
             for (int x = TWICE * KF; x < (1 + TWICE) * KF; x++)
-                if (n + x < COUNT) load_k_fragment(k[(n + x) % SLOTS], shared_k, lane, n + x);
+                if (n + x < COUNT) load_k_fragment(k[(n + x) % SLOTS], at.k, n + x);
         }
+        if (!ALL && EAGER == 2) fetch_k_beneath(f, e, n, COUNT);
+        if (!ALL && EAGER) fetch_v_beneath(f, e, n, EAGER == 2 ? (int)COUNT : COUNT / 2);
 #pragma unroll
         for (int mt = 0; mt < MT; mt++)
             multiply(to[mt][2 * jj], to[mt][2 * jj + 1], QF ? q[kk % Q_SLOTS][mt] : q_kept[kk % Q_KEPT][mt], k[n % SLOTS]);
@@ -114,7 +150,7 @@ DEVICE void product_qk(float s[MT][NT][4], uint32_t q_kept[Q_KEPT][MT][4], uint3
  * In float32 an infinity times a number whose lo is 0 is NaN. Where a score has become NaN the product of the hi alone tells
  * whether it is one. Rare, so slow.
  */
-DEVICE void repair_scores(float s[MT][NT][4], uint32_t shared_q, uint32_t shared_k, int warp, int lane) {
+DEVICE void repair_scores(float s[MT][NT][4], const pieces &at) {
     bool is_nan = false;
     EACH_SCORE(mt, nt, e) is_nan |= s[mt][nt][e] != s[mt][nt][e];
     if (!__any_sync(~0u, is_nan)) return;
@@ -124,8 +160,8 @@ DEVICE void repair_scores(float s[MT][NT][4], uint32_t shared_q, uint32_t shared
 #pragma unroll 1
         for (int kk = 0; kk < QK_STEPS; kk++) {
             uint32_t q[MT][4], k[4], lo[4];
-            load_q_step(q, shared_q, warp, lane, kk);
-            load_k_fragment(k, shared_k, lane, kk * (BN / 16) + jj);
+            load_q_step(q, at.q, kk);
+            load_k_fragment(k, at.k, kk * (BN / 16) + jj);
             split_tf32(k, lo);
 #pragma unroll
             for (int mt = 0; mt < MT; mt++) {
@@ -146,16 +182,18 @@ DEVICE void repair_scores(float s[MT][NT][4], uint32_t shared_q, uint32_t shared
 
 /* ---- softmax and O += P V ---- */
 
+/* Where O leaves few registers, P is made of one half of the keys at a time: it can be live in full no more than once. */
+enum { HALVES = MT == 2 && DV >= 128 ? 2 : 1 };
+
 /* V fragment of 16 dims for the keys of step ks: 16 keys, or 8 in float32. */
-DEVICE void load_v_fragment(uint32_t v[4], uint32_t shared_v, int lane, int n) {
+DEVICE void load_v_fragment(uint32_t v[4], uint32_t piece, int n) {
     int ks = n / (DV / 16), dd = n % (DV / 16);
-    if (!WIDE) {
-        const uint32_t piece = shared_at(shared_v, lane & 15, lane >> 4, V_CHUNKS);
-        ldmatrix_x4_trans(v, shared_step(piece, dd, V_CHUNKS) + ks * 16 * V_CHUNKS * 16);
-        return;
-    }
-    /* lane 4g + t takes column g of the rows 2t, 2t + 1: the columns that it holds of P */
-    int g = lane >> 2, t = lane & 3;
+    ldmatrix_x4_trans(v, shared_step(piece, dd, V_CHUNKS) + ks * 16 * V_CHUNKS * 16);
+}
+
+/* In float32 without ldmatrix: lane 4g + t takes column g of the rows 2t, 2t + 1: the columns that it holds of P. */
+DEVICE void load_v_wide(uint32_t v[4], uint32_t shared_v, int lane, int n) {
+    int ks = n / (DV / 16), dd = n % (DV / 16), g = lane >> 2, t = lane & 3;
 #pragma unroll
     for (int x = 0; x < 4; x++) {
         int row = ks * 8 + 2 * t + (x & 1), column = dd * 16 + (x >> 1) * 8 + g;
@@ -171,7 +209,7 @@ DEVICE void exponentials(uint32_t p[4], float s[NT][4], float scale, const float
 #pragma unroll
         for (int e = 0; e < 4; e++) {
             y[e] = ex2_approx(__fmaf_rn(s[WIDE ? ks : 2 * ks + half][e], scale, -m[e >> 1]));
-            l[e >> 1] += y[e];
+            if (e & 1) l[e >> 1] += y[e - 1] + y[e];
         }
         if (WIDE) { /* columns 2t, 2t + 1 stand for k = t, t + 4 */
 #pragma unroll
@@ -183,27 +221,24 @@ DEVICE void exponentials(uint32_t p[4], float s[NT][4], float scale, const float
     }
 }
 
-enum { V_SLOTS = VF * (1 + TWICE) };
-
-/* With double-buffering, the first fragments of V. */
-DEVICE void begin_pv(uint32_t v[V_SLOTS][4], uint32_t shared_v, int lane) {
+/* The keys of the steps [from, to). */
+DEVICE void product_pv(float o[MT][DT][4], uint32_t p[PV_STEPS][MT][4], uint32_t piece, fetch &f, const errand &e, int from,
+                       int to) {
+    enum { EACH = DV / 16, COUNT = PV_STEPS * EACH, SLOTS = VF * (1 + TWICE) };
+    uint32_t v[SLOTS][4];
 #pragma unroll
-    for (int n = 0; n < VF * TWICE; n++) load_v_fragment(v[n], shared_v, lane, n);
-}
-
-DEVICE void product_pv(float o[MT][DT][4], uint32_t p[PV_STEPS][MT][4], uint32_t v[V_SLOTS][4], uint32_t shared_v,
-                       int lane) {
-    enum { EACH = DV / 16, COUNT = PV_STEPS * EACH };
+    for (int n = from * EACH; n < from * EACH + VF * TWICE; n++) load_v_fragment(v[n % SLOTS], piece, n);
 #pragma unroll
-    for (int n = 0; n < COUNT; n++) {
+    for (int n = from * EACH; n < to * EACH; n++) {
         int ks = n / EACH, dd = n % EACH;
         if (n % VF == 0) {
 #pragma unroll
             for (int x = TWICE * VF; x < (1 + TWICE) * VF; x++)
-                if (n + x < COUNT) load_v_fragment(v[(n + x) % V_SLOTS], shared_v, lane, n + x);
+                if (n + x < to * EACH) load_v_fragment(v[(n + x) % SLOTS], piece, n + x);
         }
+        if (!ALL && EAGER == 1) fetch_k_beneath(f, e, n, COUNT / 2);
 #pragma unroll
-        for (int mt = 0; mt < MT; mt++) multiply(o[mt][2 * dd], o[mt][2 * dd + 1], p[ks][mt], v[n % V_SLOTS]);
+        for (int mt = 0; mt < MT; mt++) multiply(o[mt][2 * dd], o[mt][2 * dd + 1], p[ks][mt], v[n % SLOTS]);
     }
 }
 
@@ -215,7 +250,7 @@ DEVICE void product_pv_wide(float o[MT][DT][4], uint32_t p[PV_STEPS][MT][4], uin
 #pragma unroll
         for (int ks = 0; ks < PV_STEPS; ks++) {
             uint32_t v[4];
-            load_v_fragment(v, shared_v, lane, ks * (DV / 16) + dd);
+            load_v_wide(v, shared_v, lane, ks * (DV / 16) + dd);
 #pragma unroll
             for (int mt = 0; mt < MT; mt++) multiply(sum[mt][0], sum[mt][1], p[ks][mt], v);
             if (ks % SUM_STEPS != SUM_STEPS - 1 && ks != PV_STEPS - 1) continue;
@@ -238,9 +273,10 @@ DEVICE void product_pv_wide(float o[MT][DT][4], uint32_t p[PV_STEPS][MT][4], uin
  * scale * s - scale * m is one multiply-add. The rounding of scale * m is then a factor common to the row, which the division by
  * l takes out again; but where scores are so large that this rounding is too, s - m is taken first, exactly.
  */
-DEVICE void raise_maximum(float o[MT][DT][4], float most[MT][2], float m[MT][2], float l[MT][2], float scale,
+DEVICE bool raise_maximum(float o[MT][DT][4], float most[MT][2], float m[MT][2], float l[MT][2], float scale,
                           bool is_first) {
     float factor[MT][2];
+    bool has_huge = false;
 #pragma unroll
     for (int mt = 0; mt < MT; mt++)
 #pragma unroll
@@ -255,21 +291,22 @@ DEVICE void raise_maximum(float o[MT][DT][4], float most[MT][2], float m[MT][2],
             float grown = exactly ? __fmul_rn(before - m[mt][half], scale) : less - more;
             factor[mt][half] = ex2_approx(grown); /* 1 where nothing grew */
             l[mt][half] *= factor[mt][half];
+            has_huge |= fabsf(more) > HUGE_SCORE;
         }
-    if (FIRST && is_first) return;
+    if (FIRST && is_first) return __any_sync(~0u, has_huge);
 #pragma unroll
     for (int mt = 0; mt < MT; mt++)
 #pragma unroll
         for (int dt = 0; dt < DT; dt++)
 #pragma unroll
             for (int e = 0; e < 4; e++) o[mt][dt][e] *= factor[mt][e >> 1];
+    return __any_sync(~0u, has_huge);
 }
 
-DEVICE void softmax(uint32_t p[PV_STEPS][MT][4], float o[MT][DT][4], float s[MT][NT][4], float m[MT][2], float l[MT][2],
-                    const attn_cuda_args &a, const tile_place &at) {
-    const float scale = at.scale;
-    float most[MT][2], less[MT][2];
-    bool raise = false, has_huge = false;
+DEVICE void follow_maximum(float o[MT][DT][4], float s[MT][NT][4], float m[MT][2], float l[MT][2], bool &has_huge,
+                           const tile_place &at) {
+    float most[MT][2];
+    bool raise = false;
 #pragma unroll
     for (int mt = 0; mt < MT; mt++)
 #pragma unroll
@@ -280,14 +317,17 @@ DEVICE void softmax(uint32_t p[PV_STEPS][MT][4], float o[MT][DT][4], float s[MT]
             raise |= x > m[mt][half];
             most[mt][half] = x;
         }
-    if (__any_sync(~0u, raise)) raise_maximum(o, most, m, l, scale, at.n == at.n_last);
+    if (__any_sync(~0u, raise)) has_huge = raise_maximum(o, most, m, l, at.scale, at.n == at.n_last);
+}
+
+/* P of the steps [from, to). */
+DEVICE void make_p(uint32_t p[PV_STEPS][MT][4], float s[MT][NT][4], float m[MT][2], float l[MT][2], bool has_huge,
+                   const attn_cuda_args &a, const tile_place &at, int from, int to) {
+    float less[MT][2];
 #pragma unroll
     for (int mt = 0; mt < MT; mt++)
 #pragma unroll
-        for (int half = 0; half < 2; half++) {
-            less[mt][half] = __fmul_rn(m[mt][half], scale);
-            has_huge |= fabsf(less[mt][half]) > HUGE_SCORE;
-        }
+        for (int half = 0; half < 2; half++) less[mt][half] = __fmul_rn(m[mt][half], at.scale);
     if (has_huge) {
 #pragma unroll
         for (int mt = 0; mt < MT; mt++)
@@ -296,49 +336,74 @@ DEVICE void softmax(uint32_t p[PV_STEPS][MT][4], float o[MT][DT][4], float s[MT]
                 if (!(fabsf(less[mt][half]) > HUGE_SCORE)) continue;
                 less[mt][half] = 0;
 #pragma unroll
-                for (int nt = 0; nt < NT; nt++)
+                for (int nt = from * NT / PV_STEPS; nt < to * NT / PV_STEPS; nt++)
 #pragma unroll
                     for (int c = 0; c < 2; c++) s[mt][nt][2 * half + c] -= m[mt][half];
             }
     }
 #pragma unroll
-    for (int ks = 0; ks < PV_STEPS; ks++)
+    for (int ks = from; ks < to; ks++)
 #pragma unroll
         for (int mt = 0; mt < MT; mt++) {
-            exponentials(p[ks][mt], s[mt], scale, less[mt], l[mt], ks);
+            exponentials(p[ks][mt], s[mt], at.scale, less[mt], l[mt], ks);
             if (ALL && at.drops) drop(a, at, p[ks][mt], mt, ks);
         }
 }
 
 /* ---- the end ---- */
 
-/* O divided by l, lse; or the partial result of a chunk. */
+/* One over a row sum, times `factor`. 16-bit results do not notice the last bit. */
+DEVICE float share_of(float factor, float sum) {
+    if (sum == 0) return 0;
+    return WIDE ? factor / sum : __fmul_rn(factor, rcp_approx(sum));
+}
+
+/* log(2^x) */
+DEVICE float from_base2(float x) {
+    const float high = 0.693147182f, low = -1.90465421e-9f; /* of log(2) */
+    return __fmaf_rn(x, high, __fmul_rn(x, low));
+}
+
+/*
+ * O divided by l, lse; or the partial result of a chunk. Each lane of a quad looks after the lse of one of the four rows (two,
+ * where a warp has 16) that they share.
+ */
 DEVICE void finish(const attn_cuda_args &a, const tile_place &at, float o[MT][DT][4], float m[MT][2], float l[MT][2],
                    uint32_t shared_q) {
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
+    const int lane = threadIdx.x & 31, t = lane & 3;
+    float most = 0, sum = 0;
 #pragma unroll
-    for (int mt = 0; mt < MT; mt++) {
+    for (int r = 0; r < 2 * MT; r++) {
+        float x = l[r / 2][r % 2];
+        x += __shfl_xor_sync(~0u, x, 1);
+        x += __shfl_xor_sync(~0u, x, 2);
+        float factor = share_of(at.o_factor, x);
+        if (t % (2 * MT) == r) sum = x, most = m[r / 2][r % 2];
 #pragma unroll
-        for (int half = 0; half < 2; half++) {
-            float sum = l[mt][half];
-            sum += __shfl_xor_sync(~0u, sum, 1);
-            sum += __shfl_xor_sync(~0u, sum, 2);
-            int32_t i = at.row + (warp * MT + mt) * 16 + half * 8 + g;
-            float lse = sum == 0 ? -INFINITY : (__fmul_rn(m[mt][half], at.scale) + log2f(sum)) / (float)ATTN_LOG2E,
-                  share = 1;
-            if ((a.p.flags & ATTN_SINK) && !at.split) lse = add_sink(lse, a.f.sink[at.h], &share); /* else fold does */
-            float factor = sum == 0 ? 0 : at.o_factor / sum;
-#pragma unroll
-            for (int dt = 0; dt < DT; dt++) {
-                o[mt][dt][2 * half] = __fmul_rn(__fmul_rn(o[mt][dt][2 * half], factor), share);
-                o[mt][dt][2 * half + 1] = __fmul_rn(__fmul_rn(o[mt][dt][2 * half + 1], factor), share);
-            }
-            if (t || i >= at.s.sq || at.dv0) continue;
-            if (at.split)
-                ((float *)a.part_lse)[part_index(a, at.s, i, at.h, at.chunk)] = lse;
-            else if (a.f.lse)
-                ((float *)a.f.lse)[attn__lse_index(&a.p, &at.s, i, at.h)] = lse;
+        for (int x = 0; x < 2 * DT; x++) {
+            float *number = &o[r / 2][x / 2][r % 2 * 2 + x % 2];
+            *number = __fmul_rn(*number, factor);
         }
+    }
+    int32_t i = row_of(at, t % (2 * MT) / 2, t % 2);
+    float lse = sum == 0 ? -INFINITY : from_base2(__fmul_rn(most, at.scale) + log2f(sum)), share = 1;
+    if ((a.p.flags & ATTN_SINK) && !at.split) { /* else fold does */
+        lse = add_sink(lse, a.f.sink[at.h], &share);
+#pragma unroll
+        for (int r = 0; r < 2 * MT; r++) {
+            float factor = __shfl_sync(~0u, share, (lane & ~3) + r);
+#pragma unroll
+            for (int x = 0; x < 2 * DT; x++) {
+                float *number = &o[r / 2][x / 2][r % 2 * 2 + x % 2];
+                *number = __fmul_rn(*number, factor);
+            }
+        }
+    }
+    if (t < 2 * MT && i < at.s.sq && !at.dv0) {
+        if (at.split)
+            ((float *)a.part_lse)[part_index(a, at.s, i, at.h, at.chunk)] = lse;
+        else if (a.f.lse)
+            ((float *)a.f.lse)[attn__lse_index(&a.p, &at.s, i, at.h)] = lse;
     }
     store_o(a, at, o, shared_q);
 }
@@ -357,9 +422,12 @@ DEVICE int32_t next_tile(const attn_cuda_args &a, const tile_place &at, int32_t 
 
 /* The state of the walk over the keys. */
 typedef struct walk {
-    int32_t n;      /* the tile at hand; -1: none */
-    bool partial;   /* does it need the mask? */
-    uint32_t stage; /* two buffers: offset of the one at hand */
+    int32_t n;        /* the tile at hand; -1: none */
+    bool partial;     /* does it need the mask? */
+    bool has_huge;    /* is the maximum of any of the thread's rows huge? It begins so. */
+    uint32_t stage;   /* two buffers: offset of the one at hand */
+    pieces kept;      /* plain kernels */
+    fetch f;          /* plain kernels */
 } walk;
 
 /* One tile; `partial` is a constant where this is called. */
@@ -367,21 +435,32 @@ DEVICE void step(const attn_cuda_args &a, tile_place &at, walk &w, bool partial,
                  float l[MT][2], uint32_t q_kept[Q_KEPT][MT][4], uint32_t shared_q, uint32_t shared_k, uint32_t shared_v) {
     const int lane = here(threadIdx.x & 31), warp = threadIdx.x >> 5;
     float s[MT][NT][4];
-    uint32_t p[PV_STEPS][MT][4], v[V_SLOTS][4];
+    uint32_t p[PV_STEPS][MT][4];
     if (EAGER == 0) load_k(a, at, shared_k, w.n, true);
     cp_async_wait_all();
     __syncthreads(); /* 1 */
     bool next_partial = false;
     int32_t next = next_tile(a, at, w.n - 1, &next_partial);
     const uint32_t now = EAGER == 2 ? w.stage : 0, then = EAGER == 2 ? STAGE_BYTES - w.stage : 0;
-    if (EAGER == 1) load_v(a, at, shared_v, w.n, partial);
-    if (EAGER == 2 && next >= 0) {
-        load_k(a, at, shared_k + then, next, false);
-        load_v(a, at, shared_v + then, next, false);
+    errand e = {(w.f.to & ~15u) + then, 0, a.f.k.stride[1] * EB, a.f.v.stride[1] * EB, (int)(w.f.to & 3), (int)(w.f.to >> 2 & 3)};
+    e.to_v = e.to_k + BN * DIM * EB;
+    if (next < 0) e.k = 0;
+    if (EAGER == 2 ? next < 0 : partial) e.v = 0;
+    if (ALL) {
+        if (EAGER == 1) load_v(a, at, shared_v, w.n, partial);
+        if (EAGER == 2 && next >= 0) {
+            load_k(a, at, shared_k + then, next, false);
+            load_v(a, at, shared_v + then, next, false);
+        }
+    } else if (EAGER == 1 && partial) {
+        load_v(a, at, shared_v, w.n, true);
     }
+    pieces piece = ALL ? first_pieces(shared_q, shared_k, shared_v, warp, lane) : w.kept;
+    piece.k += now;
+    piece.v += now;
+    product_qk(s, q_kept, piece, w.f, e);
     cp_async_commit_group();
-    product_qk(s, q_kept, shared_q, shared_k + now, warp, lane);
-    if (WIDE) repair_scores(s, shared_q, shared_k + now, warp, lane);
+    if (WIDE) repair_scores(s, piece);
     at.n = w.n;
     scores(a, at, s);
     if (partial) mask_scores(a, at, s);
@@ -389,17 +468,24 @@ DEVICE void step(const attn_cuda_args &a, tile_place &at, walk &w, bool partial,
         if (EAGER == 0) load_v(a, at, shared_v, w.n, partial);
         cp_async_wait_all();
         __syncthreads(); /* 2 */
-        if (EAGER == 1 && next >= 0) load_k(a, at, shared_k, next, false);
-        cp_async_commit_group();
+        if (ALL && EAGER == 1 && next >= 0) load_k(a, at, shared_k, next, false);
     }
-    softmax(p, o, s, m, l, a, at);
-    if ((partial || WIDE) && holds_nonfinite(shared_v + now)) add_nonfinite(o, p, shared_v + now);
-    if (WIDE) {
-        product_pv_wide(o, p, shared_v + now, lane);
+    follow_maximum(o, s, m, l, w.has_huge, at);
+    if (partial || WIDE) {
+        make_p(p, s, m, l, w.has_huge, a, at, 0, PV_STEPS);
+        if (holds_nonfinite(shared_v + now)) add_nonfinite(o, p, shared_v + now);
+        if (WIDE)
+            product_pv_wide(o, p, shared_v + now, lane);
+        else
+            product_pv(o, p, piece.v, w.f, e, 0, PV_STEPS);
     } else {
-        begin_pv(v, shared_v + now, lane);
-        product_pv(o, p, v, shared_v + now, lane);
+#pragma unroll
+        for (int ks = 0; ks < PV_STEPS; ks += PV_STEPS / HALVES) {
+            make_p(p, s, m, l, w.has_huge, a, at, ks, ks + PV_STEPS / HALVES);
+            product_pv(o, p, piece.v, w.f, e, ks, ks + PV_STEPS / HALVES);
+        }
     }
+    cp_async_commit_group();
     w.n = next;
     w.partial = next_partial;
     w.stage = then;
@@ -407,7 +493,8 @@ DEVICE void step(const attn_cuda_args &a, tile_place &at, walk &w, bool partial,
 
 KERNEL __launch_bounds__(THREADS, CTAS) VARIANT(const __grid_constant__ attn_cuda_args a) {
     extern __shared__ __align__(128) uint8_t shared[];
-    const uint32_t shared_q = cvta_shared(shared), shared_k = shared_q + BM * DIM * EB, shared_v = shared_k + BN * DIM * EB;
+    const uint32_t shared_q = cvta_shared(shared);
+    const uint32_t shared_k = shared_q + BM * DIM * EB, shared_v = shared_k + BN * DIM * EB;
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     tile_place at;
     if (!find_place(a, at)) return;
@@ -415,20 +502,28 @@ KERNEL __launch_bounds__(THREADS, CTAS) VARIANT(const __grid_constant__ attn_cud
     float o[MT][DT][4] = {}, m[MT][2], l[MT][2] = {};
     uint32_t q_kept[Q_KEPT][MT][4];
 #pragma unroll
-    for (int mt = 0; mt < MT; mt++) m[mt][0] = m[mt][1] = at.scale > 1 ? -FLT_MAX / at.scale : -FLT_MAX;
+    for (int mt = 0; mt < MT; mt++) m[mt][0] = m[mt][1] = at.least;
 
-    walk w = {-1, false, 0};
+    walk w = {};
+    w.has_huge = true;
     w.n = next_tile(a, at, at.n_last, &w.partial);
     if (w.n >= 0) {
+        if (!ALL && EAGER == 2 && a.p.dim_qk < DIM) clear_columns(shared_k + STAGE_BYTES, BN, QK_CHUNKS, a.p.dim_qk);
+        if (!ALL && a.p.dim_v < DV) clear_columns(shared_v + (EAGER == 2) * STAGE_BYTES, BN, V_CHUNKS, a.p.dim_v);
         load_q(a, at, shared_q);
         if (EAGER) load_k(a, at, shared_k, w.n, true);
         if (EAGER == 2) load_v(a, at, shared_v, w.n, true);
         cp_async_commit_group();
+        w.kept = first_pieces(shared_q, shared_k, shared_v, warp, lane);
+        if (!ALL) {
+            w.f = make_fetch(a, at, w.n, w.n + (EAGER == 1), shared_k);
+            w.kept.q = here(w.kept.q), w.kept.k = here(w.kept.k), w.kept.v = here(w.kept.v);
+        }
         if (QF == 0) {
             cp_async_wait_all();
             __syncthreads();
 #pragma unroll
-            for (int kk = 0; kk < QK_STEPS; kk++) load_q_step(q_kept[kk % Q_KEPT], shared_q, warp, lane, kk);
+            for (int kk = 0; kk < QK_STEPS; kk++) load_q_step(q_kept[kk % Q_KEPT], w.kept.q, kk);
         }
     }
     while (w.n >= 0) {

@@ -8,6 +8,8 @@
 #include "ptx.cuh"
 #include "score.cuh"
 
+#include <float.h>
+
 /* ---- the line of the table ---- */
 
 #define PIECE(entry, file)
@@ -92,6 +94,7 @@ typedef struct tile_place {
     bool natural;   /* softcap, ALiBi or bias: scores are made in base e first */
     float scale;    /* to base 2, descales included, positive: the factor of a score on its way into exp2 */
     float raw;      /* the factor of a product, applied before that, where `scale` cannot do: natural, or not positive */
+    float least;    /* below every score; finite, and so is its product with scale */
     float o_factor; /* of O at the end: v_descale, dropout */
     attn_philox philox;
 } tile_place;
@@ -113,7 +116,20 @@ DEVICE bool reads_rows(const attn_cuda_args &a, attn_dtype dtype, bool paged) {
 }
 
 /* Threads stand along a row as far as its number of 16-byte pieces has a power of two in it. */
-DEVICE int threads_along(int chunks) { return (chunks & -chunks) > 16 ? 16 : chunks & -chunks; }
+#define ALONG(chunks) (((chunks) & -(chunks)) > 16 ? 16 : (chunks) & -(chunks))
+DEVICE int threads_along(int chunks) { return ALONG(chunks); }
+
+/* Most problems have lengths all alike, and one test skips what reads the others. */
+DEVICE attn_seq sequence_at(const attn_cuda_args &a, int32_t b) {
+    const uint32_t own = ATTN_BATCH_INDEX | ATTN_VARLEN_Q | ATTN_USED_Q | ATTN_VARLEN_KV | ATTN_USED_KV | ATTN_APPEND |
+                         ATTN_LEFTPAD;
+    if (a.p.flags & own) return sequence(a, b);
+    attn_seq s = {};
+    s.b = s.slot = b;
+    s.sq = a.p.max_q;
+    s.sk = s.used = a.p.max_kv;
+    return s;
+}
 
 /*
  * Blocks are ordered for the L2 cache: `group` heads at a time (grid y and z); among them the last rows, which see the most keys
@@ -129,13 +145,13 @@ DEVICE bool find_place(const attn_cuda_args &a, tile_place &at) {
         index /= a.dv_blocks;
     }
     at.dv0 = (int32_t)part * DV;
-    int32_t slot = (int32_t)(index / size);
+    int32_t slot = (int32_t)(size == (uint32_t)a.group ? attn__divide(index, a.by_group) : index / size);
     if (slot >= a.slots) return false;
-    bh = first + index % size;
-    int32_t batch = bh <= UINT32_MAX ? (int32_t)((uint32_t)bh / (uint32_t)a.p.heads_q) : (int32_t)(bh / a.p.heads_q);
+    bh = first + (index - slot * size);
+    int32_t batch = bh <= INT32_MAX ? (int32_t)attn__divide((uint32_t)bh, a.by_heads) : (int32_t)(bh / a.p.heads_q);
     at.h = (int32_t)(bh - (int64_t)batch * a.p.heads_q);
-    at.kv_head = at.h / (a.p.heads_q / a.p.heads_kv);
-    at.s = sequence(a, batch);
+    at.kv_head = (int32_t)attn__divide((uint32_t)at.h, a.by_share);
+    at.s = sequence_at(a, batch);
     at.split = is_split(a, at.s);
     int32_t tile = a.row_tiles - 1 - slot;
     bool padded = !(a.p.flags & ATTN_VARLEN_Q) && at.dv0 == 0;
@@ -172,17 +188,16 @@ DEVICE bool find_place(const attn_cuda_args &a, tile_place &at) {
         at.o_factor = (float)value_scale(a, at.s, at.kv_head);
         if (at.drops) at.philox = attn__philox_make(a.f.seed, a.f.offset, a.p.dropout);
     }
-    if (at.natural || !(at.scale > 0)) {
+    if (ALL && (at.natural || !(at.scale > 0))) {
         at.raw = at.scale;
         at.scale = 1;
     }
+    at.least = !ALL ? a.least : at.scale > 1 ? -FLT_MAX / at.scale : -FLT_MAX;
     return true;
 }
 
 DEVICE const attn_flash_range *range_of(const attn_cuda_args &a, const tile_place &at, int32_t n) {
-    if (!a.ranges) return NULL;
-    int32_t head = a.p.flashmask_heads == 1 ? 0 : at.kv_head;
-    return a.ranges + ((int64_t)at.s.b * a.p.flashmask_heads + head) * a.range_tiles + n;
+    return a.ranges ? flash_range(a, at.s.b, at.kv_head, n) : NULL;
 }
 
 /* ---- tiles to shared memory ---- */
@@ -198,13 +213,15 @@ DEVICE uint32_t shared_at(uint32_t base, int row, int chunk, int chunks) {
 }
 
 /*
- * The address of piece 2 * step + c of a row, from that of piece c (0 or 1): a product takes two pieces at a time, and this costs
- * one instruction or none. Rows may be stepped over in eights by adding to the address.
+ * The address of piece c + d of a row, from that of piece c, where these have no bit in common: one instruction or none. Rows
+ * may be stepped over in eights by adding to the address.
  */
-DEVICE uint32_t shared_step(uint32_t piece, int step, int chunks) {
+DEVICE uint32_t shared_piece(uint32_t piece, int d, int chunks) {
     const int mixed = chunks % 8 == 0 ? 7 : 3; /* bits of the piece's number that the swizzle changes */
-    return (piece ^ ((2 * step & mixed) << 4)) + ((2 * step & ~mixed) << 4);
+    return (piece ^ ((d & mixed) << 4)) + ((d & ~mixed) << 4);
 }
+/* A product takes two pieces at a time: c is 0 or 1. */
+DEVICE uint32_t shared_step(uint32_t piece, int step, int chunks) { return shared_piece(piece, 2 * step, chunks); }
 
 /* One piece of a row by elements: any dtype, any alignment. */
 static __device__ __noinline__ uint4 gather(const void *data, attn_dtype dtype, int64_t from, int32_t count) {
@@ -233,6 +250,13 @@ DEVICE void copy_whole_chunk(uint32_t to, const uint8_t *from) {
         st_shared_v4(to, *(const uint4 *)from);
 }
 
+DEVICE void copy_chunk_if(uint32_t to, const uint8_t *from, bool wanted) {
+    if (ASYNC)
+        cp_async_cg_if(to, from, wanted);
+    else if (wanted)
+        copy_whole_chunk(to, from);
+}
+
 /* Elements of piece `chunk` that lie before column dim. */
 DEVICE int chunk_count(int chunk, int dim) {
     int left = dim - chunk * PER_CHUNK;
@@ -243,22 +267,12 @@ DEVICE int chunk_count(int chunk, int dim) {
  * Rows that lie at a fixed distance, in pieces of 16 bytes. What is past `valid` rows or
  * `dim` columns becomes zero.
  */
-DEVICE void load_rows(uint32_t to, const uint8_t *from, int64_t row_bytes, int rows, int chunks, int valid, int dim) {
+static __device__ __noinline__ void load_some_rows(uint32_t to, const uint8_t *from, int64_t row_bytes, int rows, int chunks,
+                                                   int valid, int dim) {
     const int along = threads_along(chunks), step = THREADS / along;
     const int c0 = threadIdx.x % along, r0 = threadIdx.x / along;
     const uint8_t *start = from;
     from += r0 * row_bytes + c0 * 16;
-    if (valid >= rows && dim == chunks * PER_CHUNK) { /* the usual case, without a test per piece */
-#pragma unroll
-        for (int round = 0; round < (rows + step - 1) / step; round++) {
-            int row = r0 + round * step;
-            if (rows % step && row >= rows) break;
-#pragma unroll
-            for (int c = 0; c < chunks; c += along) copy_whole_chunk(shared_at(to, row, c0 + c, chunks), from + c * 16);
-            from += step * row_bytes;
-        }
-        return;
-    }
 #pragma unroll 1
     for (int row = r0; row < rows; row += step) {
 #pragma unroll 1
@@ -267,6 +281,25 @@ DEVICE void load_rows(uint32_t to, const uint8_t *from, int64_t row_bytes, int r
             /* a row that is not there may be at no multiple of 16: a stride that is never used can be anything */
             copy_chunk(shared_at(to, row, c, chunks), bytes ? from + (c - c0) * 16 : start, bytes);
         }
+        from += step * row_bytes;
+    }
+}
+
+/* The usual case, all rows and all columns, without a test per piece; and without the other one in its way. */
+DEVICE void load_rows(uint32_t to, const uint8_t *from, int64_t row_bytes, int rows, int chunks, int valid, int dim) {
+    const int along = threads_along(chunks), step = THREADS / along;
+    const int c0 = threadIdx.x % along, r0 = threadIdx.x / along;
+    if (valid < rows || dim != chunks * PER_CHUNK) {
+        load_some_rows(to, from, row_bytes, rows, chunks, valid, dim);
+        return;
+    }
+    from += r0 * row_bytes + c0 * 16;
+#pragma unroll
+    for (int round = 0; round < (rows + step - 1) / step; round++) {
+        int row = r0 + round * step;
+        if (rows % step && row >= rows) break;
+#pragma unroll
+        for (int c = 0; c < chunks; c += along) copy_whole_chunk(shared_at(to, row, c0 + c, chunks), from + c * 16);
         from += step * row_bytes;
     }
 }
@@ -311,6 +344,50 @@ DEVICE void load_kv(const attn_cuda_args &a, const tile_place &at, tile_tensor w
         load_rows(to, rows + j0 * row_bytes, row_bytes, BN, chunks, valid, dim);
     else
         load_rows_anyhow(a, at.s, at.kv_head, which, to, at.s.leftpad + j0, BN, chunks, valid, column0, dim);
+}
+
+/*
+ * Tiles of K and V after the first one, in plain kernels: full, of rows at a fixed distance. A thread brings the same pieces of
+ * every tile, row by row upwards through all of them, so that little is left to do for each; and a round at a time, so that
+ * this little runs beneath a product.
+ */
+typedef struct fetch {
+    const uint8_t *k, *v; /* the thread's pieces that come next */
+    uint32_t to;          /* where that of K goes in a tile's last round; V's is a tile further on */
+    /* The low bits of `to` count the thread's pieces of a row: two bits for K, two for V. */
+} fetch;
+
+/* The thread's pieces of a row that is `dim` long. */
+DEVICE uint32_t fetch_count(int column, int dim) {
+    const int along = threads_along(QK_CHUNKS), left = dim / PER_CHUNK - column;
+    return left > 0 ? (uint32_t)(left + along - 1) / along : 0;
+}
+
+/* K begins with the tile before tile n_k, V with that before tile n_v. */
+DEVICE fetch make_fetch(const attn_cuda_args &a, const tile_place &at, int32_t n_k, int32_t n_v, uint32_t shared_k) {
+    const int along = threads_along(QK_CHUNKS), column = threadIdx.x % along;
+    const int row = BN - THREADS / along + threadIdx.x / along;
+    fetch f;
+    f.k = at.k + ((n_k - 1) * (int64_t)BN + row) * a.f.k.stride[1] * EB + column * 16;
+    f.v = at.v + ((n_v - 1) * (int64_t)BN + row) * a.f.v.stride[1] * EB + column * 16;
+    f.to = here(shared_at(shared_k, row, column, QK_CHUNKS) | fetch_count(column, a.p.dim_qk) |
+                fetch_count(column, a.p.dim_v) << 2);
+    return f;
+}
+
+/* Round `round` of a tile; returns where the next one is. */
+DEVICE const uint8_t *fetch_round(const uint8_t *from, int64_t row_bytes, uint32_t to, int round, int chunks, int count) {
+    const int along = threads_along(chunks), rows = THREADS / along;
+#pragma unroll
+    for (int c = 0; c < chunks / along; c++)
+        copy_chunk_if(to - round * rows * chunks * 16 + c * along * 16, from + c * along * 16, c < count);
+    return here_pointer(from - rows * row_bytes);
+}
+
+/* Pieces past `dim` columns, which no fetch ever writes, become zero. */
+static __device__ __noinline__ void clear_columns(uint32_t to, int rows, int chunks, int dim) {
+    for (int n = threadIdx.x; n < rows * chunks; n += THREADS)
+        if (n % chunks * PER_CHUNK >= dim) st_shared_v4(shared_at(to, n / chunks, n % chunks, chunks), make_uint4(0, 0, 0, 0));
 }
 
 /* maybe_short: the tile may reach past the last key; only the first one that is walked can. */
@@ -368,7 +445,7 @@ DEVICE void feature_scores(const attn_cuda_args &a, const tile_place &at, float 
 
 /* The numbers of semantics 1 to 4; times `scale` they are in base 2. */
 DEVICE void scores(const attn_cuda_args &a, const tile_place &at, float s[MT][NT][4]) {
-    if (at.raw != 1) {
+    if (ALL && at.raw != 1) {
         EACH_SCORE(mt, nt, e) s[mt][nt][e] = __fmul_rn(s[mt][nt][e], at.raw);
     }
     if (ALL && at.natural) feature_scores(a, at, s);
@@ -529,12 +606,13 @@ DEVICE void store_number(attn_dtype dtype, void *data, int64_t at, float x) {
         ((uint16_t *)data)[at] = (uint16_t)cvt_rn_f16x2(x, 0);
 }
 
-/* Element by element: partial results, other dtypes, odd addresses. */
-DEVICE void store_elements(const attn_cuda_args &a, const tile_place &at, float o[MT][DT][4]) {
+/* Element by element: float32, partial results, other dtypes, odd addresses. */
+enum { STORE_UNROLL = WIDE ? 128 : 1 };
+DEVICE void store_elements(const attn_cuda_args &a, const tile_place &at, const float (*o)[DT][4]) {
     const int t = threadIdx.x & 3;
-#pragma unroll
+#pragma unroll STORE_UNROLL
     for (int mt = 0; mt < MT; mt++)
-#pragma unroll
+#pragma unroll STORE_UNROLL
         for (int half = 0; half < 2; half++) {
             int32_t i = row_of(at, mt, half);
             if (i >= at.s.sq) continue;
@@ -542,7 +620,7 @@ DEVICE void store_elements(const attn_cuda_args &a, const tile_place &at, float 
             void *data = at.split ? a.part_o : a.f.o.data;
             int64_t row = at.split ? part_index(a, at.s, i, at.h, at.chunk) * a.p.dim_v
                                    : attn__q_offset(&a.p, &a.f.o, &at.s, i, at.h);
-#pragma unroll
+#pragma unroll STORE_UNROLL
             for (int dt = 0; dt < DT; dt++)
 #pragma unroll
                 for (int c = 0; c < 2; c++) {
@@ -552,31 +630,47 @@ DEVICE void store_elements(const attn_cuda_args &a, const tile_place &at, float 
         }
 }
 
+/* For 16-bit numbers this is rare, and would be a third of the code: o goes by memory, so that it can stand by itself. */
+static __device__ __noinline__ void store_from_memory(const attn_cuda_args &a, const tile_place &at, const float (*o)[DT][4]) {
+    store_elements(a, at, o);
+}
+
 /* 16-bit results go through the warp's own rows of shared Q, to leave in pieces of 16 bytes. */
 DEVICE void store_o(const attn_cuda_args &a, const tile_place &at, float o[MT][DT][4], uint32_t shared_q) {
-    if (WIDE || at.split || !a.vector_ok || a.p.out_dtype != (attn_dtype)DTYPE || a.p.dim_v % PER_CHUNK) {
+    if (WIDE) {
         store_elements(a, at, o);
         return;
     }
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
+    if (at.split || !a.vector_ok || a.p.out_dtype != (attn_dtype)DTYPE || a.p.dim_v % PER_CHUNK) {
+        float copy[MT][DT][4];
+#pragma unroll
+        for (int n = 0; n < MT * DT * 4; n++) copy[n / (DT * 4)][n / 4 % DT][n % 4] = o[n / (DT * 4)][n / 4 % DT][n % 4];
+        store_from_memory(a, at, copy);
+        return;
+    }
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, first = warp * MT * 16;
+    const uint32_t piece = shared_at(shared_q, first + (lane >> 2), 0, V_CHUNKS) + (lane & 3) * 4;
     __syncwarp();
 #pragma unroll
-    for (int mt = 0; mt < MT; mt++)
+    for (int r = 0; r < 2 * MT; r++)
 #pragma unroll
-        for (int half = 0; half < 2; half++)
-#pragma unroll
-            for (int dt = 0; dt < DT; dt++) {
-                int row = (warp * MT + mt) * 16 + half * 8 + g;
-                st_shared_b32(shared_at(shared_q, row, dt, V_CHUNKS) + t * 4,
-                              pack(o[mt][dt][2 * half], o[mt][dt][2 * half + 1]));
-            }
+        for (int dt = 0; dt < DT; dt++)
+            st_shared_b32(shared_piece(piece, dt, V_CHUNKS) + r * 8 * V_CHUNKS * 16,
+                          pack(o[r / 2][dt][r % 2 * 2], o[r / 2][dt][r % 2 * 2 + 1]));
     __syncwarp();
-    uint8_t *to = (uint8_t *)a.f.o.data + (attn__q_offset(&a.p, &a.f.o, &at.s, at.row, at.h) + at.dv0) * EB;
+    /* `along` lanes stand along a row; the swizzle of their rows changes at most in one bit */
+    const int along = V_CHUNKS % 8 ? 4 : 8, rows = 32 / along, row = lane / along, c0 = lane % along;
+    const uint32_t from = shared_at(shared_q, first + row, c0, V_CHUNKS);
+    uint8_t *to = (uint8_t *)a.f.o.data + (attn__q_offset(&a.p, &a.f.o, &at.s, at.row + first + row, at.h) + at.dv0) * EB;
 #pragma unroll
-    for (int n = 0; n < MT * 16 * V_CHUNKS / 32; n++) {
-        int piece = n * 32 + lane, row = warp * MT * 16 + piece / V_CHUNKS, c = piece % V_CHUNKS;
-        uint4 x = ld_shared_v4(shared_at(shared_q, row, c, V_CHUNKS));
-        if (row < at.rows && chunk_count(c, a.p.dim_v - at.dv0)) *(uint4 *)(to + row * a.f.o.stride[1] * EB + c * 16) = x;
+    for (int n = 0; n < MT * 16 / rows; n++) {
+#pragma unroll
+        for (int c = 0; c < V_CHUNKS; c += along) {
+            uint4 x = ld_shared_v4((from ^ (n * rows & 4) << 4) + (n * rows * V_CHUNKS + c) * 16);
+            bool wanted = first + row + n * rows < at.rows && (c0 + c) * PER_CHUNK < a.p.dim_v - at.dv0;
+            if (wanted) *(uint4 *)(to + (c0 + c) * 16) = x;
+        }
+        to += rows * a.f.o.stride[1] * EB;
     }
 }
 

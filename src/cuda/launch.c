@@ -5,6 +5,7 @@
 #include "cuda.h"
 #include "numeric.h"
 
+#include <float.h>
 #include <string.h>
 
 /* Launches a piece with so many warps, each of which works by itself. */
@@ -51,7 +52,11 @@ static attn_cuda_args make_args(const attn_cuda_run *run, const attn_plan *plan,
     a.dv_blocks = (int32_t)attn__ceil_div(p->dim_v, forward->dim_v);
     a.group = heads_side_by_side(p);
     a.scale_log2 = (float)(p->scale * ATTN_LOG2E);
+    a.least = a.scale_log2 > 1 ? -FLT_MAX / a.scale_log2 : -FLT_MAX;
     a.vector_ok = run->vector_ok;
+    a.by_group = attn__divider(a.group);
+    a.by_heads = attn__divider(p->heads_q);
+    a.by_share = attn__divider(p->heads_q / p->heads_kv);
     if (p->flags & ATTN_ROTARY) a.rotated_q = attn__cuda_rotated_q(plan, f);
     return a;
 }

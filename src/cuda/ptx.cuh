@@ -12,6 +12,11 @@ PTX int here(int x) {
     return x;
 }
 
+PTX const uint8_t *here_pointer(const uint8_t *x) {
+    asm volatile("" : "+l"(x));
+    return x;
+}
+
 /* The address of shared memory as the instructions below want it. */
 PTX uint32_t cvta_shared(const void *p) { return (uint32_t)__cvta_generic_to_shared(p); }
 
@@ -22,6 +27,12 @@ PTX void cp_async_cg(uint32_t to, const void *from) {
 /* The same; only `bytes` are read, the rest becomes zero. */
 PTX void cp_async_cg_zfill(uint32_t to, const void *from, int bytes) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
+/* The same if `wanted`, else nothing. */
+PTX void cp_async_cg_if(uint32_t to, const void *from, bool wanted) {
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, %2, 0; @p cp.async.cg.shared.global [%0], [%1], 16; }" ::"r"(to), "l"(from),
+                 "r"((int)wanted)
+                 : "memory");
 }
 PTX void cp_async_commit_group(void) { asm volatile("cp.async.commit_group;" ::: "memory"); }
 PTX void cp_async_wait_all(void) { asm volatile("cp.async.wait_all;" ::: "memory"); }
@@ -73,6 +84,13 @@ MMA(mma_m16n8k8_tf32, "m16n8k8.row.col.f32.tf32.tf32.f32")
 PTX float ex2_approx(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+/* 1/x to about 1 unit in the last place. */
+PTX float rcp_approx(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
 

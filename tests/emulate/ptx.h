@@ -17,6 +17,7 @@
 enum { SHARED_BASE = 1024, MOST_COPIES = 512, MOST_THREADS = 128 };
 
 static inline int here(int x) { return x; }
+static inline const uint8_t *here_pointer(const uint8_t *x) { return x; }
 
 static inline uint32_t cvta_shared(const void *p) { return (uint32_t)((const uint8_t *)p - shared) + SHARED_BASE; }
 
@@ -48,6 +49,9 @@ static inline void cp_async_cg_zfill(uint32_t to, const void *from, int bytes) {
     memset(copy->to, 0xff, 16);
 }
 static inline void cp_async_cg(uint32_t to, const void *from) { cp_async_cg_zfill(to, from, 16); }
+static inline void cp_async_cg_if(uint32_t to, const void *from, bool wanted) {
+    if (wanted) cp_async_cg(to, from);
+}
 static inline void cp_async_commit_group(void) {}
 static inline void cp_async_wait_all(void) {
     int *count = &pending_count[threadIdx.x];
@@ -100,6 +104,7 @@ static inline float ex2_approx(float x) {
     float y = exp2f(x);
     return y < 1.17549435e-38f ? 0 : y; /* .ftz */
 }
+static inline float rcp_approx(float x) { return 1 / x; }
 static inline uint32_t cvt_rn_bf16x2(float low, float high) {
     return attn__to_bf16(low) | (uint32_t)attn__to_bf16(high) << 16;
 }
