@@ -441,7 +441,7 @@ typedef struct feature {
     const char *name;
     bool all; /* beyond what the plain kernels do */
     uint32_t flags;
-    double softcap, dropout;
+    double scale, softcap, dropout;
     int32_t vectors, page_size;
     attn_dtype out_dtype;
 } feature;
@@ -464,6 +464,7 @@ static void check_choice(attn_context *context, attn_dtype q, attn_dtype kv, att
     attn_plan *plan;
     p.kv_dtype = kv;
     p.flags |= x->flags;
+    p.scale = x->scale;
     p.softcap = x->softcap;
     p.dropout = x->dropout;
     p.flashmask_vectors = x->vectors;
@@ -475,7 +476,8 @@ static void check_choice(attn_context *context, attn_dtype q, attn_dtype kv, att
     test_context("%s/%s, dim %d, %s", attn_dtype_name(q), attn_dtype_name(kv), dim, x->name);
     if (!CHECK_OK(attn_plan_create(&plan, context, &p))) return;
     bool out_differs = attn_dtype_size(q) == 1 || (x->out_dtype && x->out_dtype != q);
-    const attn_cuda_entry *want = best_row(tile, dim, x->all || kv != q || out_differs, stub.arch[0], stub.shared_bytes[0]);
+    bool all = x->all || kv != q || out_differs || dim * attn_dtype_size(q) % 16;
+    const attn_cuda_entry *want = best_row(tile, dim, all, stub.arch[0], stub.shared_bytes[0]);
     const attn_cuda_entry *e = entry_named(attn_plan_kernel(plan));
     CHECK_SAY(e == want, "%s instead of %s", e->name, want->name);
     CHECK(e->all || !x->all);
@@ -502,9 +504,10 @@ TEST(cuda_chooses_the_kernel_by_dtype_dim_and_feature) {
         {"dropout", .all = true, .dropout = 0.1},
         {"flashmask", .all = true, .flags = ATTN_CAUSAL, .vectors = 1},
         {"pages", .all = true, .page_size = 16},
+        {"negative scale", .all = true, .flags = ATTN_SCALE, .scale = -1},
         {"out", .out_dtype = ATTN_F32},
     };
-    static const int32_t dims[] = {1, 32, 33, 64, 80, 96, 128, 192, 256, 257, 512, 576};
+    static const int32_t dims[] = {1, 30, 32, 33, 40, 64, 80, 96, 128, 192, 256, 257, 512, 576};
     for (int gpu = 0; gpu < 2; gpu++) {
         stub_start();
         if (gpu == 1) {

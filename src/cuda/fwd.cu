@@ -100,14 +100,12 @@ enum { ROUNDS = BN * ALONG(QK_CHUNKS) / THREADS, PLACES = EAGER == 2 ? (int)ROUN
 DEVICE void fetch_k_beneath(fetch &f, const errand &e, int n, int count) {
 #pragma unroll
     for (int round = 0; round < ROUNDS; round++)
-        if (n == round * PLACES / ROUNDS * count / PLACES)
-            f.k = fetch_round(f.k, e.k_row, e.to_k, round, QK_CHUNKS, e.k);
+        if (n == round * PLACES / ROUNDS * count / PLACES) f.k = fetch_round(f.k, e.k_row, e.to_k, round, QK_CHUNKS, e.k);
 }
 DEVICE void fetch_v_beneath(fetch &f, const errand &e, int n, int count) {
 #pragma unroll
     for (int round = 0; round < ROUNDS; round++)
-        if (n == round * PLACES / ROUNDS * count / PLACES)
-            f.v = fetch_round(f.v, e.v_row, e.to_v, round, V_CHUNKS, e.v);
+        if (n == round * PLACES / ROUNDS * count / PLACES) f.v = fetch_round(f.v, e.v_row, e.to_v, round, V_CHUNKS, e.v);
 }
 
 DEVICE void product_qk(float s[MT][NT][4], uint32_t q_kept[Q_KEPT][MT][4], const pieces &at, fetch &f, const errand &e) {
@@ -422,12 +420,12 @@ DEVICE int32_t next_tile(const attn_cuda_args &a, const tile_place &at, int32_t 
 
 /* The state of the walk over the keys. */
 typedef struct walk {
-    int32_t n;        /* the tile at hand; -1: none */
-    bool partial;     /* does it need the mask? */
-    bool has_huge;    /* is the maximum of any of the thread's rows huge? It begins so. */
-    uint32_t stage;   /* two buffers: offset of the one at hand */
-    pieces kept;      /* plain kernels */
-    fetch f;          /* plain kernels */
+    int32_t n;      /* the tile at hand; -1: none */
+    bool partial;   /* does it need the mask? */
+    bool has_huge;  /* is the maximum of any of the thread's rows huge? It begins so. */
+    uint32_t stage; /* two buffers: offset of the one at hand */
+    pieces kept;    /* plain kernels */
+    fetch f;        /* plain kernels */
 } walk;
 
 /* One tile; `partial` is a constant where this is called. */
@@ -442,7 +440,8 @@ DEVICE void step(const attn_cuda_args &a, tile_place &at, walk &w, bool partial,
     bool next_partial = false;
     int32_t next = next_tile(a, at, w.n - 1, &next_partial);
     const uint32_t now = EAGER == 2 ? w.stage : 0, then = EAGER == 2 ? STAGE_BYTES - w.stage : 0;
-    errand e = {(w.f.to & ~15u) + then, 0, a.f.k.stride[1] * EB, a.f.v.stride[1] * EB, (int)(w.f.to & 3), (int)(w.f.to >> 2 & 3)};
+    errand e = {(w.f.to & ~15u) + then, 0, a.f.k.stride[1] * EB, a.f.v.stride[1] * EB, (int)(w.f.to & 3),
+                (int)(w.f.to >> 2 & 3)};
     e.to_v = e.to_k + BN * DIM * EB;
     if (next < 0) e.k = 0;
     if (EAGER == 2 ? next < 0 : partial) e.v = 0;

@@ -121,8 +121,8 @@ DEVICE int threads_along(int chunks) { return ALONG(chunks); }
 
 /* Most problems have lengths all alike, and one test skips what reads the others. */
 DEVICE attn_seq sequence_at(const attn_cuda_args &a, int32_t b) {
-    const uint32_t own = ATTN_BATCH_INDEX | ATTN_VARLEN_Q | ATTN_USED_Q | ATTN_VARLEN_KV | ATTN_USED_KV | ATTN_APPEND |
-                         ATTN_LEFTPAD;
+    const uint32_t own =
+        ATTN_BATCH_INDEX | ATTN_VARLEN_Q | ATTN_USED_Q | ATTN_VARLEN_KV | ATTN_USED_KV | ATTN_APPEND | ATTN_LEFTPAD;
     if (a.p.flags & own) return sequence(a, b);
     attn_seq s = {};
     s.b = s.slot = b;
@@ -267,8 +267,8 @@ DEVICE int chunk_count(int chunk, int dim) {
  * Rows that lie at a fixed distance, in pieces of 16 bytes. What is past `valid` rows or
  * `dim` columns becomes zero.
  */
-static __device__ __noinline__ void load_some_rows(uint32_t to, const uint8_t *from, int64_t row_bytes, int rows, int chunks,
-                                                   int valid, int dim) {
+static __device__ __noinline__ void load_some_rows(uint32_t to, const uint8_t *from, int64_t row_bytes, int rows,
+                                                   int chunks, int valid, int dim) {
     const int along = threads_along(chunks), step = THREADS / along;
     const int c0 = threadIdx.x % along, r0 = threadIdx.x / along;
     const uint8_t *start = from;
@@ -387,7 +387,8 @@ DEVICE const uint8_t *fetch_round(const uint8_t *from, int64_t row_bytes, uint32
 /* Pieces past `dim` columns, which no fetch ever writes, become zero. */
 static __device__ __noinline__ void clear_columns(uint32_t to, int rows, int chunks, int dim) {
     for (int n = threadIdx.x; n < rows * chunks; n += THREADS)
-        if (n % chunks * PER_CHUNK >= dim) st_shared_v4(shared_at(to, n / chunks, n % chunks, chunks), make_uint4(0, 0, 0, 0));
+        if (n % chunks * PER_CHUNK >= dim)
+            st_shared_v4(shared_at(to, n / chunks, n % chunks, chunks), make_uint4(0, 0, 0, 0));
 }
 
 /* maybe_short: the tile may reach past the last key; only the first one that is walked can. */
@@ -631,7 +632,8 @@ DEVICE void store_elements(const attn_cuda_args &a, const tile_place &at, const 
 }
 
 /* For 16-bit numbers this is rare, and would be a third of the code: o goes by memory, so that it can stand by itself. */
-static __device__ __noinline__ void store_from_memory(const attn_cuda_args &a, const tile_place &at, const float (*o)[DT][4]) {
+static __device__ __noinline__ void store_from_memory(const attn_cuda_args &a, const tile_place &at,
+                                                      const float (*o)[DT][4]) {
     store_elements(a, at, o);
 }
 

@@ -30,8 +30,8 @@ PTX void cp_async_cg_zfill(uint32_t to, const void *from, int bytes) {
 }
 /* The same if `wanted`, else nothing. */
 PTX void cp_async_cg_if(uint32_t to, const void *from, bool wanted) {
-    asm volatile("{ .reg .pred p; setp.ne.b32 p, %2, 0; @p cp.async.cg.shared.global [%0], [%1], 16; }" ::"r"(to), "l"(from),
-                 "r"((int)wanted)
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, %2, 0; @p cp.async.cg.shared.global [%0], [%1], 16; }" ::"r"(to),
+                 "l"(from), "r"((int)wanted)
                  : "memory");
 }
 PTX void cp_async_commit_group(void) { asm volatile("cp.async.commit_group;" ::: "memory"); }
