@@ -505,6 +505,7 @@ TEST(cuda_chooses_the_kernel_by_dtype_dim_and_feature) {
         {"flashmask", .all = true, .flags = ATTN_CAUSAL, .vectors = 1},
         {"pages", .all = true, .page_size = 16},
         {"negative scale", .all = true, .flags = ATTN_SCALE, .scale = -1},
+        {"scale that is zero in float", .all = true, .flags = ATTN_SCALE, .scale = 1e-60},
         {"out", .out_dtype = ATTN_F32},
     };
     static const int32_t dims[] = {1, 30, 32, 33, 40, 64, 80, 96, 128, 192, 256, 257, 512, 576};
@@ -528,6 +529,24 @@ TEST(cuda_chooses_the_kernel_by_dtype_dim_and_feature) {
         attn_context_destroy(context);
         CHECK(stub_live() == 0);
         stub_stop();
+    }
+}
+
+static void check_division(uint32_t by) {
+    const attn_divider d = attn__divider((int32_t)by);
+    const uint32_t most = INT32_MAX, last = most / by * by;
+    const uint32_t x[] = {0, 1, by - 1, by, last - 1, last, most - 1, most, most / 2, most / 3 * 2};
+    for (size_t n = 0; n < sizeof x / sizeof x[0]; n++)
+        CHECK_SAY(attn__divide(x[n], d) == x[n] / by, "%u / %u is not %u", x[n], by, attn__divide(x[n], d));
+}
+
+/* Blocks find their head by divisions that are multiplications: exact for every number below 2^31, at the ends above all. */
+TEST(cuda_divides_by_multiplication) {
+    for (int bit = 0; bit <= 31; bit++) {
+        for (int more = -1; more <= 1; more++) {
+            int64_t by = (INT64_C(1) << bit) + more;
+            if (by >= 1 && by <= INT32_MAX) check_division((uint32_t)by);
+        }
     }
 }
 

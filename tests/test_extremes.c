@@ -81,6 +81,44 @@ static void rising_maxima(attn_context *context, attn_dtype dtype) {
 }
 TEST(s01_huge_scores_whose_maximum_rises) { each_cpu(rising_maxima); }
 
+/*
+ * A scale that is a number above zero, but zero as a float: all keys that a row sees weigh the same, and those that it does not see,
+ * whose score of -inf a scale of zero would turn into NaN, nothing.
+ */
+static void scale_too_small_for_float(attn_context *context, attn_dtype dtype) {
+    rig r = {.p = problem(dtype, 1, 1, 1, 150, 141, 16)};
+    r.p.flags = ATTN_CAUSAL | ATTN_SCALE;
+    r.p.scale = 1e-60;
+    CHECK(rig_make(&r, 10));
+    CHECK_OK(rig_run(&r, context));
+    rig expected = reference(&r, 10);
+    rig_check_close(&r, &expected, rounding_of(dtype));
+    rig_free(&expected);
+    rig_free(&r);
+}
+TEST(s01_scale_that_is_zero_in_float) { each_cpu(scale_too_small_for_float); }
+
+/* Scores of 3e38 are floats, but no more in base 2: o is the mean of V all the same, and lse is 3e38. */
+static void lse_near_the_largest_float(attn_context *context, attn_dtype dtype) {
+    enum { SQ = 20, SK = 141, D = 16 };
+    rig r = {.p = problem(dtype, 1, 1, 1, SQ, SK, D)};
+    r.p.flags = ATTN_SCALE;
+    r.p.scale = 3e38 / 0x1p34;
+    CHECK(rig_make(&r, 11));
+    for (int64_t x = 0; x < SQ * D; x++) attn__store(dtype, r.f.q.data, x, 32768);
+    for (int64_t x = 0; x < SK * D; x++) attn__store(dtype, r.f.k.data, x, 32768);
+    CHECK_OK(rig_run(&r, context));
+    rig expected = reference(&r, 11);
+    for (int32_t i = 0; i < SQ; i++) {
+        CHECK_CLOSE(rig_lse(&r, 0, i, 0), rig_lse(&expected, 0, i, 0), 3e38 * 1e-6);
+        for (int32_t x = 0; x < D; x++)
+            CHECK_CLOSE(rig_o(&r, 0, i, 0, x), rig_o(&expected, 0, i, 0, x), rounding_of(dtype));
+    }
+    rig_free(&expected);
+    rig_free(&r);
+}
+TEST(s01_lse_near_the_largest_float) { each_cpu(lse_near_the_largest_float); }
+
 /* ---- infinities ---- */
 
 /* One element of V is infinite: that column of o is, in every row that sees the key, and nothing else; no NaN. */

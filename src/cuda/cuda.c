@@ -123,10 +123,13 @@ static attn_dtype tile_dtype(const attn_problem *p) {
     return half && (p->kv_dtype == ATTN_F16 || kv_narrow) ? ATTN_F16 : ATTN_F32;
 }
 
-/* Does the problem ask for more than causal, window, sink and lengths, or for rows that are not whole pieces of 16 bytes? */
+/*
+ * Does the problem ask for more than causal, window, sink and lengths; or for rows that are not whole pieces of 16 bytes, or a
+ * scale that is not positive, as the float that kernels multiply with?
+ */
 static bool wants_all(const attn_problem *p) {
     int32_t piece = 16 / (int32_t)attn_dtype_size(p->dtype);
-    if (p->dim_qk % piece || p->dim_v % piece || !(p->scale > 0)) return true;
+    if (p->dim_qk % piece || p->dim_v % piece || !(attn__scale_log2(p) > 0)) return true;
     return (p->flags & (ATTN_ALIBI | ATTN_BIAS | ATTN_DESCALE)) || p->softcap > 0 || p->dropout > 0 ||
            p->flashmask_vectors || p->page_size || p->kv_dtype != p->dtype || p->out_dtype != p->dtype;
 }

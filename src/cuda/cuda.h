@@ -18,6 +18,7 @@
 
 #include "args.h"
 #include "driver.h"
+#include "numeric.h"
 #include "schedule.h"
 
 /* ---- kernels ---- */
@@ -58,6 +59,9 @@ extern const attn_cuda_entry attn__cuda_entries[ATTN_ENTRIES];
 /* Shared memory of a FWD line: a tile of Q, and one of K and V each; two of these where they are fetched a tile ahead. */
 #define ATTN_TILE_BYTES(dtype, bm, bn, dim, dimv, eager)                                                                   \
     (((size_t)(bm) * (dim) + ((eager) == 2 ? 2 : 1) * (size_t)(bn) * ((dim) + (dimv))) * ((dtype) == ATTN_F32 ? 4 : 2))
+
+/* args.scale_log2; 0 where the scale is too small for a float. */
+static inline float attn__scale_log2(const attn_problem *p) { return (float)(p->scale * ATTN_LOG2E); }
 
 /* Does the kernel run there? */
 static inline bool attn__cuda_runs_on(const attn_cuda_entry *e, const attn_gpu *gpu) {

@@ -9,14 +9,16 @@
  *     fetch V(n)               arrives under the product below
  *     S = Q K(n)^T             scores; scaled, capped, biased, masked where the tile is partial
  *     wait for V(n)            barrier 2: V(n) is there for all warps, and nobody reads K(n) any more
- *     fetch K(n - 1)           arrives under what follows
  *     P = exp2(S - m)          online softmax in base 2; m, l and O follow where a maximum moved
+ *     fetch K(n - 1)           arrives under the product below; kernels with every feature fetch it at barrier 2
  *     O += P V(n)
  *
- * With eager = 2 K and V of the next tile are fetched at barrier 1 into a second pair of buffers, and there is no barrier 2. The
- * division by l comes at the end. Fragments follow the layouts of the PTX manual: lane = 4 g + t holds of a 16x8
- * accumulator the rows g, g + 8 and the columns 2t, 2t + 1. Float32 multiplies three times in TF32: with x = hi + lo,
- * a b = hi hi + hi lo + lo hi.
+ * With eager = 2 K and V of the next tile are fetched during S = Q K(n)^T, a round at a time, into a second pair of buffers, and
+ * there is no barrier 2. A tile that is partial has one more barrier, in float32 every tile (holds_nonfinite). Where O is large, P
+ * and its product are made of one half of the keys after the other. The division by l comes at the end.
+ *
+ * Fragments follow the layouts of the PTX manual: lane = 4 g + t holds of a 16x8 accumulator the rows g, g + 8 and the columns
+ * 2t, 2t + 1. Float32 multiplies three times in TF32: with x = hi + lo, a b = hi hi + hi lo + lo hi.
  */
 #include "fwd.cuh"
 
@@ -95,7 +97,7 @@ typedef struct errand {
  * Rounds of the fetch that fall to fragment n of `count`. Each place where loads stand costs three idle instructions, so K and V
  * share one; with eager = 1, where they cannot, all rounds stand in one place.
  */
-enum { ROUNDS = BN * ALONG(QK_CHUNKS) / THREADS, PLACES = EAGER == 2 ? (int)ROUNDS : 1 };
+enum { ROUNDS = BN / ROUND_ROWS, PLACES = EAGER == 2 ? (int)ROUNDS : 1 };
 
 DEVICE void fetch_k_beneath(fetch &f, const errand &e, int n, int count) {
 #pragma unroll
@@ -182,6 +184,7 @@ DEVICE void repair_scores(float s[MT][NT][4], const pieces &at) {
 
 /* Where O leaves few registers, P is made of one half of the keys at a time: it can be live in full no more than once. */
 enum { HALVES = MT == 2 && DV >= 128 ? 2 : 1 };
+static_assert(PV_STEPS % HALVES == 0, "want a larger bn");
 
 /* V fragment of 16 dims for the keys of step ks: 16 keys, or 8 in float32. */
 DEVICE void load_v_fragment(uint32_t v[4], uint32_t piece, int n) {
@@ -356,10 +359,11 @@ DEVICE float share_of(float factor, float sum) {
     return WIDE ? factor / sum : __fmul_rn(factor, rcp_approx(sum));
 }
 
-/* log(2^x) */
-DEVICE float from_base2(float x) {
+/* log(2^(scale * m) * sum). In base 2 it may be past the largest float where it is not in base e; then sum has no bit in it. */
+DEVICE float lse_of(float m, float scale, float sum) {
     const float high = 0.693147182f, low = -1.90465421e-9f; /* of log(2) */
-    return __fmaf_rn(x, high, __fmul_rn(x, low));
+    float x = __fmul_rn(m, scale) + log2f(sum);
+    return fabsf(x) == INFINITY ? m * (scale * high) : __fmaf_rn(x, high, __fmul_rn(x, low));
 }
 
 /*
@@ -384,7 +388,7 @@ DEVICE void finish(const attn_cuda_args &a, const tile_place &at, float o[MT][DT
         }
     }
     int32_t i = row_of(at, t % (2 * MT) / 2, t % 2);
-    float lse = sum == 0 ? -INFINITY : from_base2(__fmul_rn(most, at.scale) + log2f(sum)), share = 1;
+    float lse = sum == 0 ? -INFINITY : lse_of(most, at.scale, sum), share = 1;
     if ((a.p.flags & ATTN_SINK) && !at.split) { /* else fold does */
         lse = add_sink(lse, a.f.sink[at.h], &share);
 #pragma unroll
@@ -422,7 +426,7 @@ DEVICE int32_t next_tile(const attn_cuda_args &a, const tile_place &at, int32_t 
 typedef struct walk {
     int32_t n;      /* the tile at hand; -1: none */
     bool partial;   /* does it need the mask? */
-    bool has_huge;  /* is the maximum of any of the thread's rows huge? It begins so. */
+    bool has_huge;  /* is the maximum of any of the warp's rows huge? It begins so. */
     uint32_t stage; /* two buffers: offset of the one at hand */
     pieces kept;    /* plain kernels */
     fetch f;        /* plain kernels */

@@ -357,6 +357,12 @@ typedef struct fetch {
     /* The low bits of `to` count the thread's pieces of a row: two bits for K, two for V. */
 } fetch;
 
+/* What fetching this way wants of a line: tiles of K and V alike, whole rounds, and a swizzle that repeats with each round. */
+enum { FETCHES = !ALL && EAGER != 0, ROUND_ROWS = THREADS / ALONG(QK_CHUNKS) };
+static_assert(!FETCHES || DIM == DV, "plain kernels want dim = dimv");
+static_assert(!FETCHES || (BN % ROUND_ROWS == 0 && ROUND_ROWS % 8 == 0), "want other warps or bn for this dim");
+static_assert(!FETCHES || QK_CHUNKS / ALONG(QK_CHUNKS) <= 3, "a thread has more pieces of a row than two bits count");
+
 /* The thread's pieces of a row that is `dim` long. */
 DEVICE uint32_t fetch_count(int column, int dim) {
     const int along = threads_along(QK_CHUNKS), left = dim / PER_CHUNK - column;
@@ -668,7 +674,7 @@ DEVICE void store_o(const attn_cuda_args &a, const tile_place &at, float o[MT][D
     for (int n = 0; n < MT * 16 / rows; n++) {
 #pragma unroll
         for (int c = 0; c < V_CHUNKS; c += along) {
-            uint4 x = ld_shared_v4((from ^ (n * rows & 4) << 4) + (n * rows * V_CHUNKS + c) * 16);
+            uint4 x = ld_shared_v4((from ^ (SWIZZLE * n * rows & 4) << 4) + (n * rows * V_CHUNKS + c) * 16);
             bool wanted = first + row + n * rows < at.rows && (c0 + c) * PER_CHUNK < a.p.dim_v - at.dv0;
             if (wanted) *(uint4 *)(to + (c0 + c) * 16) = x;
         }

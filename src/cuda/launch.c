@@ -51,7 +51,7 @@ static attn_cuda_args make_args(const attn_cuda_run *run, const attn_plan *plan,
     a.slots = attn__max32(a.row_tiles, a.chunks);
     a.dv_blocks = (int32_t)attn__ceil_div(p->dim_v, forward->dim_v);
     a.group = heads_side_by_side(p);
-    a.scale_log2 = (float)(p->scale * ATTN_LOG2E);
+    a.scale_log2 = attn__scale_log2(p);
     a.least = a.scale_log2 > 1 ? -FLT_MAX / a.scale_log2 : -FLT_MAX;
     a.vector_ok = run->vector_ok;
     a.by_group = attn__divider(a.group);

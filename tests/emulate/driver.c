@@ -3,7 +3,7 @@
  * --backend cuda, run the kernels of src/cuda where there is no GPU. One device, one context; every launch is done when
  * the call returns.
  *
- * Device memory is followed by a page that must not be touched.
+ * Device memory is followed by a page that must not be touched; with EMULATE_GUARD=before, preceded by one.
  */
 #define _GNU_SOURCE
 #include <pthread.h>
@@ -31,6 +31,7 @@ typedef attn_cuda_rotary args_rotary;
     static void run_##entry(const void *args) { entry(*(const type *)args); }
 #define FWD(entry, ...) ENTRY(entry, attn_cuda_args)
 #define PIECE(entry, file) ENTRY(entry, args_##entry)
+#include "cuda/tune.def"
 #include "cuda/variants.def"
 #undef FWD
 #undef PIECE
@@ -41,6 +42,7 @@ static const struct {
 } kernels[] = {
 #define FWD(entry, ...) {#entry, run_##entry},
 #define PIECE(entry, file) {#entry, run_##entry},
+#include "cuda/tune.def"
 #include "cuda/variants.def"
 #undef PIECE
 #undef FWD
@@ -99,16 +101,19 @@ typedef struct block {
 static pthread_mutex_t listing = PTHREAD_MUTEX_INITIALIZER;
 static block *blocks;
 
-/* Ends at a page that must not be touched, up to the alignment of 16 bytes. */
+/* Ends at a page that must not be touched, up to the alignment of 16 bytes; or begins after one. */
 static int allocate(void **memory, size_t bytes, unsigned type) {
     const size_t page = 65536; /* a multiple of any machine's */
+    const char *guard = getenv("EMULATE_GUARD");
+    bool before = guard && strcmp(guard, "before") == 0;
     size_t rounded = (bytes + 15) / 16 * 16, room = (rounded + page - 1) / page * page;
     block *b = malloc(sizeof *b);
     if (!b || bytes == 0) return free(b), 1;
     b->mapped_bytes = room + page;
     b->mapped = mmap(NULL, b->mapped_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (b->mapped == MAP_FAILED || mprotect(b->mapped + room, page, PROT_NONE)) return free(b), ATTN_CU_OUT_OF_MEMORY;
-    b->start = b->mapped + room - rounded;
+    if (b->mapped == MAP_FAILED || mprotect(b->mapped + (before ? 0 : room), page, PROT_NONE))
+        return free(b), ATTN_CU_OUT_OF_MEMORY;
+    b->start = b->mapped + (before ? page : room - rounded);
     b->bytes = bytes;
     b->type = type;
     memset(b->start, 0xa5, rounded);

@@ -7,7 +7,7 @@
  *   - every lane comes to each exchange, and no threads wait for each other at different barriers (fibers.c);
  *   - an address in shared memory is aligned and within what the launch asked for, a cp.async reads from a multiple of 16, and
  *     nothing reads its target before the wait (ptx.h);
- *   - nothing past the end of device memory is touched (driver.c);
+ *   - nothing past the end of device memory is touched, or before its start (driver.c);
  *   - with EMULATE_ORDER=reverse, nothing depends on which thread runs first between two barriers.
  *
  * Not seen: races that neither order of the threads shows, and between blocks; bank conflicts; the rounding of tensor cores and of

@@ -14,7 +14,7 @@
 
 #include "numeric.h"
 
-enum { SHARED_BASE = 1024, MOST_COPIES = 512, MOST_THREADS = 128 };
+enum { SHARED_BASE = 1024, MOST_COPIES = 512, MOST_THREADS = 256 };
 
 static inline int here(int x) { return x; }
 static inline const uint8_t *here_pointer(const uint8_t *x) { return x; }
