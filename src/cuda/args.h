@@ -39,6 +39,8 @@ static inline attn_divider attn__divider(int32_t by) {
 }
 ATTN_HD uint32_t attn__divide(uint32_t x, attn_divider d) { return (uint32_t)((uint64_t)x * d.magic >> d.shift); }
 
+enum { ATTN_TMA_Q = 1, ATTN_TMA_KV = 2, ATTN_TMA_O = 4 };
+
 typedef struct attn_cuda_args {
     attn_problem p;           /* resolved */
     attn_buffers f;           /* checked; q is the rotated one where there is one */
@@ -64,8 +66,26 @@ typedef struct attn_cuda_args {
     float least;           /* -FLT_MAX, or so that its product with scale_log2 is still finite */
     int32_t vector_ok;     /* every row of q, k, v and o starts at a multiple of 16 bytes */
     attn_tensor rotated_q; /* ATTN_ROTARY: where rotate_q writes, as f.q is later */
+    int32_t tma;           /* Hopper: bits of the maps that there are */
+    int64_t work;          /* Hopper: places of the whole problem */
     attn_divider by_group, by_heads, by_share; /* by group, by heads_q, by heads_q / heads_kv */
 } attn_cuda_args;
+
+/* A tensor map, as cuTensorMapEncodeTiled makes it. */
+#ifdef __cplusplus
+#define ATTN_ALIGNED(bytes) alignas(bytes)
+#else
+#define ATTN_ALIGNED(bytes) _Alignas(bytes)
+#endif
+typedef struct attn_tensor_map {
+    ATTN_ALIGNED(64) uint64_t opaque[16];
+} attn_tensor_map;
+
+/* What a Hopper kernel is given. Maps have the coordinates (column, row, head, batch); a.tma says which are there. */
+typedef struct attn_cuda_args90 {
+    attn_tensor_map q, k, v, o;
+    attn_cuda_args a;
+} attn_cuda_args90;
 
 /* What merge is given: some of the parts. A merge of more parts is several launches, with `state` between them. */
 typedef struct attn_cuda_merge {

@@ -2,6 +2,7 @@
 #ifndef ATTN_SM90_CUH
 #define ATTN_SM90_CUH
 
+#include "args.h"
 #include "ptx.cuh"
 
 /* ---- mbarrier: an object of 8 bytes in shared memory ---- */
@@ -33,13 +34,17 @@ PTX void bar_arrive(int barrier, int threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
-/* ---- tensor memory accelerator ---- */
-
-/* A tensor map, as cuTensorMapEncodeTiled makes it; 64-byte aligned. */
-typedef struct __align__(64) attn_tensor_map {
-    uint64_t opaque[16];
+/* bar_sync; says whether any thread of it says yes. */
+PTX bool bar_red_or(int barrier, int threads, bool x) {
+    int any;
+    asm volatile("{ .reg .pred p, q; setp.ne.b32 p, %3, 0; bar.red.or.pred q, %1, %2, p; selp.b32 %0, 1, 0, q; }"
+                 : "=r"(any)
+                 : "r"(barrier), "r"(threads), "r"((int)x)
+                 : "memory");
+    return any;
 }
-attn_tensor_map;
+
+/* ---- tensor memory accelerator ---- */
 
 /* The box at these coordinates (column, row, head, batch) to shared memory; its bytes complete on the barrier. */
 PTX void cp_async_bulk_tensor_4d_load(uint32_t to, const attn_tensor_map *map, uint32_t barrier, int x, int y, int z,
@@ -64,7 +69,7 @@ PTX void fence_proxy_async(void) { asm volatile("fence.proxy.async.shared::cta;"
 
 /* ---- registers of a warpgroup ---- */
 
-#define setmaxnreg_inc(count) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(count))
-#define setmaxnreg_dec(count) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(count))
+#define setmaxnreg_inc(count) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"((int)(count)))
+#define setmaxnreg_dec(count) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"((int)(count)))
 
 #endif
