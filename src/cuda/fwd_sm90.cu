@@ -324,11 +324,11 @@ DEVICE void prepare_v(const attn_cuda_args &a, const tile_place &at, const consu
 
 /* Exponentials of S, in place; O is left to whoever waits for it: the answer is whether it has to be rescaled. */
 DEVICE bool softmax(const attn_cuda_args &a, tile_place &at, consumer &me, float s[MT][NT][4], float m[MT][2],
-                    float l[MT][2], float factor[MT][2]) {
+                    float l[MT][2], float factor[MT][2], bool masked) {
     float most[MT][2], less[MT][2];
     at.n = me.n;
     scores(a, at, s);
-    if (me.partial) mask_scores(a, at, s);
+    if (masked) mask_scores(a, at, s);
     bool raise = find_maximum(most, s, m);
     if (raise) me.has_huge = raise_maximum(factor, most, m, l, at.scale);
     subtract_maximum(less, s, m, at.scale, me.has_huge, 0, NT);
@@ -404,47 +404,68 @@ DEVICE void store_o(const attn_cuda_args90 &x, const tile_place &at, const consu
     if (is_first_thread()) mbarrier_arrive(q_empty);
 }
 
-/* All tiles of one place; me.n is the first of them. */
-DEVICE void walk(const attn_cuda_args &a, tile_place &at, consumer &me, const buffers &b, float o[MT][DT][4],
-                 float m[MT][2], float l[MT][2]) {
-    float s[MT][NT][4], factor[MT][2];
+/* What the products read, and the parts of the softmax that outlive a tile. */
+typedef struct tile_state {
+    uint64_t q, k, v; /* as wgmma wants them, of the first buffer */
+    float s[MT][NT][4], m[MT][2], l[MT][2];
     uint32_t p[PV_STEPS][MT][4];
-    const uint64_t q = wgmma_k_major(b.q + me.q.at * Q_BYTES + me.number * 64 * 128), k = wgmma_k_major(b.k),
-                   v = wgmma_mn_major(b.v, BN * 128);
+} tile_state;
+
+/* S of tile `next` and P V of the one before it; `masked`, a constant where this is called: either may have a mask. */
+DEVICE void step(const attn_cuda_args &a, tile_place &at, consumer &me, const buffers &b, tile_state &t, float o[MT][DT][4],
+                 int32_t next, bool partial, bool masked) {
+    float factor[MT][2];
+    mbarrier_wait_parity(b.v_full + 8 * me.v.at, me.v.parity);
+    if (masked && me.partial) prepare_v(a, at, me, o, t.p, b.v + me.v.at * V_BYTES);
+    mbarrier_wait_parity(b.k_full + 8 * me.k.at, me.k.parity);
+    take_turn(me);
+    begin_qk(t.s, t.q, wgmma_step(t.k, me.k.at * K_BYTES));
+    begin_pv(o, t.p, wgmma_step(t.v, me.v.at * V_BYTES));
+    pass_turn(me);
+    wgmma_wait_group(1);
+    if (is_first_thread()) mbarrier_arrive(b.k_empty + 8 * me.k.at);
+    turn_ring(me.k, STAGES);
+    me.n = next;
+    me.partial = partial;
+    bool raise = softmax(a, at, me, t.s, t.m, t.l, factor, masked && partial);
+    wgmma_wait_group(0);
+    if (is_first_thread()) mbarrier_arrive(b.v_empty + 8 * me.v.at);
+    turn_ring(me.v, STAGES);
+    if (raise) rescale(o, factor);
+    pack_p(a, at, t.p, t.s);
+}
+
+/* All tiles of one place; me.n is the first of them. */
+DEVICE void walk(const attn_cuda_args &a, tile_place &at, consumer &me, const buffers &b, tile_state &t, float o[MT][DT][4]) {
+    float factor[MT][2];
+    t.q = wgmma_k_major(b.q + me.q.at * Q_BYTES + me.number * 64 * 128);
+    t.k = wgmma_k_major(b.k);
+    t.v = wgmma_mn_major(b.v, BN * 128);
     mbarrier_wait_parity(b.q_full + 8 * me.q.at, me.q.parity);
     mbarrier_wait_parity(b.k_full + 8 * me.k.at, me.k.parity);
     take_turn(me);
-    begin_qk(s, q, wgmma_step(k, me.k.at * K_BYTES));
+    begin_qk(t.s, t.q, wgmma_step(t.k, me.k.at * K_BYTES));
     pass_turn(me);
     wgmma_wait_group(0);
     if (is_first_thread()) mbarrier_arrive(b.k_empty + 8 * me.k.at);
     turn_ring(me.k, STAGES);
-    softmax(a, at, me, s, m, l, factor);
-    pack_p(a, at, p, s);
-    for (;;) {
-        bool partial;
-        int32_t next = agreed(next_tile(a, at, me.n - 1, &partial));
-        mbarrier_wait_parity(b.v_full + 8 * me.v.at, me.v.parity);
-        if (me.partial) prepare_v(a, at, me, o, p, b.v + me.v.at * V_BYTES);
-        if (next < 0) break;
-        mbarrier_wait_parity(b.k_full + 8 * me.k.at, me.k.parity);
-        take_turn(me);
-        begin_qk(s, q, wgmma_step(k, me.k.at * K_BYTES));
-        begin_pv(o, p, wgmma_step(v, me.v.at * V_BYTES));
-        pass_turn(me);
-        wgmma_wait_group(1);
-        if (is_first_thread()) mbarrier_arrive(b.k_empty + 8 * me.k.at);
-        turn_ring(me.k, STAGES);
-        me.n = next;
-        me.partial = __any_sync(~0u, partial);
-        bool raise = softmax(a, at, me, s, m, l, factor);
-        wgmma_wait_group(0);
-        if (is_first_thread()) mbarrier_arrive(b.v_empty + 8 * me.v.at);
-        turn_ring(me.v, STAGES);
-        if (raise) rescale(o, factor);
-        pack_p(a, at, p, s);
+    softmax(a, at, me, t.s, t.m, t.l, factor, me.partial);
+    pack_p(a, at, t.p, t.s);
+    bool partial = false;
+    int32_t next = agreed(next_tile(a, at, me.n - 1, &partial));
+    while (next >= 0) {
+        while (next >= 0 && (me.partial || (partial = __any_sync(~0u, partial)))) {
+            step(a, at, me, b, t, o, next, partial, true);
+            next = agreed(next_tile(a, at, me.n - 1, &partial));
+        }
+        while (next >= 0 && !me.partial && !(partial = __any_sync(~0u, partial))) {
+            step(a, at, me, b, t, o, next, partial, false);
+            next = agreed(next_tile(a, at, me.n - 1, &partial));
+        }
     }
-    begin_pv(o, p, wgmma_step(v, me.v.at * V_BYTES));
+    mbarrier_wait_parity(b.v_full + 8 * me.v.at, me.v.parity);
+    if (me.partial) prepare_v(a, at, me, o, t.p, b.v + me.v.at * V_BYTES);
+    begin_pv(o, t.p, wgmma_step(t.v, me.v.at * V_BYTES));
     wgmma_wait_group(0);
     if (is_first_thread()) mbarrier_arrive(b.v_empty + 8 * me.v.at);
     turn_ring(me.v, STAGES);
@@ -453,19 +474,21 @@ DEVICE void walk(const attn_cuda_args &a, tile_place &at, consumer &me, const bu
 DEVICE void consume(const attn_cuda_args90 &x, const buffers &b) {
     const attn_cuda_args &a = x.a;
     consumer me = {};
-    me.number = threadIdx.x >> 7;
+    me.number = agreed(threadIdx.x >> 7);
     if (me.number == CONSUMERS - 1) bar_arrive(BARRIER_TURN, 256); /* the first turn is the first consumer's */
     for (int64_t i = 0; i < work_end(a); i++) {
         tile_place at;
         if (!find_work(a, at, i, true)) continue;
-        float o[MT][DT][4] = {}, m[MT][2], l[MT][2] = {};
-        m[0][0] = m[0][1] = at.least;
+        tile_state t;
+        float o[MT][DT][4] = {};
+        t.m[0][0] = t.m[0][1] = at.least;
+        t.l[0][0] = t.l[0][1] = 0;
         me.has_huge = true;
         me.n = agreed(next_tile(a, at, at.n_last, &me.partial));
         me.partial = __any_sync(~0u, me.partial);
         const bool has_q = me.n >= 0;
-        if (has_q) walk(a, at, me, b, o, m, l);
-        finish(a, at, o, m, l);
+        if (has_q) walk(a, at, me, b, t, o);
+        finish(a, at, o, t.m, t.l);
         store_o(x, at, me, o, b.q + me.q.at * Q_BYTES, b.q_empty + 8 * me.q.at, has_q);
         if (has_q) turn_ring(me.q, QBUF);
     }
