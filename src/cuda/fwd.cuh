@@ -99,6 +99,9 @@ DEVICE uint32_t v_piece(uint32_t shared_v, int row, int chunk) { return shared_a
 DEVICE void block_barrier(void) { __syncthreads(); }
 DEVICE bool block_or(bool x) { return __syncthreads_or(x); }
 
+/* All threads of the block fill padding. */
+#define FILL_THREAD threadIdx.x
+#define FILL_THREADS THREADS
 #include "rows.cuh"
 
 /* ---- tiles to shared memory ---- */

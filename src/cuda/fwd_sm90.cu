@@ -94,16 +94,31 @@ DEVICE uint32_t v_piece(uint32_t shared_v, int row, int chunk) { return piece_at
 DEVICE void block_barrier(void) { bar_sync(BARRIER_ROWS, THREADS); }
 /* Votes and shuffles say nothing new, but tell the compiler that all lanes agree: it has to know where products are under way. */
 DEVICE bool block_or(bool x) { return __any_sync(~0u, bar_red_or(BARRIER_ROWS, THREADS, x)); }
+DEVICE bool says(bool x) { return __any_sync(~0u, x); }
 DEVICE int32_t agreed(int32_t x) { return __shfl_sync(~0u, x, 0); }
 
+/* One warp, which looks for places, fills padding. */
+#define FILL_THREAD (threadIdx.x & 31)
+#define FILL_THREADS 32
 #include "rows.cuh"
 
 typedef struct buffers {
     uint32_t q, k, v;
-    uint32_t q_full, q_empty, k_full, k_empty, v_full, v_empty;
+    uint32_t q_full, q_empty, k_full, k_empty, v_full, v_empty, place_full, place_empty;
+    struct place *places;
 } buffers;
 
-DEVICE buffers find_buffers(uint32_t shared) {
+/* What the scheduler found. */
+typedef struct place {
+    tile_place at;
+    int32_t first; /* tile of keys; -1: none */
+    bool partial;
+    bool is_end; /* there is no place any more */
+} place;
+enum { PLACES = 2, LOADERS = ALL ? 96 : 1 };
+
+DEVICE buffers find_buffers(uint8_t *shared_memory) {
+    const uint32_t shared = cvta_shared(shared_memory);
     buffers b;
     b.q = shared;
     b.k = b.q + QBUF * Q_BYTES;
@@ -114,6 +129,9 @@ DEVICE buffers find_buffers(uint32_t shared) {
     b.k_empty = b.k_full + 8 * STAGES;
     b.v_full = b.k_empty + 8 * STAGES;
     b.v_empty = b.v_full + 8 * STAGES;
+    b.place_full = b.v_empty + 8 * STAGES;
+    b.place_empty = b.place_full + 8 * PLACES;
+    b.places = (place *)(shared_memory + (b.place_empty + 8 * PLACES + 15 & ~15u) - shared);
     return b;
 }
 
@@ -127,6 +145,10 @@ DEVICE void make_barriers(const buffers &b) {
         mbarrier_init(b.v_full + 8 * n, 1);
         mbarrier_init(b.k_empty + 8 * n, CONSUMERS);
         mbarrier_init(b.v_empty + 8 * n, CONSUMERS);
+    }
+    for (int n = 0; n < PLACES; n++) {
+        mbarrier_init(b.place_full + 8 * n, 1);
+        mbarrier_init(b.place_empty + 8 * n, THREADS + LOADERS);
     }
     fence_mbarrier_init();
 }
@@ -157,6 +179,33 @@ DEVICE bool find_work(const attn_cuda_args &a, tile_place &at, int64_t i, bool f
 }
 DEVICE int64_t work_end(const attn_cuda_args &a) { return (a.work + gridDim.x - 1) / gridDim.x; }
 
+/* The scheduler, one warp: finds places ahead of time and fills padding; nobody else waits for that. */
+DEVICE void schedule(const attn_cuda_args &a, const buffers &b) {
+    ring r = {};
+    for (int64_t i = 0; i <= work_end(a); i++) {
+        place found;
+        found.is_end = i == work_end(a);
+        found.partial = false;
+        if (!found.is_end && !find_work(a, found.at, i, true)) continue;
+        found.first = found.is_end ? -1 : next_tile(a, found.at, found.at.n_last, &found.partial);
+        mbarrier_wait_parity(b.place_empty + 8 * r.at, r.parity ^ 1);
+        if ((threadIdx.x & 31) == 0) {
+            b.places[r.at] = found;
+            mbarrier_arrive(b.place_full + 8 * r.at);
+        }
+        turn_ring(r, PLACES);
+    }
+}
+
+/* The next place, for everybody else; false at the end. */
+DEVICE bool take_place(const buffers &b, ring &r, place &found) {
+    mbarrier_wait_parity(b.place_full + 8 * r.at, r.parity);
+    found = b.places[r.at];
+    mbarrier_arrive(b.place_empty + 8 * r.at);
+    turn_ring(r, PLACES);
+    return !found.is_end;
+}
+
 /* ---- the producer ---- */
 
 /* A tile piece by piece, with all threads of the producer. row0: query row, or cache position. */
@@ -164,7 +213,7 @@ DEVICE void gather_tile(const attn_cuda_args &a, const tile_place &at, const att
                         int rows, int chunks, int32_t row0, int valid, int dim) {
     const attn_dtype dtype = is_q ? a.p.dtype : a.p.kv_dtype;
     const bool whole = a.vector_ok && dtype == (attn_dtype)DTYPE;
-    for (int n = threadIdx.x - THREADS; n < rows * chunks; n += 128) {
+    for (int n = threadIdx.x - THREADS; n < rows * chunks; n += LOADERS) {
         int row = n / chunks, c = n % chunks, count = row < valid ? chunk_count(c, dim) : 0;
         uint4 x = make_uint4(0, 0, 0, 0);
         if (count) {
@@ -176,7 +225,7 @@ DEVICE void gather_tile(const attn_cuda_args &a, const tile_place &at, const att
         st_shared_v4(piece_at(to, rows, row, c), x);
     }
     fence_proxy_async();
-    bar_sync(BARRIER_PRODUCER, 128);
+    bar_sync(BARRIER_PRODUCER, LOADERS);
 }
 
 /* One thread of the producer, the only one that works in plain kernels. */
@@ -220,12 +269,12 @@ DEVICE void fetch_kv(const attn_cuda_args90 &x, const tile_place &at, bool is_k,
 
 DEVICE void produce(const attn_cuda_args90 &x, const buffers &b) {
     const attn_cuda_args &a = x.a;
-    ring q = {}, kv = {};
-    for (int64_t i = 0; i < work_end(a); i++) {
-        tile_place at;
+    ring q = {}, kv = {}, r = {};
+    place found;
+    while (take_place(b, r, found)) {
+        const tile_place &at = found.at;
         bool partial;
-        if (!find_work(a, at, i, false)) continue;
-        int32_t n = next_tile(a, at, at.n_last, &partial);
+        int32_t n = found.first;
         if (n < 0) continue;
         mbarrier_wait_parity(b.q_empty + 8 * q.at, q.parity ^ 1);
         fetch_q(x, at, b.q + q.at * Q_BYTES, b.q_full + 8 * q.at);
@@ -246,8 +295,8 @@ DEVICE void produce(const attn_cuda_args90 &x, const buffers &b) {
 #define EACH_WIDTH(kind)                                                                                                   \
     WIDTH(64, kind)                                                                                                        \
     WIDTH(80, kind)                                                                                                        \
-    WIDTH(96, kind) WIDTH(112, kind) WIDTH(128, kind) WIDTH(144, kind) WIDTH(160, kind) WIDTH(176, kind) WIDTH(192, kind)  \
-        WIDTH(256, kind)
+    WIDTH(96, kind)                                                                                                        \
+    WIDTH(112, kind) WIDTH(128, kind) WIDTH(144, kind) WIDTH(160, kind) WIDTH(176, kind) WIDTH(192, kind) WIDTH(256, kind)
 #define WIDTH(n, kind)                                                                                                     \
     if (columns == n) {                                                                                                    \
         if (BF16)                                                                                                          \
@@ -436,7 +485,8 @@ DEVICE void step(const attn_cuda_args &a, tile_place &at, consumer &me, const bu
 }
 
 /* All tiles of one place; me.n is the first of them. */
-DEVICE void walk(const attn_cuda_args &a, tile_place &at, consumer &me, const buffers &b, tile_state &t, float o[MT][DT][4]) {
+DEVICE void walk(const attn_cuda_args &a, tile_place &at, consumer &me, const buffers &b, tile_state &t,
+                 float o[MT][DT][4]) {
     float factor[MT][2];
     t.q = wgmma_k_major(b.q + me.q.at * Q_BYTES + me.number * 64 * 128);
     t.k = wgmma_k_major(b.k);
@@ -453,18 +503,18 @@ DEVICE void walk(const attn_cuda_args &a, tile_place &at, consumer &me, const bu
     pack_p(a, at, t.p, t.s);
     bool partial = false;
     int32_t next = agreed(next_tile(a, at, me.n - 1, &partial));
-    while (next >= 0) {
-        while (next >= 0 && (me.partial || (partial = __any_sync(~0u, partial)))) {
+    while (says(next >= 0)) {
+        while (says(next >= 0 && (me.partial || partial))) {
             step(a, at, me, b, t, o, next, partial, true);
             next = agreed(next_tile(a, at, me.n - 1, &partial));
         }
-        while (next >= 0 && !me.partial && !(partial = __any_sync(~0u, partial))) {
+        while (says(next >= 0 && !me.partial && !partial)) {
             step(a, at, me, b, t, o, next, partial, false);
             next = agreed(next_tile(a, at, me.n - 1, &partial));
         }
     }
     mbarrier_wait_parity(b.v_full + 8 * me.v.at, me.v.parity);
-    if (me.partial) prepare_v(a, at, me, o, t.p, b.v + me.v.at * V_BYTES);
+    if (says(me.partial)) prepare_v(a, at, me, o, t.p, b.v + me.v.at * V_BYTES);
     begin_pv(o, t.p, wgmma_step(t.v, me.v.at * V_BYTES));
     wgmma_wait_group(0);
     if (is_first_thread()) mbarrier_arrive(b.v_empty + 8 * me.v.at);
@@ -476,18 +526,19 @@ DEVICE void consume(const attn_cuda_args90 &x, const buffers &b) {
     consumer me = {};
     me.number = agreed(threadIdx.x >> 7);
     if (me.number == CONSUMERS - 1) bar_arrive(BARRIER_TURN, 256); /* the first turn is the first consumer's */
-    for (int64_t i = 0; i < work_end(a); i++) {
-        tile_place at;
-        if (!find_work(a, at, i, true)) continue;
+    ring r = {};
+    place found;
+    while (__any_sync(~0u, take_place(b, r, found))) {
+        tile_place &at = found.at;
         tile_state t;
         float o[MT][DT][4] = {};
         t.m[0][0] = t.m[0][1] = at.least;
         t.l[0][0] = t.l[0][1] = 0;
         me.has_huge = true;
-        me.n = agreed(next_tile(a, at, at.n_last, &me.partial));
-        me.partial = __any_sync(~0u, me.partial);
+        me.n = agreed(found.first);
+        me.partial = __any_sync(~0u, found.partial);
         const bool has_q = me.n >= 0;
-        if (has_q) walk(a, at, me, b, t, o);
+        if (says(has_q)) walk(a, at, me, b, t, o);
         finish(a, at, o, t.m, t.l);
         store_o(x, at, me, o, b.q + me.q.at * Q_BYTES, b.q_empty + 8 * me.q.at, has_q);
         if (has_q) turn_ring(me.q, QBUF);
@@ -497,12 +548,15 @@ DEVICE void consume(const attn_cuda_args90 &x, const buffers &b) {
 
 KERNEL __launch_bounds__(THREADS + 128, 1) VARIANT(const __grid_constant__ attn_cuda_args90 x) {
     extern __shared__ __align__(1024) uint8_t shared[];
-    const buffers b = find_buffers(cvta_shared(shared));
+    const buffers b = find_buffers(shared);
     if (threadIdx.x == 0) make_barriers(b);
     __syncthreads();
     if (threadIdx.x >= THREADS) {
         setmaxnreg_dec(PRODUCER_REGISTERS);
-        if (ALL || is_leader()) produce(x, b);
+        if (threadIdx.x >= THREADS + 96)
+            schedule(x.a, b);
+        else if (ALL || is_leader())
+            produce(x, b);
     } else {
         setmaxnreg_inc(CONSUMER_REGISTERS);
         consume(x, b);

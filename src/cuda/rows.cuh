@@ -43,8 +43,8 @@ static __device__ __noinline__ void fill_padding(const attn_cuda_args &a, int32_
     s.b = b;
     for (int32_t i = from; i < to; i++) {
         int64_t row = attn__q_offset(&a.p, &a.f.o, &s, i, h);
-        for (int32_t x = threadIdx.x; x < a.p.dim_v; x += THREADS) attn__store(a.p.out_dtype, a.f.o.data, row + x, 0);
-        if (threadIdx.x == 0 && a.f.lse) ((float *)a.f.lse)[attn__lse_index(&a.p, &s, i, h)] = -INFINITY;
+        for (int32_t x = FILL_THREAD; x < a.p.dim_v; x += FILL_THREADS) attn__store(a.p.out_dtype, a.f.o.data, row + x, 0);
+        if (FILL_THREAD == 0 && a.f.lse) ((float *)a.f.lse)[attn__lse_index(&a.p, &s, i, h)] = -INFINITY;
     }
 }
 
