@@ -13,6 +13,7 @@
 /* ---- the line of the table ---- */
 
 #define PIECE(entry, file)
+#define FWD90(...)
 #define FWD(name, arch, dtype, dim, dimv, bm, bn, warps, ctas, async, eager, swizzle, qf, kf, vf, twice, first, all)       \
     enum {                                                                                                                 \
         name##_DTYPE = ATTN_##dtype,                                                                                       \
@@ -38,6 +39,7 @@
 #include VARIANTS
 #undef PIECE
 #undef FWD
+#undef FWD90
 #define K_(variant, field) variant##_##field
 #define K__(variant, field) K_(variant, field)
 #define K(field) K__(VARIANT, field)

@@ -30,9 +30,11 @@ typedef attn_cuda_rotary args_rotary;
     void entry(const type a);                                                                                              \
     static void run_##entry(const void *args) { entry(*(const type *)args); }
 #define FWD(entry, ...) ENTRY(entry, attn_cuda_args)
+#define FWD90(...) /* this GPU is none of sm_90 */
 #define PIECE(entry, file) ENTRY(entry, args_##entry)
 #include "cuda/variants.def"
 #undef FWD
+#undef FWD90
 #undef PIECE
 
 static const struct {
@@ -40,8 +42,10 @@ static const struct {
     void (*run)(const void *args);
 } kernels[] = {
 #define FWD(entry, ...) {#entry, run_##entry},
+#define FWD90(...)
 #define PIECE(entry, file) {#entry, run_##entry},
 #include "cuda/variants.def"
+#undef FWD90
 #undef PIECE
 #undef FWD
 };
@@ -74,6 +78,15 @@ EXPORT int cuKernelGetAttribute(int *value, int attribute, attn_cu_kernel kernel
 EXPORT int cuKernelGetFunction(attn_cu_function *function, attn_cu_kernel kernel) {
     *function = (attn_cu_function)(void *)kernel;
     return 0;
+}
+
+/* Only Hopper's kernels have maps. */
+EXPORT int cuTensorMapEncodeTiled(void *map, int type, unsigned rank, void *address, const uint64_t *dims,
+                                  const uint64_t *strides, const unsigned *box, const unsigned *steps, int interleave,
+                                  int swizzle, int l2_promotion, int fill) {
+    (void)map, (void)type, (void)rank, (void)address, (void)dims, (void)strides, (void)box, (void)steps, (void)interleave,
+        (void)swizzle, (void)l2_promotion, (void)fill;
+    return 801; /* CUDA_ERROR_NOT_SUPPORTED */
 }
 
 EXPORT int cuLaunchKernel(attn_cu_function function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
