@@ -1,10 +1,10 @@
 /*
- * How the tensors of a run lie: whether their rows can be read in pieces of 16 bytes, and, for Hopper's kernels, as tensor maps, with
- * which the tensor memory accelerator fetches and stores whole tiles.
+ * How the tensors of a run lie: whether their rows can be read in pieces of 16 bytes, and, for Hopper's kernels, as tensor maps,
+ * with which the tensor memory accelerator fetches and stores whole tiles.
  *
  * A map is made by the driver from the start, the sizes and the strides of a tensor; it is no more than 128 bytes that the
- * kernel is given among its arguments, so nothing is kept or freed. What no map can be made of (rows that are not aligned, negative
- * strides, pages, another dtype) is no error: the kernels that take every feature read such tensors without.
+ * kernel is given among its arguments, so nothing is kept or freed. What no map can be made of (rows that are not aligned,
+ * negative strides, pages, another dtype) is no error: the kernels that take every feature read such tensors without.
  */
 #include "cuda.h"
 
