@@ -5,35 +5,18 @@
  * 8 j + 2 t + e % 2. _ss takes a from shared memory, rows of K-major; _rs from registers, as mma.sync m16n8k16 has it. b is
  * K-major for _ss (rows of keys, columns of dims: Q K^T) and MN-major for _rs (rows of keys, columns of dims: P V).
  * With add = 0 d is overwritten. The order: wgmma_fence, products, wgmma_commit_group, wgmma_wait_group; until then d and the
- * registers of a belong to the products.
- *
- * Tiles in shared memory are blocks of 64 columns (128 bytes) of all rows, as the tensor memory accelerator writes them with a
- * swizzle of 128 bytes; the 16-byte pieces of row r are permuted by an exclusive or with r % 8.
+ * registers of a belong to the products. How operands lie in shared memory is said in operand.cuh.
  */
 #ifndef ATTN_WGMMA_CUH
 #define ATTN_WGMMA_CUH
 
+#include "operand.cuh"
 #include "sm90.cuh"
 
 PTX void wgmma_fence(void) { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 PTX void wgmma_commit_group(void) { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 /* Until at most `left` groups are under way. */
 #define wgmma_wait_group(left) asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(left) : "memory")
-
-enum { WGMMA_SWIZZLE_128 = 1, WGMMA_ROWS_8 = 8 * 128 };
-
-/* A K-major tile from this address on. 16 columns further on are 32 bytes more, another block of columns rows * 128. */
-PTX uint64_t wgmma_k_major(uint32_t at) {
-    return (uint64_t)(at >> 4 & 0x3fff) | (uint64_t)1 << 16 | (uint64_t)(WGMMA_ROWS_8 >> 4) << 32 |
-           (uint64_t)WGMMA_SWIZZLE_128 << 62;
-}
-/* An MN-major tile whose blocks of 64 columns are `block` bytes apart. 16 rows further on are 2048 bytes more. */
-PTX uint64_t wgmma_mn_major(uint32_t at, uint32_t block) {
-    return (uint64_t)(at >> 4 & 0x3fff) | (uint64_t)(block >> 4) << 16 | (uint64_t)(WGMMA_ROWS_8 >> 4) << 32 |
-           (uint64_t)WGMMA_SWIZZLE_128 << 62;
-}
-/* The same, so many bytes further on. */
-PTX uint64_t wgmma_step(uint64_t tile, uint32_t bytes) { return tile + (bytes >> 4); }
 
 /* Operands %0 to %(n-1) in the text, and d[0] to d[n-1] as such, by eights. */
 

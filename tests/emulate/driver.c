@@ -1,7 +1,7 @@
 /*
  * A CUDA driver whose GPU is this CPU: ATTN_CUDA_DRIVER=.../libemulated-cuda.so makes the cuda backend, and with it attn check
  * --backend cuda, run the kernels of src/cuda where there is no GPU. One device, one context; every launch is done when
- * the call returns.
+ * the call returns. It has compute capability 8.0, or with EMULATE_ARCH=90 that of Hopper.
  *
  * Device memory is followed by a page that must not be touched.
  */
@@ -15,7 +15,7 @@
 
 #include "cuda/args.h"
 #include "cuda/driver.h"
-#include "fibers.h"
+#include "hopper.h"
 
 #define EXPORT __attribute__((visibility("default")))
 
@@ -30,7 +30,7 @@ typedef attn_cuda_rotary args_rotary;
     void entry(const type a);                                                                                              \
     static void run_##entry(const void *args) { entry(*(const type *)args); }
 #define FWD(entry, ...) ENTRY(entry, attn_cuda_args)
-#define FWD90(...) /* this GPU is none of sm_90 */
+#define FWD90(entry, ...) ENTRY(entry, attn_cuda_args90)
 #define PIECE(entry, file) ENTRY(entry, args_##entry)
 #include "cuda/variants.def"
 #undef FWD
@@ -42,11 +42,11 @@ static const struct {
     void (*run)(const void *args);
 } kernels[] = {
 #define FWD(entry, ...) {#entry, run_##entry},
-#define FWD90(...)
+#define FWD90(entry, ...) {#entry, run_##entry},
 #define PIECE(entry, file) {#entry, run_##entry},
 #include "cuda/variants.def"
-#undef FWD90
 #undef PIECE
+#undef FWD90
 #undef FWD
 };
 enum { KERNELS = sizeof kernels / sizeof kernels[0] };
@@ -80,13 +80,10 @@ EXPORT int cuKernelGetFunction(attn_cu_function *function, attn_cu_kernel kernel
     return 0;
 }
 
-/* Only Hopper's kernels have maps. */
 EXPORT int cuTensorMapEncodeTiled(void *map, int type, unsigned rank, void *address, const uint64_t *dims,
                                   const uint64_t *strides, const unsigned *box, const unsigned *steps, int interleave,
                                   int swizzle, int l2_promotion, int fill) {
-    (void)map, (void)type, (void)rank, (void)address, (void)dims, (void)strides, (void)box, (void)steps, (void)interleave,
-        (void)swizzle, (void)l2_promotion, (void)fill;
-    return 801; /* CUDA_ERROR_NOT_SUPPORTED */
+    return emulate_map_encode(map, type, rank, address, dims, strides, box, steps, interleave, swizzle, l2_promotion, fill);
 }
 
 EXPORT int cuLaunchKernel(attn_cu_function function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
@@ -202,12 +199,14 @@ EXPORT int cuDeviceGetName(char *name, int bytes, int device) {
     return (void)device, snprintf(name, (size_t)bytes, "emulated GPU"), 0;
 }
 
+/* Three multiprocessors share the work of a persistent kernel: each has more than one piece of it in most runs. */
 EXPORT int cuDeviceGetAttribute(int *value, int attribute, int device) {
+    const char *arch = getenv("EMULATE_ARCH");
     (void)device;
     switch (attribute) {
-    case ATTN_CU_DEVICE_SMS: *value = 1; break;
-    case ATTN_CU_DEVICE_MAJOR: *value = 8; break;
-    case ATTN_CU_DEVICE_MINOR: *value = 0; break;
+    case ATTN_CU_DEVICE_SMS: *value = 3; break;
+    case ATTN_CU_DEVICE_MAJOR: *value = arch ? atoi(arch) / 10 : 8; break;
+    case ATTN_CU_DEVICE_MINOR: *value = arch ? atoi(arch) % 10 : 0; break;
     case ATTN_CU_DEVICE_SHARED: *value = EMULATE_SHARED_BYTES; break;
     default: *value = 1 << 20; break;
     }

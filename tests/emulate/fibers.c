@@ -1,8 +1,10 @@
 /* The threads of a block as fibers; see emulate.h. Fibers are made once and stay; setjmp switches them, without a system call. */
 #define _DEFAULT_SOURCE
 #include "fibers.h"
+#include "hopper.h"
 
 #include <setjmp.h>
+#include <stdarg.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -11,17 +13,18 @@
 
 enum { THREADS = 1024, STACK_BYTES = 128 * 1024 };
 
-enum { READY, AT_WARP_BARRIER, AT_BLOCK_BARRIER, DONE };
+enum { READY, AT_WARP_BARRIER, AT_BLOCK_BARRIER, AT_WAIT, DONE };
 
 typedef struct fiber {
     ucontext_t start;
     jmp_buf at;
     int state, is_started;
-    int phase; /* which half of `exchanged` the next exchange uses: nobody can be two exchanges ahead */
+    emulate_wait wait; /* AT_WAIT: for what */
+    int phase;         /* which half of `exchanged` the next exchange uses: nobody can be two exchanges ahead */
 } fiber;
 
 emulate_index threadIdx, blockIdx, gridDim;
-uint8_t shared[EMULATE_SHARED_BYTES] __attribute__((aligned(128)));
+uint8_t shared[EMULATE_SHARED_BYTES] __attribute__((aligned(1024)));
 unsigned emulate_shared_bytes;
 int emulate_reverse;
 
@@ -33,8 +36,13 @@ static unsigned block_threads;
 static void (*body)(const void *args);
 static const void *body_args;
 
-void emulate_fail(const char *what) {
-    fprintf(stderr, "emulated GPU: block %u, thread %u: %s\n", blockIdx.x, threadIdx.x, what);
+void emulate_fail(const char *format, ...) {
+    va_list values;
+    va_start(values, format);
+    fprintf(stderr, "emulated GPU: block %u, thread %u: ", blockIdx.x, threadIdx.x);
+    vfprintf(stderr, format, values);
+    fputc('\n', stderr);
+    va_end(values);
     abort();
 }
 
@@ -72,6 +80,12 @@ static void resume(unsigned thread) {
 void emulate_warp_barrier(void) { yield(AT_WARP_BARRIER); }
 void emulate_block_barrier(void) { yield(AT_BLOCK_BARRIER); }
 
+void emulate_wait_for(emulate_wait wait) {
+    if (wait.is_over(&wait)) return;
+    fibers[threadIdx.x].wait = wait;
+    yield(AT_WAIT);
+}
+
 const emulate_words *emulate_exchange(const uint32_t *words, int count) {
     unsigned thread = threadIdx.x;
     int phase = fibers[thread].phase;
@@ -105,13 +119,19 @@ static int release(unsigned first, unsigned end, int state, int all) {
     return 1;
 }
 
-/* Lets a warp run until each of its lanes waits for the block or is done. Did it move at all? */
+static int is_ready(unsigned thread) {
+    const fiber *f = &fibers[thread];
+    threadIdx.x = thread;
+    return f->state == READY || (f->state == AT_WAIT && f->wait.is_over(&f->wait));
+}
+
+/* Lets a warp run until each of its lanes waits for others or is done. Did it move at all? */
 static int run_warp(unsigned first) {
     int moved = 0;
     do {
         for (unsigned n = 0; n < 32; n++) {
             unsigned t = first + (emulate_reverse ? 31 - n : n);
-            if (fibers[t].state != READY) continue;
+            if (!is_ready(t)) continue;
             resume(t);
             moved = 1;
         }
@@ -119,18 +139,41 @@ static int run_warp(unsigned first) {
     return moved;
 }
 
+static void describe(const fiber *f, char *text, size_t bytes) {
+    if (f->state == AT_WARP_BARRIER) snprintf(text, bytes, "wait for their warp");
+    if (f->state == AT_BLOCK_BARRIER) snprintf(text, bytes, "wait at __syncthreads");
+    if (f->state == DONE) snprintf(text, bytes, "have left");
+    if (f->state == AT_WAIT) f->wait.describe(&f->wait, text, bytes);
+}
+
+/* Nobody can go on: says what every thread waits for. */
+static void report_deadlock(unsigned threads) {
+    char text[256] = "", next[256];
+    for (unsigned t = 0, first = 0; t <= threads; t++) {
+        if (t < threads) describe(&fibers[t], next, sizeof next);
+        if (t == 0) memcpy(text, next, sizeof text);
+        if (t < threads && strcmp(text, next) == 0) continue;
+        fprintf(stderr, "emulated GPU: threads %u to %u %s\n", first, t - 1, text);
+        memcpy(text, next, sizeof text);
+        first = t;
+    }
+    emulate_fail("threads wait for each other at different barriers");
+}
+
 /* One warp goes as far as it can before the next one starts: what it does too early or too late then shows. */
 static void run_block(unsigned threads) {
     memset(shared, 0xff, emulate_shared_bytes); /* NaN: what nobody has written */
+    emulate_hopper_begin(threads);
     for (unsigned t = 0; t < threads; t++) fibers[t].state = READY;
     for (;;) {
         int moved = 0, done = 1;
         for (unsigned n = 0; n < threads; n += 32) moved |= run_warp(emulate_reverse ? threads - 32 - n : n);
         moved |= release(0, threads, AT_BLOCK_BARRIER, 0);
         for (unsigned t = 0; t < threads; t++) done &= fibers[t].state == DONE;
-        if (done) return;
-        if (!moved) emulate_fail("threads wait for each other at different barriers");
+        if (done) break;
+        if (!moved) report_deadlock(threads);
     }
+    emulate_hopper_end();
 }
 
 void emulate_launch(void (*kernel)(const void *args), const void *args, unsigned grid_x, unsigned grid_y, unsigned grid_z,
