@@ -11,7 +11,7 @@
 #include <string.h>
 #include <ucontext.h>
 
-enum { THREADS = 1024, STACK_BYTES = 128 * 1024 };
+enum { THREADS = 1024, STACK_BYTES = 128 * 1024, MARGIN = 1024 /* watched after shared memory */ };
 
 enum { READY, AT_WARP_BARRIER, AT_BLOCK_BARRIER, AT_WAIT, DONE };
 
@@ -162,7 +162,8 @@ static void report_deadlock(unsigned threads) {
 
 /* One warp goes as far as it can before the next one starts: what it does too early or too late then shows. */
 static void run_block(unsigned threads) {
-    memset(shared, 0xff, emulate_shared_bytes); /* NaN: what nobody has written */
+    const unsigned room = EMULATE_SHARED_BYTES - emulate_shared_bytes, behind = room < MARGIN ? room : MARGIN;
+    memset(shared, 0xff, emulate_shared_bytes + behind); /* NaN: what nobody has written */
     emulate_hopper_begin(threads);
     for (unsigned t = 0; t < threads; t++) fibers[t].state = READY;
     for (;;) {
@@ -173,6 +174,8 @@ static void run_block(unsigned threads) {
         if (done) break;
         if (!moved) report_deadlock(threads);
     }
+    for (unsigned n = emulate_shared_bytes; n < emulate_shared_bytes + behind; n++)
+        if (shared[n] != 0xff) emulate_fail("byte %u of shared memory was written, of %u", n, emulate_shared_bytes);
     emulate_hopper_end();
 }
 
