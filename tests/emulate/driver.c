@@ -199,12 +199,12 @@ EXPORT int cuDeviceGetName(char *name, int bytes, int device) {
     return (void)device, snprintf(name, (size_t)bytes, "emulated GPU"), 0;
 }
 
-/* Three multiprocessors share the work of a persistent kernel: each has more than one piece of it in most runs. */
+/* Two multiprocessors share the work of a persistent kernel: each has more than one piece of it in most runs. */
 EXPORT int cuDeviceGetAttribute(int *value, int attribute, int device) {
     const char *arch = getenv("EMULATE_ARCH");
     (void)device;
     switch (attribute) {
-    case ATTN_CU_DEVICE_SMS: *value = 3; break;
+    case ATTN_CU_DEVICE_SMS: *value = 2; break;
     case ATTN_CU_DEVICE_MAJOR: *value = arch ? atoi(arch) / 10 : 8; break;
     case ATTN_CU_DEVICE_MINOR: *value = arch ? atoi(arch) % 10 : 0; break;
     case ATTN_CU_DEVICE_SHARED: *value = EMULATE_SHARED_BYTES; break;

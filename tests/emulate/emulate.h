@@ -9,9 +9,9 @@
  *     nothing reads its target before the wait (ptx.h);
  *   - copies and products that run beside the threads are waited for, and nobody meddles with them (hopper.h);
  *   - nothing past the end of device memory is touched (driver.c);
- *   - with EMULATE_ORDER=reverse, nothing depends on which thread runs first between two barriers.
+ *   - with EMULATE_ORDER=reverse or random, nothing depends on which thread runs first between two barriers.
  *
- * Not seen: races that neither order of the threads shows, and between blocks; bank conflicts; the rounding of tensor cores and of
+ * Not seen: races that no order of the threads shows, and between blocks; bank conflicts; the rounding of tensor cores and of
  * ex2.approx (ptx.h says how they are computed here).
  */
 #ifndef EMULATE_H

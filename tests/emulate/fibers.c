@@ -26,7 +26,6 @@ typedef struct fiber {
 emulate_index threadIdx, blockIdx, gridDim;
 uint8_t shared[EMULATE_SHARED_BYTES] __attribute__((aligned(1024)));
 unsigned emulate_shared_bytes;
-int emulate_reverse;
 
 static fiber fibers[THREADS];
 static jmp_buf scheduler;
@@ -35,6 +34,14 @@ static int voted[THREADS];
 static unsigned block_threads;
 static void (*body)(const void *args);
 static const void *body_args;
+static enum { FORWARD, REVERSE, RANDOM } order; /* in which threads run: EMULATE_ORDER */
+static uint32_t luck;
+
+/* A number below `count`. */
+static unsigned draw(unsigned count) {
+    luck = luck * 1664525 + 1013904223;
+    return (luck >> 16) % count;
+}
 
 void emulate_fail(const char *format, ...) {
     va_list values;
@@ -75,6 +82,10 @@ static void resume(unsigned thread) {
     if (_setjmp(scheduler)) return;
     if (f->is_started) _longjmp(f->at, 1);
     start(f);
+}
+
+void emulate_pause(void) {
+    if (order == RANDOM && draw(4) == 0) yield(READY);
 }
 
 void emulate_warp_barrier(void) { yield(AT_WARP_BARRIER); }
@@ -127,10 +138,10 @@ static int is_ready(unsigned thread) {
 
 /* Lets a warp run until each of its lanes waits for others or is done. Did it move at all? */
 static int run_warp(unsigned first) {
-    int moved = 0;
+    int moved = 0, reverse = order == REVERSE || (order == RANDOM && draw(2));
     do {
         for (unsigned n = 0; n < 32; n++) {
-            unsigned t = first + (emulate_reverse ? 31 - n : n);
+            unsigned t = first + (reverse ? 31 - n : n);
             if (!is_ready(t)) continue;
             resume(t);
             moved = 1;
@@ -160,6 +171,19 @@ static void report_deadlock(unsigned threads) {
     emulate_fail("threads wait for each other at different barriers");
 }
 
+/* Lets each warp run once. Did any of them move? */
+static int run_warps(unsigned count) {
+    unsigned warps[THREADS / 32];
+    int moved = 0;
+    for (unsigned n = 0; n < count; n++) warps[n] = order == REVERSE ? count - 1 - n : n;
+    for (unsigned n = 0; n < count; n++) {
+        unsigned other = order == RANDOM ? n + draw(count - n) : n, warp = warps[other];
+        warps[other] = warps[n];
+        moved |= run_warp(warp * 32);
+    }
+    return moved;
+}
+
 /* One warp goes as far as it can before the next one starts: what it does too early or too late then shows. */
 static void run_block(unsigned threads) {
     const unsigned room = EMULATE_SHARED_BYTES - emulate_shared_bytes, behind = room < MARGIN ? room : MARGIN;
@@ -167,8 +191,7 @@ static void run_block(unsigned threads) {
     emulate_hopper_begin(threads);
     for (unsigned t = 0; t < threads; t++) fibers[t].state = READY;
     for (;;) {
-        int moved = 0, done = 1;
-        for (unsigned n = 0; n < threads; n += 32) moved |= run_warp(emulate_reverse ? threads - 32 - n : n);
+        int moved = run_warps(threads / 32), done = 1;
         moved |= release(0, threads, AT_BLOCK_BARRIER, 0);
         for (unsigned t = 0; t < threads; t++) done &= fibers[t].state == DONE;
         if (done) break;
@@ -181,8 +204,8 @@ static void run_block(unsigned threads) {
 
 void emulate_launch(void (*kernel)(const void *args), const void *args, unsigned grid_x, unsigned grid_y, unsigned grid_z,
                     unsigned threads, unsigned shared_bytes) {
-    const char *order = getenv("EMULATE_ORDER");
-    emulate_reverse = order && strcmp(order, "reverse") == 0;
+    const char *wish = getenv("EMULATE_ORDER");
+    order = !wish ? FORWARD : strcmp(wish, "reverse") == 0 ? REVERSE : strcmp(wish, "random") == 0 ? RANDOM : FORWARD;
     if (threads % 32 || threads > THREADS) emulate_fail("want whole warps, and at most 1024 threads");
     if (shared_bytes > EMULATE_SHARED_BYTES) emulate_fail("so much shared memory no block can have");
     emulate_shared_bytes = shared_bytes;

@@ -15,7 +15,6 @@ extern emulate_index threadIdx, blockIdx, gridDim;
 enum { EMULATE_SHARED_BYTES = 227 * 1024, EMULATE_SHARED_BASE = 1024 /* added to offsets: 0 is no address */ };
 extern uint8_t shared[EMULATE_SHARED_BYTES];
 extern unsigned emulate_shared_bytes; /* how many of them the launch asked for */
-extern int emulate_reverse;           /* EMULATE_ORDER=reverse */
 
 /* Runs kernel(args) in every thread of the grid. */
 void emulate_launch(void (*kernel)(const void *args), const void *args, unsigned grid_x, unsigned grid_y, unsigned grid_z,
@@ -23,6 +22,9 @@ void emulate_launch(void (*kernel)(const void *args), const void *args, unsigned
 
 /* Ends the process: the kernel has done what it must not. */
 void emulate_fail(const char *format, ...) __attribute__((noreturn, format(printf, 1, 2)));
+
+/* Lets others run first, now and then, with EMULATE_ORDER=random; called where a thread has told others something. */
+void emulate_pause(void);
 
 /* Waits for the warp, or for the block. */
 void emulate_warp_barrier(void);

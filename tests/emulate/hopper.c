@@ -147,6 +147,7 @@ void emulate_mbarrier_arrive(uint32_t at, int bytes) {
     b->bytes += bytes;
     b->missing--;
     if (b->missing == 0 && b->bytes == 0 && bytes_under_way(n) == 0) end_phase(b);
+    emulate_pause();
 }
 
 static void land(int barrier);
@@ -207,7 +208,10 @@ static struct named *come_to(int barrier, int threads, int vote) {
     return b;
 }
 
-void emulate_bar_arrive(int barrier, int threads) { come_to(barrier, threads, 0); }
+void emulate_bar_arrive(int barrier, int threads) {
+    come_to(barrier, threads, 0);
+    emulate_pause();
+}
 
 int emulate_bar_sync(int barrier, int threads, int vote) {
     unsigned generation = barrier >= 0 && barrier < NAMED ? named[barrier].generation : 0;
@@ -302,6 +306,7 @@ void emulate_tensor_load(uint32_t to, const void *map, uint32_t barrier, const i
     memset(shared_at(to, (uint32_t)bytes), 0xff, bytes);
     for (size_t k = 0; k < bytes / EMULATE_LINE_BYTES; k++)
         lines[(to - EMULATE_SHARED_BASE) / EMULATE_LINE_BYTES + k] = (line){n, barriers[n].phase + 1};
+    emulate_pause();
 }
 
 static void land_one(const copy *c) {

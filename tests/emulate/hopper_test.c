@@ -1,6 +1,6 @@
 /*
  * Tests of the emulation itself: that copies, barriers and products of compute capability 9.0 do what they should, and that a kernel
- * which uses them wrongly is found out, with the right words. Each runs with the threads in both orders.
+ * which uses them wrongly is found out, with the right words. Each runs with the threads in every order.
  */
 #define _GNU_SOURCE
 #include "hopper_test.h"
@@ -248,8 +248,8 @@ static void test_faults(void) {
 }
 
 int main(void) {
-    const char *const orders[] = {"forward", "reverse"};
-    for (int n = 0; n < 2; n++) {
+    const char *const orders[] = {"forward", "reverse", "random"};
+    for (int n = 0; n < 3; n++) {
         setenv("EMULATE_ORDER", orders[n], 1);
         srand(3);
         test_maps();
