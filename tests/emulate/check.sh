@@ -42,16 +42,14 @@ if [ $# -gt 0 ]; then
     exec "$build/attn" check --backend cuda "$@"
 fi
 "$out/hopper-test"
-for arch in 80 90; do
-    export EMULATE_ARCH=$arch
-    "$out/pieces"
-    ATTN_TEST_BACKEND=cuda "$build/attn-tests" c1_ c4_empty s01_ s09_inf c5_unused c5_align c5_s03
-done
-EMULATE_ORDER=random "$out/pieces"
+export EMULATE_ARCH=90
+EMULATE_ORDER=random "$out/pieces" places
+ATTN_TEST_BACKEND=cuda "$build/attn-tests" c1_ c4_empty s01_ s09_inf c5_unused c5_align c5_s03
 EMULATE_ORDER=random "$build/attn" check --backend cuda --op forward --dtype bf16 --cases 100 --seed 8
 EMULATE_ORDER=reverse "$build/attn" check --backend cuda --op forward --dtype f16 --cases 50 --seed 4
 export EMULATE_ARCH=80
-ATTN_TEST_BACKEND=cuda "$build/attn-tests" c5_varlen_short
+"$out/pieces"
+ATTN_TEST_BACKEND=cuda "$build/attn-tests" c1_ c4_empty s01_ s09_inf c5_unused c5_align c5_varlen_short c5_s03
 "$build/attn" check --backend cuda --small --cases 40 --seed 3 --feature dim_v
 EMULATE_ORDER=reverse "$build/attn" check --backend cuda --small --cases 100 --seed 1
 "$build/attn" check --backend cuda --small --cases 500 --seed 2
