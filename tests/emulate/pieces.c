@@ -189,7 +189,7 @@ static attn_tensor put_halves(attn_dtype dtype, int rows, int dim, bool odd, boo
 }
 
 /* o as numbers, of the cuda backend or of ref. */
-static void attend_places(attn_context *where, attn_dtype dtype, int dim, bool causal, bool odd, uint16_t *o) {
+static void attend_places(attn_context *where, attn_dtype dtype, int dim, bool causal, bool odd, double cap, uint16_t *o) {
     enum { NUMBERS = PLACE_BATCH * PLACE_KEYS * (PLACE_HEADS * PLACE_MOST + 1) };
     static uint16_t host[3][NUMBERS];
     attn_problem p = {.size = sizeof p, .op = ATTN_FORWARD, .dtype = dtype, .batch = PLACE_BATCH};
@@ -198,6 +198,7 @@ static void attend_places(attn_context *where, attn_dtype dtype, int dim, bool c
     p.max_q = PLACE_ROWS;
     p.max_kv = PLACE_KEYS;
     p.flags = causal ? ATTN_CAUSAL : 0;
+    p.softcap = cap;
     attn_buffers f = {.size = sizeof f};
     bool device = where == context;
     srand(17);
@@ -212,25 +213,27 @@ static void attend_places(attn_context *where, attn_dtype dtype, int dim, bool c
 }
 
 /*
- * More rows, heads and keys than a block takes at a time, so that a persistent kernel comes round to each of its buffers again;
- * and that odd addresses, which another kernel works on, give the same bits.
+ * More rows, heads and keys than a block takes at a time, so that a persistent kernel comes round to each of its buffers again; with
+ * a cap, so does the kernel for every feature. Odd addresses, which that one works on too, give the same bits.
  */
 static void test_places(attn_dtype dtype, int dim, bool causal) {
     enum { NUMBERS = PLACE_BATCH * PLACE_ROWS * PLACE_HEADS * PLACE_MOST };
-    static uint16_t want[NUMBERS], plain[NUMBERS], odd[NUMBERS];
+    static uint16_t want[NUMBERS], got[NUMBERS], odd[NUMBERS];
     const double most = dtype == ATTN_BF16 ? 1.0 / 128 : 1.0 / 1024; /* roundings of P and of o, which is below 2 */
+    const int count = PLACE_BATCH * PLACE_ROWS * PLACE_HEADS * dim;
     attn_config config = {.size = sizeof config, .backend = ATTN_BACKEND_REF};
     attn_context *ref;
     must(attn_context_create(&ref, &config) == ATTN_OK, "ref");
-    attend_places(ref, dtype, dim, causal, false, want);
-    attend_places(context, dtype, dim, causal, false, plain);
-    attend_places(context, dtype, dim, causal, true, odd);
-    bool close = true;
-    for (int n = 0; n < PLACE_BATCH * PLACE_ROWS * PLACE_HEADS * dim; n++)
-        close = close && fabs(attn__load(dtype, plain, n) - attn__load(dtype, want, n)) <= most;
-    judge(close, "several places for a block");
-    judge(memcmp(plain, odd, (size_t)PLACE_BATCH * PLACE_ROWS * PLACE_HEADS * (size_t)dim * 2) == 0,
-          "odd addresses give the same bits");
+    for (int cap = 0; cap <= 5; cap += 5) {
+        attend_places(ref, dtype, dim, causal, false, cap, want);
+        attend_places(context, dtype, dim, causal, false, cap, got);
+        attend_places(context, dtype, dim, causal, true, cap, odd);
+        bool close = true;
+        for (int n = 0; n < count; n++)
+            close = close && fabs(attn__load(dtype, got, n) - attn__load(dtype, want, n)) <= most;
+        judge(close, "several places for a block");
+        judge(memcmp(got, odd, (size_t)count * 2) == 0, "odd addresses give the same bits");
+    }
     attn_context_destroy(ref);
 }
 
