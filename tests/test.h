@@ -34,9 +34,6 @@ bool test_status(attn_status got, attn_status want, const char *detail, const ch
 /* A word for the failures that follow, such as the case of a table: shown with each of them. NULL: none. */
 void test_context(const char *format, ...) __attribute__((format(printf, 1, 2)));
 
-/* Ends up in the report as "skipped" with this reason, unless a check fails: the test, or a part of it, has nothing to check. */
-void test_skip(const char *why);
-
 /* Seconds of a clock that only moves forward. */
 double test_seconds(void);
 
