@@ -51,11 +51,12 @@ char *read_whole(const char *path) {
 static bool is_sensible(const rung *r) {
     const int32_t *k = r->knob;
     for (int n = 0; n < KNOB_COUNT; n++) {
-        bool is_size = n <= KNOB_ctas || n == KNOB_kf || n == KNOB_vf;
+        bool is_size = n <= KNOB_ctas || n == KNOB_qf || n == KNOB_kf || n == KNOB_vf;
         if (k[n] < (is_size ? 1 : 0) || k[n] > 1024) return false;
     }
     return k[KNOB_warps] <= 32 && k[KNOB_bm] % (16 * k[KNOB_warps]) == 0 && k[KNOB_bn] % 16 == 0 && k[KNOB_dim] % 16 == 0 &&
-           k[KNOB_dimv] % 16 == 0 && k[KNOB_eager] <= 2;
+           k[KNOB_dimv] % 16 == 0 && k[KNOB_eager] <= 2 &&
+           k[KNOB_held] * 32 <= k[KNOB_dim] * (int32_t)attn_dtype_size(r->dtype);
 }
 
 /* "FWD(name, 80, BF16, 128, ...)" */

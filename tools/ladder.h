@@ -9,7 +9,8 @@
 
 /* The numbers of a FWD line, in its order, from the fourth column on. */
 #define KNOBS(X)                                                                                                           \
-    X(dim) X(dimv) X(bm) X(bn) X(warps) X(ctas) X(async) X(eager) X(swizzle) X(qf) X(kf) X(vf) X(twice) X(first) X(all)
+    X(dim)                                                                                                                 \
+    X(dimv) X(bm) X(bn) X(warps) X(ctas) X(async) X(eager) X(swizzle) X(qf) X(kf) X(vf) X(held) X(twice) X(first) X(all)
 enum {
 #define KNOB(name) KNOB_##name,
     KNOBS(KNOB)

@@ -28,7 +28,7 @@ const attn_cuda_entry attn__cuda_entries[ATTN_ENTRIES] = {
 #include "variants.def"
 #undef FWD
 #undef PIECE
-#define FWD(id, least, type, most, v, m, n, w, ctas, async, eager, swizzle, qf, kf, vf, twice, first, every)               \
+#define FWD(id, least, type, most, v, m, n, w, ctas, async, eager, swizzle, qf, kf, vf, held, twice, first, every)         \
     [ATTN_ENTRY_##id] = {.name = #id,                                                                                      \
                          .file = #id,                                                                                      \
                          .arch = least,                                                                                    \

@@ -111,8 +111,8 @@ DEVICE void fetch_v_beneath(fetch &f, const errand &e, int n, int count) {
 }
 
 DEVICE void product_qk(float s[MT][NT][4], uint32_t q_kept[Q_KEPT][MT][4], const pieces &at, fetch &f, const errand &e) {
-    enum { COUNT = QK_STEPS * (BN / 16), SLOTS = KF * (1 + TWICE), Q_SLOTS = QF + (QF == 0) };
-    uint32_t k[SLOTS][4], q[Q_SLOTS][MT][4];
+    enum { COUNT = QK_STEPS * (BN / 16), SLOTS = KF * (1 + TWICE) };
+    uint32_t k[SLOTS][4], q[QF][MT][4];
     float sum[MT][NT][4], (*to)[NT][4] = WIDE ? sum : s;
     EACH_SCORE(mt, nt, e) s[mt][nt][e] = sum[mt][nt][e] = 0;
     if (TWICE) {
@@ -122,10 +122,10 @@ DEVICE void product_qk(float s[MT][NT][4], uint32_t q_kept[Q_KEPT][MT][4], const
 #pragma unroll
     for (int n = 0; n < COUNT; n++) {
         int kk = n / (BN / 16), jj = n % (BN / 16);
-        if (QF && jj == 0 && kk % (QF ? QF : 1) == 0) {
+        if (kk >= HELD && jj == 0 && (kk - HELD) % QF == 0) {
 #pragma unroll
             for (int x = 0; x < QF; x++)
-                if (kk + x < QK_STEPS) load_q_step(q[(kk + x) % Q_SLOTS], at.q, kk + x);
+                if (kk + x < QK_STEPS) load_q_step(q[(kk + x) % QF], at.q, kk + x);
         }
         if (n % KF == 0) {
 #pragma unroll
@@ -136,7 +136,8 @@ DEVICE void product_qk(float s[MT][NT][4], uint32_t q_kept[Q_KEPT][MT][4], const
         if (!ALL && EAGER) fetch_v_beneath(f, e, n, EAGER == 2 ? (int)COUNT : COUNT / 2);
 #pragma unroll
         for (int mt = 0; mt < MT; mt++)
-            multiply(to[mt][2 * jj], to[mt][2 * jj + 1], QF ? q[kk % Q_SLOTS][mt] : q_kept[kk % Q_KEPT][mt], k[n % SLOTS]);
+            multiply(to[mt][2 * jj], to[mt][2 * jj + 1], kk < HELD ? q_kept[kk % Q_KEPT][mt] : q[kk % QF][mt],
+                     k[n % SLOTS]);
         if (WIDE && jj == BN / 16 - 1 && (kk % SUM_STEPS == SUM_STEPS - 1 || kk == QK_STEPS - 1)) {
             EACH_SCORE(mt, nt, e) {
                 s[mt][nt][e] += sum[mt][nt][e];
@@ -522,11 +523,11 @@ KERNEL __launch_bounds__(THREADS, CTAS) VARIANT(const __grid_constant__ attn_cud
             w.f = make_fetch(a, at, w.n, w.n + (EAGER == 1), shared_k);
             w.kept.q = here(w.kept.q), w.kept.k = here(w.kept.k), w.kept.v = here(w.kept.v);
         }
-        if (QF == 0) {
+        if (HELD) {
             cp_async_wait_all();
             __syncthreads();
 #pragma unroll
-            for (int kk = 0; kk < QK_STEPS; kk++) load_q_step(q_kept[kk % Q_KEPT], w.kept.q, kk);
+            for (int kk = 0; kk < HELD; kk++) load_q_step(q_kept[kk % Q_KEPT], w.kept.q, kk);
         }
     }
     while (w.n >= 0) {

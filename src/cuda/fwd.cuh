@@ -13,7 +13,7 @@
 /* ---- the line of the table ---- */
 
 #define PIECE(entry, file)
-#define FWD(name, arch, dtype, dim, dimv, bm, bn, warps, ctas, async, eager, swizzle, qf, kf, vf, twice, first, all)       \
+#define FWD(name, arch, dtype, dim, dimv, bm, bn, warps, ctas, async, eager, swizzle, qf, kf, vf, held, twice, first, all) \
     enum {                                                                                                                 \
         name##_DTYPE = ATTN_##dtype,                                                                                       \
         name##_DIM = dim,                                                                                                  \
@@ -28,6 +28,7 @@
         name##_QF = qf,                                                                                                    \
         name##_KF = kf,                                                                                                    \
         name##_VF = vf,                                                                                                    \
+        name##_HELD = held,                                                                                                \
         name##_TWICE = twice,                                                                                              \
         name##_FIRST = first,                                                                                              \
         name##_ALL = all                                                                                                   \
@@ -56,22 +57,24 @@ enum {
     QF = K(QF),
     KF = K(KF),
     VF = K(VF),
+    HELD = K(HELD),
     TWICE = K(TWICE),
     FIRST = K(FIRST),
     ALL = K(ALL),
     THREADS = 32 * WARPS,
-    EB = DTYPE == ATTN_F32 ? 4 : 2,      /* bytes of an element */
-    PER_CHUNK = 16 / EB,                 /* elements of 16 bytes */
-    QK_CHUNKS = DIM * EB / 16,           /* 16-byte pieces of a row of Q or K */
-    V_CHUNKS = DV * EB / 16,             /* the same of V */
-    MT = BM / WARPS / 16,                /* 16-row tiles of a warp */
-    NT = BN / 8,                         /* 8-key tiles of S */
-    DT = DV / 8,                         /* 8-column tiles of O */
-    QK_STEPS = DIM * EB / 32,            /* a product takes 32 bytes of a row at a time: 16 dims, or 8 in float32 */
-    PV_STEPS = BN * EB / 32,             /* likewise 16 keys, or 8 */
-    STAGE_BYTES = BN * (DIM + DV) * EB,  /* a tile of K and one of V */
-    Q_KEPT = QF == 0 ? (int)QK_STEPS : 1 /* steps of Q that live in registers */
+    EB = DTYPE == ATTN_F32 ? 4 : 2,     /* bytes of an element */
+    PER_CHUNK = 16 / EB,                /* elements of 16 bytes */
+    QK_CHUNKS = DIM * EB / 16,          /* 16-byte pieces of a row of Q or K */
+    V_CHUNKS = DV * EB / 16,            /* the same of V */
+    MT = BM / WARPS / 16,               /* 16-row tiles of a warp */
+    NT = BN / 8,                        /* 8-key tiles of S */
+    DT = DV / 8,                        /* 8-column tiles of O */
+    QK_STEPS = DIM * EB / 32,           /* a product takes 32 bytes of a row at a time: 16 dims, or 8 in float32 */
+    PV_STEPS = BN * EB / 32,            /* likewise 16 keys, or 8 */
+    STAGE_BYTES = BN * (DIM + DV) * EB, /* a tile of K and one of V */
+    Q_KEPT = HELD ? (int)HELD : 1       /* steps of Q that stay in registers; no array is empty */
 };
+static_assert(HELD <= QK_STEPS, "held: more steps than Q has");
 #define HUGE_SCORE 4194304.0f /* 2^22: from here on the rounding of a score is no longer small */
 enum { WIDE = DTYPE == ATTN_F32, BF16 = DTYPE == ATTN_BF16 };
 

@@ -46,6 +46,7 @@ ATTN_TEST_BACKEND=cuda "$build/attn-tests" c1_ c4_empty s01_ s09_inf c5_unused c
 # The lines of both tables give the same; with three tiles and columns past the dims.
 "$build/attn" tune --kernels "$tune" --rounds 1 --heads 1 --dim 56/40 --seqlen 70/260
 EMULATE_GUARD=before "$build/attn" tune --kernels "$tune" --rounds 1 --heads 1 --dim 120/104 --seqlen 70/200 --causal
+"$build/attn" tune --kernels "$tune" --rounds 1 --heads 1 --dim 248/232 --seqlen 70/200 --causal
 "$build/attn" check --backend cuda --small --cases 40 --seed 3 --feature dim_v
 EMULATE_ORDER=reverse EMULATE_GUARD=before "$build/attn" check --backend cuda --small --cases 100 --seed 1
 "$build/attn" check --backend cuda --small --cases 500 --seed 2
