@@ -2,50 +2,65 @@
 """libattn beside torch's attention on one GPU: who is faster, case by case.
 
     python bench/peers.py                          every forward case of bench/peers/h200.json
+    python bench/peers.py --hopper                 what Hopper's kernels are held to: cuDNN, fp16, more head dims
     python bench/peers.py --cases d128,causal      those whose names have both words
     python bench/peers.py --json peers.jsonl       one line for the run, one for each case
 
-All of them run in one process and take turns, run by run, so that clock, temperature and power are the same for each.
-Inputs rotate over three sets, each larger than the L2 cache. Runs are queued without a pause, with CUDA events around each;
-the time is the median. Counted are 4 * batch * heads * seqlen^2 * head_dim operations, half of that for causal. libattn is
-called as a C program would, attn_run on a plan; the others through torch.nn.functional.scaled_dot_product_attention, all on
-the same memory.
+How it is timed: bench/measure.py. Inputs rotate over three sets. Counted are 2 * batch * heads * seqlen^2 * (dim_qk +
+dim_v) operations, half of them for causal. libattn is called as a C program would, attn_run on a plan; the others through
+torch.nn.functional.scaled_dot_product_attention, all on the same memory.
 
 Peers that torch does not have (FlashAttention-3) come in by figures that were measured beside cuDNN on an H200: a ratio
 against cuDNN in this run, divided by best_over_cudnn there, is the ratio against the best of all of them.
 
-Each result of libattn is held against FlashAttention-2's; exit status 1 means that one is wrong.
+Each result of libattn is held against a peer's; exit status 1 means that one is wrong. --hopper takes cuDNN as the only
+peer, runs fp16 beside bf16, adds cases for head dims that the file has at one length only or not at all, and says at the
+end what was wanted and what was found. Speed does not change the exit status.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import math
-import os
 import pathlib
-import statistics
-import subprocess
 import sys
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
+import torch
+from measure import (
+    ROOT,
+    Options,
+    Report,
+    add_arguments,
+    agree,
+    difference,
+    finish_arguments,
+    geometric_mean,
+    is_portable,
+    kernel_note,
+    libattn_run,
+    measure,
+)
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
 SETS = 3
-WARM = 2
-
-
-def import_package():
-    """The installed package, or the one of this checkout."""
-    try:
-        import libattn
-    except ImportError:
-        sys.path.insert(0, str(ROOT / "python"))
-        import libattn
-    return libattn
+PEERS = {
+    "cuda": {
+        "fa2": SDPBackend.FLASH_ATTENTION,
+        "cudnn": SDPBackend.CUDNN_ATTENTION,
+        "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    },
+    "cpu": {"fa2": SDPBackend.FLASH_ATTENTION, "math": SDPBackend.MATH},
+}
+GRID = (64, 128, 256)  # head dims of the grid that counts
+OTHERS = (96, 192)  # which are held against cuDNN alone
+HALF = "float16"  # libattn's other dtype, where both are measured
 
 
 def name_of(case):
-    return f"d{case['head_dim']}-{'causal' if case['causal'] else 'full'}-s{case['seqlen']}"
+    dim_v = case.get("dim_v")
+    dims = f"d{case['head_dim']}" + (f"-v{dim_v}" if dim_v else "")
+    return f"{dims}-{'causal' if case['causal'] else 'full'}-s{case['seqlen']}"
 
 
 def wanted(case, words):
@@ -53,44 +68,30 @@ def wanted(case, words):
     return all(word in name_of(case).split("-") for word in words)
 
 
-def commit():
-    """Of this checkout; ATTN_COMMIT where the sources came without their history."""
-    if "ATTN_COMMIT" in os.environ:
-        return os.environ["ATTN_COMMIT"]
-    try:
-        found = subprocess.run(
-            ["git", "-C", str(ROOT), "describe", "--always", "--dirty"], capture_output=True, text=True, check=True
+def more_cases(cases):
+    """Cases of --hopper that the file does not have: 16384 tokens and 2048 dims in all heads, as there."""
+    made = [
+        {"op": "fwd", "head_dim": dim, "causal": causal, "seqlen": rows, "batch": 16384 // rows, "heads": 2048 // dim}
+        for dim in OTHERS
+        for causal in (False, True)
+        for rows in (512, 2048, 8192)
+    ]
+    for dim, dim_v, heads in ((192, 128, 16), (64, 512, 4)):
+        made.append(
+            {"op": "fwd", "head_dim": dim, "dim_v": dim_v, "causal": True, "seqlen": 8192, "batch": 2, "heads": heads}
         )
-        return found.stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
+    known = set(map(name_of, cases))
+    return cases + [case for case in made if name_of(case) not in known]
+
+
+def shrunk(case):
+    return {**case, "seqlen": case["seqlen"] // 128, "batch": 1, "heads": 2}
 
 
 # ---- who is measured ----
 
 
-def libattn_call(torch, q, k, v, causal):
-    """A function that runs attention of (batch, seqlen, heads, dim) tensors, and its output."""
-    from libattn import _core, _lib, _torch
-
-    call = _core.Call(_torch, _lib.FORWARD, q, k, v, _core.Options(causal=causal))
-    o, lse = torch.empty_like(q), torch.empty(q.shape[0], q.shape[2], q.shape[1], device=q.device)
-    call.buffers.o, call.buffers.lse = _core.tensor(call.keep(o)), call.keep(lse).address
-    plan = _lib.cuda_plan(bytes(call.problem))
-    space = torch.empty(max(plan.workspace, 1), dtype=torch.uint8, device=q.device)
-    call.buffers.workspace, call.buffers.workspace_size = space.data_ptr(), plan.workspace
-    stream, buffers = torch.cuda.current_stream().cuda_stream, ctypes.byref(call.buffers)
-
-    def run(kept=(call, space, lse)):
-        _lib.check(_lib.library.attn_run(plan.handle, buffers, stream))
-        return o
-
-    return run, plan.kernel
-
-
-def torch_call(torch, backend, q, k, v, causal):
-    from torch.nn.attention import sdpa_kernel
-
+def torch_run(backend, q, k, v, causal):
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
 
     def run():
@@ -100,176 +101,183 @@ def torch_call(torch, backend, q, k, v, causal):
     return run
 
 
-def make_runners(torch, case, dtype, peers):
-    """{name: one function for each set of inputs}, and libattn's kernel. A peer that refuses the case is left out."""
-    shape = (case["batch"], case["seqlen"], case["heads"], case["head_dim"])
-    sets = [[torch.randn(shape, device="cuda", dtype=dtype) for _ in range(3)] for _ in range(SETS)]
-    ours = [libattn_call(torch, *x, case["causal"]) for x in sets]
-    runners, kernel = {"libattn": [run for run, _ in ours]}, ours[0][1]
-    for name, backend in peers.items():
-        try:
-            made = [torch_call(torch, backend, *x, case["causal"]) for x in sets]
-            made[0]()
-            runners[name] = made
-        except RuntimeError as error:
-            print(f"{name_of(case)}: no {name}: {str(error).splitlines()[0]}", file=sys.stderr)
-    return runners, kernel
-
-
-# ---- measuring ----
-
-
-def check(torch, runners):
-    """Relative RMS of the difference between libattn's result and FlashAttention-2's; None without the latter."""
-    if "fa2" not in runners:
+def torch_runs(case, name, backend, sets):
+    """One function for each set of inputs; None, and a word about it, if the peer refuses them."""
+    runs = [torch_run(backend, *x, case["causal"]) for x in sets]
+    try:
+        runs[0]()
+        return runs
+    except RuntimeError as error:
+        print(f"{name_of(case)}: no {name}: {str(error).splitlines()[0]}", file=sys.stderr)
         return None
-    ours, theirs = runners["libattn"][0]().float(), runners["fa2"][0]().float()
-    return ((ours - theirs).square().mean().sqrt() / theirs.square().mean().sqrt()).item()
 
 
-def measure(torch, runners, reps):
-    """Medians in milliseconds."""
-    times = {name: [] for name in runners}
-    for _ in range(WARM):
-        for run in runners.values():
-            for one in run:
-                one()
-    torch.cuda.synchronize()
-    names = list(runners)
-    for rep in range(reps):
-        if rep % 4 == 0:  # the GPU waits a moment, so that the queue is never empty from here to the next pause
-            torch.cuda.synchronize()
-            torch.cuda._sleep(2_000_000)
-        order = names[rep % len(names) :] + names[: rep % len(names)]
-        for n, name in enumerate(order if rep % 2 else order[::-1]):  # nobody always follows the same one
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
-            runners[name][(rep + n) % SETS]()
-            end.record()
-            times[name].append((begin, end))
-    torch.cuda.synchronize()
-    return {name: statistics.median(b.elapsed_time(e) for b, e in marks) for name, marks in times.items()}
+def make_runners(case, dtype, peers, half, device):
+    """{name: one function for each set of inputs}, libattn's kernels, and who is to say what the first result should be."""
+    rows = (case["batch"], case["seqlen"], case["heads"])
+    dims = (case["head_dim"], case["head_dim"], case.get("dim_v") or case["head_dim"])
+    sets = [[torch.randn(*rows, dim, device=device, dtype=dtype) for dim in dims] for _ in range(SETS)]
+    options = Options(causal=case["causal"])
+    ours = {"libattn": [libattn_run(*x, options) for x in sets]}
+    if half:
+        ours[HALF] = [libattn_run(*(y.half() for y in x), options) for x in sets]
+    runners = {name: [run for run, _ in made] for name, made in ours.items()}
+    theirs = {name: torch_runs(case, name, backend, sets) for name, backend in peers.items()}
+    runners.update({name: runs for name, runs in theirs.items() if runs})
+    judge = next((name for name in peers if name in runners), None)
+    judge = (judge, runners[judge][0]) if judge else ("math", torch_run(SDPBackend.MATH, *sets[0], case["causal"]))
+    return runners, {name: made[0][1] for name, made in ours.items()}, judge
+
+
+def check(case, runners, judge, dtype):
+    """Complains about results of libattn that are not the judge's; how many, and (RMS, worst row) of each."""
+    name_of_judge, run = judge
+    errors = {name: difference(runners[name][0](), run()) for name in ("libattn", HALF) if name in runners}
+    wrong = [name for name in errors if not agree(errors[name], dtype)]
+    for name in wrong:
+        print(f"{name_of(case)}: WRONG: {name} and {name_of_judge} differ by {errors[name]} (relative RMS, worst row)")
+    return len(wrong), errors
 
 
 def tflops(case, ms):
-    count = 4 * case["batch"] * case["heads"] * case["seqlen"] ** 2 * case["head_dim"] / (2 if case["causal"] else 1)
-    return count / ms * 1e-9
+    dims = case["head_dim"] + (case.get("dim_v") or case["head_dim"])
+    return 2 * case["batch"] * case["heads"] * case["seqlen"] ** 2 * dims / (2 if case["causal"] else 1) / ms * 1e-9
 
 
-def run_case(torch, case, dtype, peers, reps):
-    runners, kernel = make_runners(torch, case, dtype, peers)
-    error = check(torch, runners)
-    ms = measure(torch, runners, reps)
-    rates = {name: tflops(case, time) for name, time in ms.items()}
-    ratios = {name: rates["libattn"] / rate for name, rate in rates.items() if name != "libattn"}
+def run_case(case, dtype, peers, half, arguments):
+    runners, kernels, judge = make_runners(case, dtype, peers, half, arguments.device)
+    wrong, errors = check(case, runners, judge, dtype)
+    times = measure(runners, arguments)
+    rates = {name: tflops(case, time) for name, time in times.ms.items()}
+    ratios = {name: rates["libattn"] / rates[name] for name in peers if name in rates}
     if "cudnn" in ratios and case.get("best_over_cudnn"):
         ratios["best"] = ratios["cudnn"] / case["best_over_cudnn"]
-    keys = ("op", "head_dim", "causal", "seqlen", "batch", "heads")
+    if half:
+        ratios[HALF] = rates[HALF] / rates["libattn"]
+    keys = ("op", "head_dim", "dim_v", "causal", "seqlen", "batch", "heads")
     return {
-        **{key: case[key] for key in keys},
-        "kernel": kernel,
-        "ms": ms,
+        **{key: case[key] for key in keys if key in case},
+        "kernel": kernels["libattn"],
+        "kernels": kernels,
+        "ms": times.ms,
+        "rounds": times.rounds,
+        "how": times.how,
         "tflops": rates,
         "ratio": ratios,
-        "error": error,
+        "error": errors,
+        "wrong": wrong,
     }
 
 
 # ---- output ----
 
 
-def geometric_mean(numbers):
-    return math.exp(statistics.fmean(map(math.log, numbers)))
+def print_line(result, columns, ratios, device):
+    numbers = "".join(f"{result['tflops'].get(name, math.nan):10.1f}" for name in columns)
+    numbers += "".join(f"{result['ratio'].get(name, math.nan):10.3f}" for name in ratios)
+    notes = [kernel_note(result["kernel"], device)] + ([result["how"]] if result["how"] == "with launch" else [])
+    other = result["kernels"].get(HALF, "")
+    if is_portable(other, device) != is_portable(result["kernel"], device):
+        notes.append(f"fp16: {kernel_note(other, device)}")
+    print(f"{name_of(result):20}{numbers}  {'; '.join(notes)}", flush=True)
 
 
-def print_line(result, names):
-    rates = "".join(f"{result['tflops'].get(name, math.nan):9.1f}" for name in ("libattn", *names))
-    ratios = "".join(f"{result['ratio'].get(name, math.nan):9.3f}" for name in (*names, "best"))
-    print(f"{name_of(result):20}{rates}{ratios}  {result['kernel']}", flush=True)
+def summary(results, name):
+    """(geometric mean, least, the least one's name, how many are below 1) of a ratio; None if nobody has it."""
+    ratios = {name_of(r): r["ratio"][name] for r in results if name in r["ratio"]}
+    if not ratios:
+        return None
+    least = min(ratios, key=ratios.get)
+    return geometric_mean(ratios.values()), ratios[least], least, sum(ratio < 1 for ratio in ratios.values())
 
 
 def print_summary(results, names):
-    print(f"\n{'libattn / peer':20}{'mean':>9}{'least':>9}{'below 1':>9}   (geometric mean over {len(results)} cases)")
-    for name in (*names, "best"):
-        ratios = {name_of(r): r["ratio"][name] for r in results if name in r["ratio"]}
-        if not ratios:
+    print(f"\n{'libattn / peer':20}{'mean':>10}{'least':>10}{'below 1':>10}   (geometric mean over {len(results)} cases)")
+    for name in names:
+        if found := summary(results, name):
+            mean, least, where, below = found
+            print(f"{name:20}{mean:10.3f}{least:10.3f}{below:10}   {where}")
+
+
+def print_verdicts(results, device):
+    """What Hopper's kernels are held to. The last line has the figures of the grid."""
+    grid = [r for r in results if r["head_dim"] in GRID and "dim_v" not in r]
+    others = [r for r in results if r["head_dim"] in OTHERS and "dim_v" not in r]
+    portable = [name_of(r) for r in results if any(is_portable(kernel, device) for kernel in r["kernels"].values())]
+    print(f"\n{len(portable)} of {len(results)} cases without a Hopper kernel: {' '.join(portable) or 'none'}")
+    for title, rows, name, want_mean, want_least in (
+        ("d96, d192 / cuDNN", others, "cudnn", 1.0, 1.0),
+        ("fp16 / bf16", grid, HALF, 0.98, 0.98),
+        ("grid / cuDNN", grid, "cudnn", None, None),
+        ("grid / best peer", grid, "best", 1.0, 0.95),
+    ):
+        found = summary(rows, name)
+        if not found:
+            print(f"{title}: not measured")
             continue
-        least = min(ratios, key=ratios.get)
-        below = sum(ratio < 1 for ratio in ratios.values())
-        print(f"{name:20}{geometric_mean(ratios.values()):9.3f}{ratios[least]:9.3f}{below:9}   {least}")
+        mean, least, where, _ = found
+        verdict = ""
+        if want_mean is not None:
+            met = mean >= want_mean and least >= want_least
+            verdict = f" {'met' if met else 'MISSED'} (want {want_mean:.2f}, {want_least:.2f})"
+        print(f"{title}: mean {mean:.3f}, least {least:.3f} {where}{verdict}, {len(rows)} cases")
 
 
-def parse_arguments():
+def parse_arguments(argv):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_arguments(parser, 0.6)
+    parser.add_argument("--hopper", action="store_true", help="cuDNN alone, fp16 beside bf16, more head dims; see above")
     parser.add_argument(
         "--cases", default="", metavar="WORDS", help="only cases whose names have all of these: d128,causal,s8192"
     )
-    parser.add_argument("--peers", default="fa2,cudnn,efficient", help="which of them (default: all three)")
+    parser.add_argument("--peers", help="which of fa2, cudnn, efficient (default: all); fa2, math on the host")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16"])
-    parser.add_argument("--reps", type=int, default=20, help="runs of each in a case (default 20)")
     parser.add_argument(
         "--figures", default=ROOT / "bench" / "peers" / "h200.json", help="cases, and ratios of the best peer"
     )
-    parser.add_argument("--json", metavar="FILE", help="write lines of JSON there, too")
     parser.add_argument("--list", action="store_true", help="names of the cases, and nothing else")
-    return parser.parse_args()
+    arguments = parser.parse_args(argv)
+    known = PEERS[arguments.device]
+    if arguments.hopper and arguments.dtype != "bfloat16":
+        parser.error("--dtype: --hopper measures both")
+    default = "cudnn" if arguments.hopper and "cudnn" in known else ",".join(known)
+    names = [name for name in (arguments.peers or default).split(",") if name]
+    if unknown := [name for name in names if name not in known]:
+        parser.error(f"--peers {unknown[0]}: want some of {','.join(known)}")
+    return arguments, {name: known[name] for name in names}
 
 
-def main():
-    arguments = parse_arguments()
+def main(argv=None):
+    arguments, peers = parse_arguments(argv)
     words = [word for word in arguments.cases.split(",") if word]
-    cases = [case for case in json.loads(pathlib.Path(arguments.figures).read_text())["cases"] if wanted(case, words)]
+    cases = json.loads(pathlib.Path(arguments.figures).read_text())["cases"]
+    cases = [case for case in (more_cases(cases) if arguments.hopper else cases) if wanted(case, words)]
     if arguments.list:
         print(*map(name_of, cases), sep="\n")
         return 0
     if not cases:
         sys.exit(f"peers.py: no case has all of {words}; --list names them")
-    import torch
-    from torch.nn.attention import SDPBackend
-
-    libattn = import_package()
-    if not torch.cuda.is_available():
-        sys.exit("peers.py: torch sees no GPU here")
-    known = {
-        "fa2": SDPBackend.FLASH_ATTENTION,
-        "cudnn": SDPBackend.CUDNN_ATTENTION,
-        "efficient": SDPBackend.EFFICIENT_ATTENTION,
-    }
-    names = [name for name in arguments.peers.split(",") if name]
-    if unknown := [name for name in names if name not in known]:
-        sys.exit(f"peers.py: --peers {unknown[0]}: want some of {','.join(known)}")
-    header = {
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "cudnn": torch.backends.cudnn.version(),
-        "libattn": libattn.__version__,
-        "commit": commit(),
-        "dtype": arguments.dtype,
-        "reps": arguments.reps,
-    }
-    print(", ".join(f"{key} {value}" for key, value in header.items()))
-    columns = "".join(f"{name:>9}" for name in ("libattn", *names)) + "".join(
-        f"{'/' + name:>9}" for name in (*names, "best")
-    )
-    print(f"{'TFLOP/s; ratios':20}{columns}  kernel")
-    results, wrong = [], 0
-    out = open(arguments.json, "w") if arguments.json else None
-    if out:
-        print(json.dumps(header), file=out, flush=True)
+    finish_arguments(arguments)
+    if arguments.quick:
+        cases = [shrunk(case) for case in cases if case["seqlen"] == 8192]
+    dtype = getattr(torch, arguments.dtype)
+    report = Report(arguments, dtype=arguments.dtype + (" and float16" if arguments.hopper else ""))
+    columns = ["libattn", *([HALF] if arguments.hopper else []), *peers]
+    ratios = [*peers, "best", *([HALF] if arguments.hopper else [])]
+    titles = columns + ["fp16/bf16" if name == HALF else f"/{name}"[:9] for name in ratios]
+    print(f"{'TFLOP/s; ratios':20}{''.join(f'{title:>10}' for title in titles)}  kernel")
+    results = []
     for n, case in enumerate(cases):
         if sys.stderr.isatty():
             print(f"\r{n + 1}/{len(cases)} {name_of(case):24}\r", end="", file=sys.stderr, flush=True)
         with torch.no_grad():
-            peers = {name: known[name] for name in names}
-            result = run_case(torch, case, getattr(torch, arguments.dtype), peers, arguments.reps)
-        results.append(result)
-        print_line(result, names)
-        if result["error"] is not None and not result["error"] < 1e-2:
-            print(f"{name_of(case)}: WRONG: relative RMS of the difference to FlashAttention-2 is {result['error']:.3g}")
-            wrong += 1
-        if out:
-            print(json.dumps(result), file=out, flush=True)
-    print_summary(results, names)
+            results.append(run_case(case, dtype, peers, arguments.hopper, arguments))
+        print_line(results[-1], columns, ratios, arguments.device)
+        report.write(results[-1])
+    print_summary(results, ratios)
+    wrong = sum(result["wrong"] for result in results)
+    if arguments.hopper:
+        print_verdicts(results, arguments.device)
     return 1 if wrong else 0
 
 

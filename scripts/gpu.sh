@@ -12,6 +12,9 @@
 #   package    the Python package's tests of CUDA tensors; wants torch and pytest
 #   tune       the ladder of docs/kernels/forward-portable.md, and a tuning file; alone on the GPU; wants TUNE_KERNELS
 #   peers      libattn beside torch's attention; alone on the GPU; wants torch
+#   hopper     what Hopper's kernels are held to: cuDNN, fp16 beside bf16, more head dims; alone on the GPU; wants torch
+#   masks      FlashMask patterns beside torch's FlexAttention; alone on the GPU; wants torch with Triton
+#   features   what softcap, ALiBi, windows, GQA, varlen, dropout, sinks, pages, bias cost; alone on the GPU; wants torch
 #
 # Without parts, all of them. Parts that only test run beside each other. KERNELS is a folder of ready-made fatbins (make
 # kernels, on any machine with nvcc), for one that has no nvcc; the default is build/kernels if it holds any. TUNE_KERNELS
@@ -19,7 +22,7 @@
 # programs than cmake and python3. The summary comes last; exit 1: something failed or could not be run.
 set -u
 cd "$(dirname "$0")/.."
-all="build check bars tests repeat sanitize package tune peers"
+all="build check bars tests repeat sanitize package tune peers hopper masks features"
 kernels=${ATTN_CUDA_KERNELS_DIR:-}
 logs=gpu-logs
 while getopts k:o: option; do
@@ -27,7 +30,7 @@ while getopts k:o: option; do
     k) kernels=$OPTARG ;;
     o) logs=$OPTARG ;;
     *)
-        sed -n '2,20s/^# \{0,1\}//p' "$0" >&2
+        sed -n '2,23s/^# \{0,1\}//p' "$0" >&2
         exit 2
         ;;
     esac
@@ -168,15 +171,23 @@ if wants tune; then
         skip tune "$tune_kernels/tune.def is not there; make tune-kernels makes it"
     fi
 fi
-if wants peers; then
-    if "$python" -c 'import torch' 2>"$logs/peers.log"; then
-        start peers "$python" bench/peers.py --json "$logs/peers.jsonl"
+# compare PART SCRIPT OPTION...: one script of bench/, alone on the GPU; its table is shown.
+compare() {
+    local part=$1
+    shift
+    if ! wants "$part"; then return; fi
+    if "$python" -c 'import torch' 2>"$logs/$part.log"; then
+        start "$part" "$python" "$@" --json "$logs/$part.jsonl"
         finish
-        cat "$logs/peers.log"
+        cat "$logs/$part.log"
     else
-        skip peers "$(tail -n 1 "$logs/peers.log")"
+        skip "$part" "$(tail -n 1 "$logs/$part.log")"
     fi
-fi
+}
+compare peers bench/peers.py
+compare hopper bench/peers.py --hopper
+compare masks bench/masks.py
+compare features bench/features.py
 
 echo
 printf '%s\n' "${summary[@]}"
