@@ -329,7 +329,8 @@ def main(argv=None):
             results.append(run_pattern(name, shape, dtype, arguments))
         print_line(results[-1], arguments.device)
         report.write(results[-1])
-    print_verdicts(results, arguments.device)
+    if arguments.device == "cuda":  # FlexAttention that is not compiled is no measure
+        print_verdicts(results, arguments.device)
     return 1 if any(r["wrong"] for r in results) else 0
 
 

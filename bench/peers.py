@@ -276,7 +276,7 @@ def main(argv=None):
         report.write(results[-1])
     print_summary(results, ratios)
     wrong = sum(result["wrong"] for result in results)
-    if arguments.hopper:
+    if arguments.hopper and arguments.device == "cuda":
         print_verdicts(results, arguments.device)
     return 1 if wrong else 0
 

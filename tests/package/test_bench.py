@@ -65,6 +65,10 @@ def test_masks_and_a_mask_that_is_not_the_same(capsys, monkeypatch, tmp_path):
     assert header["device"] == "cpu" and set(line["ms"]) == {"libattn", "flex", "varlen"} and not line["wrong"]
     assert line["allowed"] == pytest.approx(8 * (16 * 17 / 2) / 128**2)
 
+    masks.print_verdicts([line | {"over_flex": 1.6, "over_varlen": 1.2}], "cpu")
+    verdicts = capsys.readouterr().out
+    assert "FlexAttention's speed, met (want 1.5)" in verdicts and "packed sequences, MISSED (want 1.15)" in verdicts
+
     def off_by_one(n, device):
         made = masks.qk_sparse(n, device)
         made.vectors[n // 8] += 1
