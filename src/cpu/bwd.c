@@ -3,11 +3,11 @@
  *
  *   p = exp(s - lse)    d_p = d_o v^T    d_s = p (d_p - delta)    d_v = p^T d_o    d_k = scale d_s^T q    d_q = scale d_s k
  *
- * Passes, each parallel over its own outputs, so that every sum has one thread and one order (C5):
- *   rows    delta of each row, d_sink of each head
+ * Here is what the passes (passes.c) do with one sequence, each over its own outputs:
+ *   rows    lse and delta of each row
  *   keys    d_k and d_v of a tile of keys: over the heads of its group and their query tiles
  *   queries d_q of a query tile: over its key tiles
- *   bias    d_bias of a tile of it: over everything that is summed into it
+ *   bias    what one sequence and head add to a tile of d_bias
  */
 #include "tile.h"
 
@@ -25,19 +25,13 @@ typedef struct scratch {
     real *d_a, *d_b;       /* gradients: d_q or d_k [64][dim_qk]; d_v [cols][dim_v] */
     real *lse, *delta;     /* [width] */
     real *guard, *row;
-    double *sum; /* a tile of d_bias */
+    double *sum; /* a tile of d_bias; comes first, where the bias pass finds it */
 } scratch;
-
-typedef struct job {
-    const attn_plan *plan;
-    const attn_buffers *f;
-    const attn_unit *units; /* of the pass at hand */
-    int64_t size[4];        /* bias pass: elements of d_bias along each dim */
-} job;
 
 static int64_t lay_out(scratch *m, char *at, const attn_problem *p) {
     enum { TILE = ATTN_TILE_ROWS > ATTN_TILE_COLS ? ATTN_TILE_ROWS : ATTN_TILE_COLS, SCORES = TILE * TILE };
-    int64_t qk = attn__pad(p->dim_qk), v = attn__pad(p->dim_v), most = qk > v ? qk : v, used = 0;
+    int64_t qk = attn__pad(p->dim_qk), v = attn__pad(p->dim_v), most = qk > v ? qk : v;
+    int64_t used = SCORES * (int64_t)sizeof(double);
     const struct {
         real **field;
         int64_t count;
@@ -52,8 +46,8 @@ static int64_t lay_out(scratch *m, char *at, const attn_problem *p) {
         if (at) *fields[n].field = (real *)(at + used);
         used += attn__ceil_div(fields[n].count * (int64_t)sizeof(real), 64) * 64;
     }
-    if (at) m->sum = (double *)(at + used);
-    return used + SCORES * (int64_t)sizeof(double);
+    if (at) m->sum = (double *)at;
+    return used;
 }
 
 int64_t REAL(bwd_scratch)(const attn_problem *p) {
@@ -61,67 +55,91 @@ int64_t REAL(bwd_scratch)(const attn_problem *p) {
     return lay_out(&unused, NULL, p);
 }
 
-static void thread_scratch(const job *j, int32_t slot, scratch *m) {
-    char *mine = (char *)attn__part(j->plan, j->f, CPU_SCRATCH) + slot * REAL(bwd_scratch)(&j->plan->problem);
-    lay_out(m, mine, &j->plan->problem);
+static void thread_scratch(const attn_plan *plan, const attn_buffers *f, int32_t slot, scratch *m) {
+    lay_out(m, (char *)attn__part(plan, f, CPU_SCRATCH) + slot * attn__bwd_scratch(&plan->problem), &plan->problem);
 }
 
-/* ---- rows: delta and d_sink ---- */
+/* ---- rows: lse and delta ---- */
 
-static void delta_of_head(const job *j, const attn_micro *micro, const attn_seq *s, int32_t h, scratch *m) {
-    const attn_problem *p = &j->plan->problem;
-    const attn_buffers *f = j->f;
-    real *delta = attn__part(j->plan, f, CPU_DELTA), *o = m->row, *d_o = m->row + attn__pad(p->dim_v);
+static void delta_of_head(const attn_plan *plan, const attn_buffers *f, const attn_seq *s, int32_t h, scratch *m) {
+    const attn_problem *p = &plan->problem;
+    const attn_micro *micro = plan->kernel->REAL_MICRO;
+    attn_row *rows = attn__part(plan, f, CPU_ROWS);
+    real *o = m->row, *d_o = m->row + attn__pad(p->dim_v);
     int64_t size = (int64_t)attn_dtype_size(p->out_dtype);
+    attn_dtype lse = attn__real_dtype(p->dtype);
     for (int32_t i = 0; i < s->sq; i++) {
         micro->load(o, (const char *)f->o.data + attn__q_offset(p, &f->o, s, i, h) * size, p->out_dtype, p->dim_v);
         micro->load(d_o, (const char *)f->d_o.data + attn__q_offset(p, &f->d_o, s, i, h) * size, p->out_dtype, p->dim_v);
         double sum = 0;
         for (int32_t x = 0; x < p->dim_v; x++) sum += (double)o[x] * (double)d_o[x];
         int64_t at = attn__lse_index(p, s, i, h);
-        delta[at] = (real)(sum - (f->d_lse ? (double)((const real *)f->d_lse)[at] : 0));
+        rows[at] = (attn_row){attn__load(lse, f->lse, at), sum - (f->d_lse ? attn__load(lse, f->d_lse, at) : 0)};
     }
 }
 
-static void work_delta(void *arg, int64_t index, int32_t slot) {
-    const job *j = arg;
-    const attn_problem *p = &j->plan->problem;
-    attn_seq s = attn__seq(p, j->f, (int32_t)(index / p->heads_q));
+#ifdef ATTN_REAL_F64
+
+/*
+ * Gives lse back the digits that float32 had no room for: its last one is worth more than all other errors of p together. Only
+ * where lse, summed up again, rounds to what was given; another one belongs to a softmax over more keys (see attn.h).
+ */
+static void restore_lse(const attn_rows *t, scratch *m) {
+    attn_row *rows = attn__part(t->plan, t->f, CPU_ROWS);
+    real *max = m->lse, *sum = m->delta, *alpha = m->d_s;
+    int32_t first, end;
+    for (int32_t r = 0; r < t->width; r++) max[r] = -INFINITY, sum[r] = 0;
+    REAL(tile_load_q)(t, m->q_t, m->row);
+    attn__mask_rows(&t->mask, t->i0, t->i0 + t->count, &first, &end);
+    for (int32_t j0 = first / ATTN_TILE_COLS * ATTN_TILE_COLS; j0 < end; j0 += ATTN_TILE_COLS) {
+        int32_t keys = attn__min32(ATTN_TILE_COLS, t->mask.sk - j0);
+        int class = REAL(tile_class)(t, j0, keys);
+        if (class == ATTN_TILE_SKIP) continue;
+        REAL(tile_narrow_scores)(t, m->p, m->q_t, j0, keys, class, m->k, m->row);
+        t->micro->softmax(m->p, keys, t->width, max, sum, alpha);
+    }
+    for (int32_t r = 0; r < t->rows; r++) {
+        attn_row *row = &rows[attn__lse_index(t->p, &t->s, t->i[r], t->h[r])];
+        double lse = t->p->flags & ATTN_SINK ? max[r] + log(sum[r] + exp(t->f->sink[t->h[r]] - max[r])) : max[r] + log(sum[r]);
+        if ((float)lse == (float)row->lse) row->lse = lse;
+    }
+}
+
+#endif
+
+void REAL(bwd_rows)(const attn_plan *plan, const attn_buffers *f, int32_t b, int32_t h, int32_t slot) {
     scratch m;
-    thread_scratch(j, slot, &m);
-    delta_of_head(j, j->plan->kernel->impl, &s, (int32_t)(index % p->heads_q), &m);
-}
-
-/* The sink's probability times its gradient, over all rows of the head that have a key. */
-static void work_sink(void *arg, int64_t h, int32_t slot) {
-    const job *j = arg;
-    const attn_problem *p = &j->plan->problem;
-    const real *delta = attn__part(j->plan, j->f, CPU_DELTA), *lse = j->f->lse;
-    double sum = 0;
-    (void)slot;
-    for (int32_t b = 0; b < p->batch; b++) {
-        attn_seq s = attn__seq(p, j->f, b);
-        for (int32_t i = 0; i < s.sq; i++) {
-            int64_t at = attn__lse_index(p, &s, i, (int32_t)h);
-            if (lse[at] != (real)-INFINITY) sum -= exp((double)j->f->sink[h] - (double)lse[at]) * (double)delta[at];
-        }
+    attn_seq s = attn__seq(&plan->problem, f, b);
+    if (s.sq == 0) return;
+    thread_scratch(plan, f, slot, &m);
+#ifdef ATTN_REAL_F64
+    attn_rows t;
+    if (plan->problem.dtype != ATTN_F64) { /* few rows: the heads of a tile together */
+        if (!REAL(tile_make)(&t, plan, f, &(attn_unit){b, 0, s.sq, -1}, h, true)) return;
+        for (int32_t n = 0; n < t.heads; n++) delta_of_head(plan, f, &s, h + n, &m);
+        t.guard = m.guard;
+        t.narrow = true;
+        restore_lse(&t, &m);
+        return;
     }
-    j->f->d_sink[h] = (float)sum;
+#endif
+    delta_of_head(plan, f, &s, h, &m);
 }
 
 /* ---- one tile ---- */
 
 /* What the backward needs of a query tile. with_q: its rows too, not only their transpose. */
 static void load_rows(const attn_rows *t, scratch *m, bool with_q) {
-    const real *delta = attn__part(t->plan, t->f, CPU_DELTA), *lse = t->f->lse;
+    const attn_row *rows = attn__part(t->plan, t->f, CPU_ROWS);
     REAL(tile_load_q)(t, m->q_t, m->row);
     if (with_q) REAL(tile_load_rows)(t, m->q, NULL, &t->f->q, t->p->dtype, t->p->dim_qk);
     REAL(tile_load_rows)(t, m->d_o, m->d_o_t, &t->f->d_o, t->p->out_dtype, t->p->dim_v);
     for (int32_t r = 0; r < t->width; r++) {
-        int64_t at = attn__lse_index(t->p, &t->s, t->i[r], t->h[r]);
-        m->lse[r] = lse[at] == (real)-INFINITY ? (real)INFINITY : lse[at]; /* no key: p = 0 */
-        m->delta[r] = delta[at];
-        if (r >= t->rows || lse[at] != (real)-INFINITY) continue;
+        const attn_row *row = &rows[attn__lse_index(t->p, &t->s, t->i[r], t->h[r])];
+        bool is_empty = row->lse == -INFINITY;
+        m->lse[r] = (real)(is_empty ? INFINITY : row->lse); /* no key: p = 0 */
+        m->delta[r] = (real)row->delta;
+        if (r >= t->rows || !is_empty) continue;
         memset(m->d_o + (int64_t)r * t->dim_v, 0, (size_t)t->dim_v * sizeof(real)); /* NaN there must not meet p = 0 (C1) */
         if (with_q) memset(m->q + (int64_t)r * t->dim_qk, 0, (size_t)t->dim_qk * sizeof(real));
     }
@@ -161,16 +179,13 @@ static void add_to_keys(const attn_rows *t, scratch *m, int32_t j0, int32_t keys
     REAL(tile_gemm)(t, m->d_b, t->dim_v, m->p, m->d_o, t->dim_v, t->dim_v, j0, keys, true, class);
 }
 
-static void work_keys(void *arg, int64_t index, int32_t slot) {
-    const job *j = arg;
-    const attn_problem *p = &j->plan->problem;
-    const attn_unit *unit = &j->units[index / p->heads_kv];
-    int32_t kv_head = (int32_t)(index % p->heads_kv), group = p->heads_q / p->heads_kv, first, end;
-    int32_t j0 = unit->row, keys = unit->rows;
+void REAL(bwd_keys)(const attn_plan *plan, const attn_buffers *f, const attn_unit *unit, int32_t kv_head, int32_t slot) {
+    const attn_problem *p = &plan->problem;
+    int32_t group = p->heads_q / p->heads_kv, j0 = unit->row, keys = unit->rows, first, end;
     attn_rows t;
     scratch m;
-    thread_scratch(j, slot, &m);
-    REAL(tile_make)(&t, j->plan, j->f, &(attn_unit){unit->b, 0, 1, -1}, kv_head * group, false);
+    thread_scratch(plan, f, slot, &m);
+    REAL(tile_make)(&t, plan, f, &(attn_unit){unit->b, 0, 1, -1}, kv_head * group, false);
     memset(m.d_a, 0, (size_t)keys * (size_t)t.dim_qk * sizeof(real));
     memset(m.d_b, 0, (size_t)keys * (size_t)t.dim_v * sizeof(real));
     attn__mask_cols(&t.mask, j0, j0 + keys, &first, &end);
@@ -182,25 +197,24 @@ static void work_keys(void *arg, int64_t index, int32_t slot) {
         for (int32_t i0 = first / ATTN_TILE_ROWS * ATTN_TILE_ROWS; i0 < end; i0 += ATTN_TILE_ROWS) {
             attn_unit rows = {unit->b, i0, attn__min32(ATTN_TILE_ROWS, t.mask.sq - i0), -1};
             attn_rows q;
-            if (!REAL(tile_make)(&q, j->plan, j->f, &rows, h, true)) continue;
+            if (!REAL(tile_make)(&q, plan, f, &rows, h, true)) continue;
             q.guard = m.guard;
             add_to_keys(&q, &m, j0, keys);
         }
     }
-    store_kv(&t, &j->f->d_k, m.d_a, p->dim_qk, p->scale, j0, keys);
-    store_kv(&t, &j->f->d_v, m.d_b, p->dim_v, 1 / (1 - p->dropout), j0, keys);
+    store_kv(&t, &f->d_k, m.d_a, p->dim_qk, p->scale, j0, keys);
+    store_kv(&t, &f->d_v, m.d_b, p->dim_v, 1 / (1 - p->dropout), j0, keys);
 }
 
 /* ---- queries: d_q ---- */
 
-static void work_queries(void *arg, int64_t index, int32_t slot) {
-    const job *j = arg;
-    const attn_problem *p = &j->plan->problem;
+void REAL(bwd_queries)(const attn_plan *plan, const attn_buffers *f, const attn_unit *unit, int32_t h, int32_t slot) {
+    const attn_problem *p = &plan->problem;
     int32_t first, end;
     attn_rows t;
     scratch m;
-    if (!REAL(tile_make)(&t, j->plan, j->f, &j->units[index / p->heads_q], (int32_t)(index % p->heads_q), true)) return;
-    thread_scratch(j, slot, &m);
+    if (!REAL(tile_make)(&t, plan, f, unit, h, true)) return;
+    thread_scratch(plan, f, slot, &m);
     t.guard = m.guard;
     load_rows(&t, &m, false);
     memset(m.d_a, 0, (size_t)t.rows * (size_t)t.dim_qk * sizeof(real));
@@ -214,7 +228,7 @@ static void work_queries(void *arg, int64_t index, int32_t slot) {
         gradients(&t, &m, j0, keys, class, true);
         REAL(tile_gemm)(&t, m.d_a, t.dim_qk, m.d_s, m.k, t.dim_qk, t.dim_qk, j0, keys, false, class);
     }
-    const attn_tensor *to = &j->f->d_q;
+    const attn_tensor *to = &f->d_q;
     int64_t size = (int64_t)attn_dtype_size(p->dtype);
     for (int32_t r = 0; r < t.rows; r++) {
         int64_t at = attn__q_offset(p, to, &t.s, t.i[r], t.h[r]) * size;
@@ -225,7 +239,7 @@ static void work_queries(void *arg, int64_t index, int32_t slot) {
 /* ---- bias ---- */
 
 /* Adds d_s of one tile of scores to the sums; a dim that is summed up has one element. */
-static void add_to_bias(const job *j, const attn_rows *t, scratch *m, int32_t j0) {
+static void add_to_bias(const attn_rows *t, scratch *m, const int64_t size[4], int32_t j0) {
     int32_t keys = attn__min32(ATTN_TILE_COLS, t->mask.sk - j0);
     int class = REAL(tile_class)(t, j0, keys);
     if (class == ATTN_TILE_SKIP) return;
@@ -234,81 +248,25 @@ static void add_to_bias(const job *j, const attn_rows *t, scratch *m, int32_t j0
     gradients(t, m, j0, keys, class, false);
     for (int32_t r = 0; r < t->rows; r++) {
         for (int32_t col = 0; col < keys; col++) {
-            int32_t to_row = j->size[2] > 1 ? r : 0, to_col = j->size[3] > 1 ? col : 0;
+            int32_t to_row = size[2] > 1 ? r : 0, to_col = size[3] > 1 ? col : 0;
             m->sum[to_row * ATTN_TILE_COLS + to_col] += (double)m->d_s[(int64_t)col * t->width + r];
         }
     }
 }
 
-/* One tile of d_bias of sequence b and head h, as far as they contribute to it. */
-static void bias_of_head(const job *j, scratch *m, int32_t b, int32_t h, int32_t row_tile, int32_t col_tile) {
-    const attn_problem *p = &j->plan->problem;
-    attn_seq s = attn__seq(p, j->f, b);
-    int32_t i0 = j->size[2] > 1 ? row_tile * ATTN_TILE_ROWS : 0, i1 = j->size[2] > 1 ? i0 + ATTN_TILE_ROWS : s.sq;
-    int32_t j0 = j->size[3] > 1 ? col_tile * ATTN_TILE_COLS : 0, j1 = j->size[3] > 1 ? j0 + ATTN_TILE_COLS : s.sk;
+void REAL(bwd_bias)(const attn_plan *plan, const attn_buffers *f, const int64_t size[4], int32_t b, int32_t h,
+                    int32_t row_tile, int32_t col_tile, int32_t slot) {
+    attn_seq s = attn__seq(&plan->problem, f, b);
+    int32_t i0 = size[2] > 1 ? row_tile * ATTN_TILE_ROWS : 0, i1 = size[2] > 1 ? i0 + ATTN_TILE_ROWS : s.sq;
+    int32_t j0 = size[3] > 1 ? col_tile * ATTN_TILE_COLS : 0, j1 = size[3] > 1 ? j0 + ATTN_TILE_COLS : s.sk;
+    scratch m;
+    thread_scratch(plan, f, slot, &m);
     for (int32_t i = i0; i < attn__min32(i1, s.sq); i += ATTN_TILE_ROWS) {
         attn_unit rows = {b, i, attn__min32(ATTN_TILE_ROWS, s.sq - i), -1};
         attn_rows t;
-        REAL(tile_make)(&t, j->plan, j->f, &rows, h, false);
-        t.guard = m->guard;
-        load_rows(&t, m, false);
-        for (int32_t col = j0; col < attn__min32(j1, s.sk); col += ATTN_TILE_COLS) add_to_bias(j, &t, m, col);
+        REAL(tile_make)(&t, plan, f, &rows, h, false);
+        t.guard = m.guard;
+        load_rows(&t, &m, false);
+        for (int32_t col = j0; col < attn__min32(j1, s.sk); col += ATTN_TILE_COLS) add_to_bias(&t, &m, size, col);
     }
-}
-
-static void work_bias(void *arg, int64_t index, int32_t slot) {
-    const job *j = arg;
-    const attn_problem *p = &j->plan->problem;
-    const attn_matrix *to = &j->f->d_bias;
-    int64_t col_tiles = attn__ceil_div(j->size[3], ATTN_TILE_COLS), row_tiles = attn__ceil_div(j->size[2], ATTN_TILE_ROWS);
-    int32_t col_tile = (int32_t)(index % col_tiles), row_tile = (int32_t)(index / col_tiles % row_tiles);
-    int32_t h = (int32_t)(index / col_tiles / row_tiles % j->size[1]),
-            b = (int32_t)(index / col_tiles / row_tiles / j->size[1]);
-    scratch m;
-    thread_scratch(j, slot, &m);
-    memset(m.sum, 0, sizeof(double) * ATTN_TILE_ROWS * ATTN_TILE_COLS);
-    for (int32_t from_b = b; from_b < (j->size[0] > 1 ? b + 1 : p->batch); from_b++)
-        for (int32_t from_h = h; from_h < (j->size[1] > 1 ? h + 1 : p->heads_q); from_h++)
-            bias_of_head(j, &m, from_b, from_h, row_tile, col_tile);
-    for (int64_t i = row_tile * ATTN_TILE_ROWS; i < j->size[2] && i < (row_tile + 1) * ATTN_TILE_ROWS; i++) {
-        for (int64_t col = col_tile * ATTN_TILE_COLS; col < j->size[3] && col < (col_tile + 1) * ATTN_TILE_COLS; col++) {
-            int64_t at = b * to->stride[0] + h * to->stride[1] + i * to->stride[2] + col * to->stride[3];
-            attn__store(p->bias_dtype, to->data, at, m.sum[i % ATTN_TILE_ROWS * ATTN_TILE_COLS + col % ATTN_TILE_COLS]);
-        }
-    }
-}
-
-static attn_status run_bias(job *j) {
-    const attn_problem *p = &j->plan->problem;
-    const int64_t full[4] = {p->batch, p->heads_q, p->max_q, p->max_kv};
-    for (int n = 0; n < 4; n++) {
-        j->size[n] = j->f->d_bias.stride[n] == 0 ? 1 : full[n];
-        if (j->size[n] == 0) return ATTN_OK; /* no element */
-    }
-    int64_t tiles = attn__ceil_div(j->size[2], ATTN_TILE_ROWS) * attn__ceil_div(j->size[3], ATTN_TILE_COLS);
-    return attn__parallel(j->plan->context, j->plan->slots, j->size[0] * j->size[1] * tiles, work_bias, j);
-}
-
-/* ---- the kernel ---- */
-
-attn_status REAL(bwd_run)(const attn_plan *plan, const attn_buffers *f) {
-    const attn_problem *p = &plan->problem;
-    const attn_context *context = plan->context;
-    job j = {.plan = plan, .f = f};
-    RETURN_IF_ERROR(attn__work_flash(plan, f));
-    RETURN_IF_ERROR(attn__parallel(context, plan->slots, (int64_t)p->batch * p->heads_q, work_delta, &j));
-    if (f->d_sink) RETURN_IF_ERROR(attn__parallel(context, plan->slots, p->heads_q, work_sink, &j));
-    if (f->d_k.data || f->d_v.data) {
-        attn_unit *units = attn__part(plan, f, CPU_KV_UNITS);
-        int64_t count = attn__work_keys(plan, f, units);
-        j.units = units;
-        RETURN_IF_ERROR(attn__parallel(context, plan->slots, count * p->heads_kv, work_keys, &j));
-    }
-    if (f->d_q.data) {
-        attn_unit *units = attn__part(plan, f, CPU_UNITS);
-        int64_t count = attn__work_rows(plan, f, units);
-        j.units = units;
-        RETURN_IF_ERROR(attn__parallel(context, plan->slots, count * p->heads_q, work_queries, &j));
-    }
-    return f->d_bias.data ? run_bias(&j) : ATTN_OK;
 }

@@ -14,7 +14,6 @@ int64_t attn__fwd_scratch_f64(const attn_problem *p);
 int64_t attn__bwd_scratch_f64(const attn_problem *p);
 void attn__fwd_unit_f64(const attn_plan *plan, const attn_buffers *f, const attn_unit *unit, int32_t h, int32_t slot);
 void attn__fwd_fold_f64(const attn_plan *plan, const attn_buffers *f, int32_t b, int32_t h, int32_t slot);
-attn_status attn__bwd_run_f64(const attn_plan *plan, const attn_buffers *f);
 attn_status attn__probs_run_f64(const attn_plan *plan, const attn_buffers *f);
 
 /* The tables of the two number types are of different types; only the kernels of that type look inside. */
@@ -80,6 +79,10 @@ int64_t attn__fwd_scratch(const attn_problem *p) { /* double takes the more of i
     return may_be_in_double(p) ? attn__fwd_scratch_f64(p) : attn__fwd_scratch_f32(p);
 }
 
+int64_t attn__bwd_scratch(const attn_problem *p) {
+    return may_be_in_double(p) ? attn__bwd_scratch_f64(p) : attn__bwd_scratch_f32(p);
+}
+
 int64_t attn__fwd_partial(const attn_problem *p) { /* o, padded as float is, which is as much or more; maximum and sum */
     return (attn__pad(p->dim_v) + 2) * (int64_t)(may_be_in_double(p) ? sizeof(double) : sizeof(float));
 }
@@ -107,8 +110,8 @@ static void limit_threads(attn_plan *plan) {
 
 static attn_status lay_out(attn_plan *plan) {
     const attn_problem *p = &plan->problem;
-    bool wide = p->dtype == ATTN_F64, forward = p->op == ATTN_FORWARD;
-    int64_t scratch = forward ? attn__fwd_scratch(p) : wide ? attn__bwd_scratch_f64(p) : attn__bwd_scratch_f32(p);
+    bool forward = p->op == ATTN_FORWARD;
+    int64_t scratch = forward ? attn__fwd_scratch(p) : attn__bwd_scratch(p);
     int64_t ranges = (int64_t)p->batch * p->flashmask_heads * attn__ceil_div(p->max_kv, ATTN_TILE_COLS);
     int64_t lse = p->flags & ATTN_VARLEN_Q ? p->heads_q * p->total_q : (int64_t)p->batch * p->heads_q * p->max_q;
     bool fits = attn__plan_reserve(plan, CPU_UNITS, attn__work_rows_most(plan), sizeof(attn_unit)) &&
@@ -116,7 +119,7 @@ static attn_status lay_out(attn_plan *plan) {
                 attn__plan_reserve(plan, CPU_FLASH, ranges, sizeof(attn_flash_range)) &&
                 attn__plan_reserve(plan, CPU_SCRATCH, plan->slots, scratch) &&
                 attn__plan_reserve(plan, CPU_PARTIAL, plan->partials, attn__fwd_partial(p)) &&
-                attn__plan_reserve(plan, CPU_DELTA, forward ? 0 : lse, wide ? 8 : 4);
+                attn__plan_reserve(plan, CPU_ROWS, forward ? 0 : lse, sizeof(attn_row));
     RETURN_IF(!fits, ATTN_INVALID, "max_q=%d, max_kv=%d: the workspace does not fit into memory", p->max_q, p->max_kv);
     return ATTN_OK;
 }
@@ -132,7 +135,7 @@ static attn_status plan_cpu(attn_plan *plan) {
     attn__plan_say(plan, "tiles: %d rows x %d keys\n", ATTN_TILE_ROWS, ATTN_TILE_COLS);
     attn__plan_say(plan, "split: sequences of at most %d rows in chunks of %d keys%s\n", ATTN_SPLIT_ROWS, ATTN_CHUNK,
                    plan->partials ? ", over all threads" : ", each on one thread");
-    if (plan->problem.op == ATTN_FORWARD && !plan->kernel->wide && may_be_in_double(&plan->problem))
+    if (!plan->kernel->wide && may_be_in_double(&plan->problem))
         attn__plan_say(plan, "in double: such sequences, with more than %d keys\n", ATTN_SPLIT_ROWS);
     return lay_out(plan);
 }
@@ -183,8 +186,7 @@ static attn_status run_cpu(const attn_plan *plan, const attn_buffers *f, void *s
     if (p->flags & ATTN_APPEND) RETURN_IF_ERROR(attn__host_append(plan, f));
     if (p->op == ATTN_KV_APPEND) return ATTN_OK;
     RETURN_IF_ERROR(attn__host_fill_padding(plan, f));
-    if (p->op == ATTN_FORWARD) return forward(plan, f);
-    return plan->kernel->wide ? attn__bwd_run_f64(plan, f) : attn__bwd_run_f32(plan, f);
+    return p->op == ATTN_FORWARD ? forward(plan, f) : attn__backward(plan, f);
 }
 
 /* ---- the tile map ---- */

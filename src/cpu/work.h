@@ -6,7 +6,8 @@
  *   - key tiles begin at multiples of the tile's columns, counted from the sequence's key 0;
  *   - a sequence of at most ATTN_SPLIT_ROWS query rows is worked in chunks of ATTN_CHUNK keys, whose results are folded in
  *     order; whether the chunks run on one thread or on many is the plan's choice and changes nothing;
- *   - the forward works such a sequence, if it has more keys than that, by other inner loops, and float32 in double.
+ *   - such a sequence, if it has more keys than that, is worked in double where it is float32, forward and backward, and by
+ *     other inner loops in the forward.
  */
 #ifndef ATTN_CPU_WORK_H
 #define ATTN_CPU_WORK_H
@@ -27,8 +28,14 @@ enum {
     CPU_FLASH,    /* attn_flash_range [batch][flashmask_heads][tiles of max_kv] */
     CPU_SCRATCH,  /* [slots]: tiles of the threads */
     CPU_PARTIAL,  /* forward, split: [batch * heads_q * max_q][chunks][dim_v + 2] */
-    CPU_DELTA     /* backward: rowsum(d_o * o) - d_lse, as lse */
+    CPU_ROWS      /* backward: attn_row, as lse */
 };
+
+/* What the backward knows of a row, whatever its number type. */
+typedef struct attn_row {
+    double lse;   /* -inf: no key */
+    double delta; /* rowsum(d_o * o) - d_lse */
+} attn_row;
 
 /* One piece of work: rows [row, row + rows) of sequence b (or keys, in the backward), for every head. */
 typedef struct attn_unit {
@@ -65,11 +72,14 @@ static inline bool attn__is_short(int32_t sq) { return sq <= ATTN_SPLIT_ROWS; }
 static inline bool attn__is_narrow(const attn_seq *s) { return attn__is_short(s->sq) && s->sk > ATTN_SPLIT_ROWS; }
 
 /*
- * Does the forward work sequence s in double? All of F64, and float32 where it is narrow: reading keys costs more than the
- * arithmetic there, and so few rows leave rounding errors no chance to even out.
+ * Is sequence s worked in double? All of F64, and float32 where it is narrow: reading keys costs more than the arithmetic there,
+ * and so few rows leave rounding errors no chance to even out.
  */
 static inline bool attn__in_double(const attn_problem *p, const attn_seq *s) {
     return p->dtype == ATTN_F64 || (p->dtype == ATTN_F32 && attn__is_narrow(s));
 }
+
+/* The backward (passes.c). */
+attn_status attn__backward(const attn_plan *plan, const attn_buffers *f);
 
 #endif
