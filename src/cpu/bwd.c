@@ -4,9 +4,9 @@
  *   p = exp(s - lse)    d_p = d_o v^T    d_s = p (d_p - delta)    d_v = p^T d_o    d_k = scale d_s^T q    d_q = scale d_s k
  *
  * Here is what the passes (passes.c) do with one sequence, each over its own outputs:
- *   rows    lse and delta of each row
+ *   rows    lse, as given, and delta of each row
+ *   queries d_q of a query tile: over its key tiles; and a better lse
  *   keys    d_k and d_v of a tile of keys: over the heads of its group and their query tiles
- *   queries d_q of a query tile: over its key tiles
  *   bias    what one sequence and head add to a tile of d_bias
  */
 #include "tile.h"
@@ -23,7 +23,9 @@ typedef struct scratch {
     real *k, *v;           /* [cols][dim_qk], [cols][dim_v] */
     real *p, *d_s, *slope; /* [cols][width] */
     real *d_a, *d_b;       /* gradients: d_q or d_k [64][dim_qk]; d_v [cols][dim_v] */
-    real *lse, *delta;     /* [width] */
+    real *lse, *low;       /* [width]: lse, and what real has no room for */
+    real *delta;           /* [width] */
+    double *total;         /* [width]: sums of p */
     real *guard, *row;
     double *sum; /* a tile of d_bias; comes first, where the bias pass finds it */
 } scratch;
@@ -31,7 +33,7 @@ typedef struct scratch {
 static int64_t lay_out(scratch *m, char *at, const attn_problem *p) {
     enum { TILE = ATTN_TILE_ROWS > ATTN_TILE_COLS ? ATTN_TILE_ROWS : ATTN_TILE_COLS, SCORES = TILE * TILE };
     int64_t qk = attn__pad(p->dim_qk), v = attn__pad(p->dim_v), most = qk > v ? qk : v;
-    int64_t used = SCORES * (int64_t)sizeof(double);
+    int64_t used = (SCORES + TILE) * (int64_t)sizeof(double);
     const struct {
         real **field;
         int64_t count;
@@ -39,14 +41,14 @@ static int64_t lay_out(scratch *m, char *at, const attn_problem *p) {
         {&m->q, qk * TILE},    {&m->q_t, qk * TILE},     {&m->d_o, v * TILE},
         {&m->d_o_t, v * TILE}, {&m->k, qk * TILE},       {&m->v, v * TILE},
         {&m->p, SCORES},       {&m->d_s, SCORES},        {&m->slope, SCORES},
-        {&m->d_a, qk * TILE},  {&m->d_b, v * TILE},      {&m->lse, TILE},
+        {&m->d_a, qk * TILE},  {&m->d_b, v * TILE},      {&m->lse, TILE},       {&m->low, TILE},
         {&m->delta, TILE},     {&m->guard, most * TILE}, {&m->row, 2 * most + TILE},
     };
     for (size_t n = 0; n < sizeof fields / sizeof fields[0]; n++) {
         if (at) *fields[n].field = (real *)(at + used);
         used += attn__ceil_div(fields[n].count * (int64_t)sizeof(real), 64) * 64;
     }
-    if (at) m->sum = (double *)at;
+    if (at) m->sum = (double *)at, m->total = m->sum + SCORES;
     return used;
 }
 
@@ -78,51 +80,10 @@ static void delta_of_head(const attn_plan *plan, const attn_buffers *f, const at
     }
 }
 
-#ifdef ATTN_REAL_F64
-
-/*
- * Gives lse back the digits that float32 had no room for: its last one is worth more than all other errors of p together. Only
- * where lse, summed up again, rounds to what was given; another one belongs to a softmax over more keys (see attn.h).
- */
-static void restore_lse(const attn_rows *t, scratch *m) {
-    attn_row *rows = attn__part(t->plan, t->f, CPU_ROWS);
-    real *max = m->lse, *sum = m->delta, *alpha = m->d_s;
-    int32_t first, end;
-    for (int32_t r = 0; r < t->width; r++) max[r] = -INFINITY, sum[r] = 0;
-    REAL(tile_load_q)(t, m->q_t, m->row);
-    attn__mask_rows(&t->mask, t->i0, t->i0 + t->count, &first, &end);
-    for (int32_t j0 = first / ATTN_TILE_COLS * ATTN_TILE_COLS; j0 < end; j0 += ATTN_TILE_COLS) {
-        int32_t keys = attn__min32(ATTN_TILE_COLS, t->mask.sk - j0);
-        int class = REAL(tile_class)(t, j0, keys);
-        if (class == ATTN_TILE_SKIP) continue;
-        REAL(tile_narrow_scores)(t, m->p, m->q_t, j0, keys, class, m->k, m->row);
-        t->micro->softmax(m->p, keys, t->width, max, sum, alpha);
-    }
-    for (int32_t r = 0; r < t->rows; r++) {
-        attn_row *row = &rows[attn__lse_index(t->p, &t->s, t->i[r], t->h[r])];
-        double lse = t->p->flags & ATTN_SINK ? max[r] + log(sum[r] + exp(t->f->sink[t->h[r]] - max[r])) : max[r] + log(sum[r]);
-        if ((float)lse == (float)row->lse) row->lse = lse;
-    }
-}
-
-#endif
-
 void REAL(bwd_rows)(const attn_plan *plan, const attn_buffers *f, int32_t b, int32_t h, int32_t slot) {
     scratch m;
     attn_seq s = attn__seq(&plan->problem, f, b);
-    if (s.sq == 0) return;
     thread_scratch(plan, f, slot, &m);
-#ifdef ATTN_REAL_F64
-    attn_rows t;
-    if (plan->problem.dtype != ATTN_F64) { /* few rows: the heads of a tile together */
-        if (!REAL(tile_make)(&t, plan, f, &(attn_unit){b, 0, s.sq, -1}, h, true)) return;
-        for (int32_t n = 0; n < t.heads; n++) delta_of_head(plan, f, &s, h + n, &m);
-        t.guard = m.guard;
-        t.narrow = true;
-        restore_lse(&t, &m);
-        return;
-    }
-#endif
     delta_of_head(plan, f, &s, h, &m);
 }
 
@@ -138,6 +99,7 @@ static void load_rows(const attn_rows *t, scratch *m, bool with_q) {
         const attn_row *row = &rows[attn__lse_index(t->p, &t->s, t->i[r], t->h[r])];
         bool is_empty = row->lse == -INFINITY;
         m->lse[r] = (real)(is_empty ? INFINITY : row->lse); /* no key: p = 0 */
+        m->low[r] = is_empty ? 0 : (real)(row->lse - (double)m->lse[r]);
         m->delta[r] = (real)row->delta;
         if (r >= t->rows || !is_empty) continue;
         memset(m->d_o + (int64_t)r * t->dim_v, 0, (size_t)t->dim_v * sizeof(real)); /* NaN there must not meet p = 0 (C1) */
@@ -145,15 +107,72 @@ static void load_rows(const attn_rows *t, scratch *m, bool with_q) {
     }
 }
 
+/* p of a tile whose keys are loaded; slope, if not NULL: the softcap's derivative; total, if not NULL, grows by p. */
+static void probabilities(const attn_rows *t, scratch *m, int32_t j0, int32_t keys, int class, real *slope, double *total) {
+    REAL(tile_scores)(t, m->p, slope, m->q_t, m->k, j0, keys, class, m->row);
+    t->micro->exp(m->p, keys, t->width, m->lse, m->low, total);
+}
+
 /* p and d_s of a tile whose keys and values are loaded; with_slope: through the softcap. */
-static void gradients(const attn_rows *t, scratch *m, int32_t j0, int32_t keys, int class, bool with_slope) {
+static void gradients(const attn_rows *t, scratch *m, int32_t j0, int32_t keys, int class, bool with_slope, double *total) {
     const attn_problem *p = t->p;
     real *slope = with_slope && p->softcap > 0 ? m->slope : NULL;
-    REAL(tile_scores)(t, m->p, slope, m->q_t, m->k, j0, keys, class, m->row);
-    t->micro->exp(m->p, keys, t->width, m->lse);
+    probabilities(t, m, j0, keys, class, slope, total);
     REAL(tile_dots)(t, m->d_s, m->v, t->dim_v, m->d_o_t, p->dim_v, keys);
     if (p->dropout > 0) REAL(tile_drop)(t, m->d_s, j0, keys);
     t->micro->d_scores(m->d_s, m->p, slope, keys, t->width, m->delta, (real)(1 / (1 - p->dropout)));
+}
+
+/* ---- queries: d_q ---- */
+
+/*
+ * Gives lse back digits that float32 had no room for, which are worth more than all else that is rounded in p: with the right
+ * lse the row's p add up to 1, and m->total says how far they are from it. Only where that can be rounding; otherwise lse
+ * belongs to a softmax over more keys than are here (attn.h). Returns the factor that p of row r lacks.
+ */
+static double restore_lse(const attn_rows *t, const scratch *m, int32_t r) {
+    attn_row *row = (attn_row *)attn__part(t->plan, t->f, CPU_ROWS) + attn__lse_index(t->p, &t->s, t->i[r], t->h[r]);
+    if (t->p->dtype == ATTN_F64 || row->lse == -INFINITY) return 1;
+    double total = m->total[r] + (t->p->flags & ATTN_SINK ? exp((double)t->f->sink[t->h[r]] - row->lse) : 0);
+    double off = log(total), ulp = 0x1p-23 * (fabs(row->lse) > 1 ? fabs(row->lse) : 1);
+    if (!(fabs(off) <= ulp)) return 1;
+    row->lse += off;
+    return 1 / total;
+}
+
+void REAL(bwd_queries)(const attn_plan *plan, const attn_buffers *f, const attn_unit *unit, int32_t h, int32_t slot) {
+    const attn_problem *p = &plan->problem;
+    const attn_tensor *to = &f->d_q;
+    int32_t first, end;
+    attn_rows t;
+    scratch m;
+    if (!REAL(tile_make)(&t, plan, f, unit, h, true)) return;
+    thread_scratch(plan, f, slot, &m);
+    t.guard = m.guard;
+    load_rows(&t, &m, false);
+    memset(m.d_a, 0, (size_t)t.rows * (size_t)t.dim_qk * sizeof(real));
+    memset(m.total, 0, (size_t)t.width * sizeof(double));
+    attn__mask_rows(&t.mask, t.i0, t.i0 + t.count, &first, &end);
+    for (int32_t j0 = first / ATTN_TILE_COLS * ATTN_TILE_COLS; j0 < end; j0 += ATTN_TILE_COLS) {
+        int32_t keys = attn__min32(ATTN_TILE_COLS, t.mask.sk - j0);
+        int class = REAL(tile_class)(&t, j0, keys);
+        if (class == ATTN_TILE_SKIP) continue;
+        REAL(tile_load_k)(&t, m.k, j0, keys);
+        if (!to->data) {
+            probabilities(&t, &m, j0, keys, class, NULL, m.total);
+            continue;
+        }
+        REAL(tile_load_v)(&t, m.v, j0, keys);
+        gradients(&t, &m, j0, keys, class, true, m.total);
+        REAL(tile_gemm)(&t, m.d_a, t.dim_qk, m.d_s, m.k, t.dim_qk, t.dim_qk, j0, keys, false, class);
+    }
+    int64_t size = (int64_t)attn_dtype_size(p->dtype);
+    for (int32_t r = 0; r < t.rows; r++) {
+        real factor = (real)(p->scale * restore_lse(&t, &m, r));
+        int64_t at = attn__q_offset(p, to, &t.s, t.i[r], t.h[r]) * size;
+        if (to->data)
+            t.micro->store((char *)to->data + at, p->dtype, m.d_a + (int64_t)r * t.dim_qk, factor, p->dim_qk);
+    }
 }
 
 /* ---- keys: d_k and d_v ---- */
@@ -173,7 +192,7 @@ static void add_to_keys(const attn_rows *t, scratch *m, int32_t j0, int32_t keys
     int class = REAL(tile_class)(t, j0, keys);
     if (class == ATTN_TILE_SKIP) return;
     load_rows(t, m, true);
-    gradients(t, m, j0, keys, class, true);
+    gradients(t, m, j0, keys, class, true, NULL);
     REAL(tile_gemm)(t, m->d_a, t->dim_qk, m->d_s, m->q, t->dim_qk, t->dim_qk, j0, keys, true, class);
     if (t->p->dropout > 0) REAL(tile_drop)(t, m->p, j0, keys);
     REAL(tile_gemm)(t, m->d_b, t->dim_v, m->p, m->d_o, t->dim_v, t->dim_v, j0, keys, true, class);
@@ -206,36 +225,6 @@ void REAL(bwd_keys)(const attn_plan *plan, const attn_buffers *f, const attn_uni
     store_kv(&t, &f->d_v, m.d_b, p->dim_v, 1 / (1 - p->dropout), j0, keys);
 }
 
-/* ---- queries: d_q ---- */
-
-void REAL(bwd_queries)(const attn_plan *plan, const attn_buffers *f, const attn_unit *unit, int32_t h, int32_t slot) {
-    const attn_problem *p = &plan->problem;
-    int32_t first, end;
-    attn_rows t;
-    scratch m;
-    if (!REAL(tile_make)(&t, plan, f, unit, h, true)) return;
-    thread_scratch(plan, f, slot, &m);
-    t.guard = m.guard;
-    load_rows(&t, &m, false);
-    memset(m.d_a, 0, (size_t)t.rows * (size_t)t.dim_qk * sizeof(real));
-    attn__mask_rows(&t.mask, t.i0, t.i0 + t.count, &first, &end);
-    for (int32_t j0 = first / ATTN_TILE_COLS * ATTN_TILE_COLS; j0 < end; j0 += ATTN_TILE_COLS) {
-        int32_t keys = attn__min32(ATTN_TILE_COLS, t.mask.sk - j0);
-        int class = REAL(tile_class)(&t, j0, keys);
-        if (class == ATTN_TILE_SKIP) continue;
-        REAL(tile_load_k)(&t, m.k, j0, keys);
-        REAL(tile_load_v)(&t, m.v, j0, keys);
-        gradients(&t, &m, j0, keys, class, true);
-        REAL(tile_gemm)(&t, m.d_a, t.dim_qk, m.d_s, m.k, t.dim_qk, t.dim_qk, j0, keys, false, class);
-    }
-    const attn_tensor *to = &f->d_q;
-    int64_t size = (int64_t)attn_dtype_size(p->dtype);
-    for (int32_t r = 0; r < t.rows; r++) {
-        int64_t at = attn__q_offset(p, to, &t.s, t.i[r], t.h[r]) * size;
-        t.micro->store((char *)to->data + at, p->dtype, m.d_a + (int64_t)r * t.dim_qk, (real)p->scale, p->dim_qk);
-    }
-}
-
 /* ---- bias ---- */
 
 /* Adds d_s of one tile of scores to the sums; a dim that is summed up has one element. */
@@ -245,7 +234,7 @@ static void add_to_bias(const attn_rows *t, scratch *m, const int64_t size[4], i
     if (class == ATTN_TILE_SKIP) return;
     REAL(tile_load_k)(t, m->k, j0, keys);
     REAL(tile_load_v)(t, m->v, j0, keys);
-    gradients(t, m, j0, keys, class, false);
+    gradients(t, m, j0, keys, class, false, NULL);
     for (int32_t r = 0; r < t->rows; r++) {
         for (int32_t col = 0; col < keys; col++) {
             int32_t to_row = size[2] > 1 ? r : 0, to_col = size[3] > 1 ? col : 0;

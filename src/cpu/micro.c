@@ -297,7 +297,7 @@ static void micro_store(void *to, attn_dtype dtype, const real *from, real facto
  * the nearest integer n in the low bits of `shifted`; ln 2 is taken off in two parts, of which the first has so few bits that
  * its product is exact.
  */
-INLINE vreal expm1_fraction(vreal x, vreal *shifted) {
+INLINE vreal expm1_fraction(vreal x, const bool with_rest, vreal rest, vreal *shifted) {
     static const real coefficient[] = {1.0 / 479001600, 1.0 / 39916800, 1.0 / 3628800, 1.0 / 362880,
                                        1.0 / 40320,     1.0 / 5040,     1.0 / 720,     1.0 / 120,
                                        1.0 / 24,        1.0 / 6,        1.0 / 2};
@@ -305,14 +305,15 @@ INLINE vreal expm1_fraction(vreal x, vreal *shifted) {
     *shifted = x * 1.44269504088896340736 + magic;
     vreal n = *shifted - magic;
     vreal f = x - n * 6.93147180369123816490e-01 - n * 1.90821492927058770002e-10;
+    if (with_rest) f += rest;
     vreal y = splat(1.0 / 6227020800);
     UNROLL for (int i = 0; i < 11; i++) y = y * f + coefficient[i];
     return f + f * f * y;
 }
 
-/* e^x for x <= 709, to within about one unit in the last place. Below 2^-1022 the result is 0; NaN stays NaN. */
-INLINE vreal exp_vector(vreal x) {
-    vreal shifted, y = expm1_fraction(x, &shifted) + 1.0;
+/* e^(x + rest) for x <= 709, to within about one unit in the last place. Below 2^-1022 the result is 0; NaN stays NaN. */
+INLINE vreal exp_of(vreal x, const bool with_rest, vreal rest) {
+    vreal shifted, y = expm1_fraction(x, with_rest, rest, &shifted) + 1.0;
     y = (vreal)((vbits)y + ((vbits)shifted << 52)); /* unsigned: it wraps for what is set to 0 below */
     return (vreal)(~(vint)(x < splat(-708.39)) & (vint)(y + (x - x)));
 }
@@ -321,7 +322,7 @@ INLINE vreal exp_vector(vreal x) {
 INLINE vreal softcap_vector(vreal s, real cap, real inverse) {
     const vint sign_bit = (vint)splat(-0.0);
     vreal x = s * inverse, size = 2 * (vreal)((vint)x & ~sign_bit), shifted;
-    vreal part = expm1_fraction(pick(size > splat(40.0), splat(40.0), size), &shifted); /* from 38 on it is 1 */
+    vreal part = expm1_fraction(pick(size > splat(40.0), splat(40.0), size), false, size, &shifted); /* from 38 on it is 1 */
     vreal power = (vreal)((vbits)splat(1.0) + ((vbits)shifted << 52)), t = power * part + (power - 1);
     return (vreal)((vint)(cap * (t / (t + 2))) | ((vint)x & sign_bit));
 }
@@ -329,15 +330,16 @@ INLINE vreal softcap_vector(vreal s, real cap, real inverse) {
 #else
 
 /*
- * e^x for x <= 87, to within 1.1 units in the last place. x = n ln 2 + f: adding 1.5 * 2^23 leaves the nearest integer n in the
+ * e^(x + rest) for x <= 87, to within 1.1 units in the last place. x = n ln 2 + f: adding 1.5 * 2^23 leaves the nearest integer n in the
  * low bits; ln 2 is taken off in two parts, of which the first has so few bits that its product and difference are exact. A
  * polynomial of degree 6 (minimax on |f| <= ln 2 / 2 among those that begin with 1 + f, relative error 4e-9) does the rest.
  * Below 2^-126 the result is 0: no subnormals, which are slow. NaN stays NaN (by x - x, which is 0 for every number).
  */
-INLINE vreal exp_vector(vreal x) {
+INLINE vreal exp_of(vreal x, const bool with_rest, vreal rest) {
     const vreal magic = splat(12582912.0f);
     vreal shifted = x * 1.44269504089f + magic, n = shifted - magic;
     vreal f = x - n * 0.693359375f + n * 2.12194440e-4f;
+    if (with_rest) f += rest;
     vreal y = f * 1.38145986467e-3f + 8.36871687973e-3f;
     y = y * f + 4.16683880453e-2f;
     y = y * f + 1.66665206317e-1f;
@@ -361,11 +363,22 @@ INLINE vreal softcap_vector(vreal s, real cap, real inverse) {
     p = p * z + -3.33332783156e-1f;
     vreal near = s + s * (z * p);
     vreal capped = pick(size > splat(20.0f), splat(20.0f), size);
-    vreal far = cap - 2.0f * cap / (exp_vector(2.0f * capped) + 1.0f);
+    vreal far = cap - 2.0f * cap / (exp_of(2.0f * capped, false, x) + 1.0f);
     return pick(z < splat(0.4f), near, (vreal)((vint)far | ((vint)x & sign_bit)));
 }
 
 #endif
+
+INLINE vreal exp_vector(vreal x) { return exp_of(x, false, x); }
+
+/*
+ * e^(a - b - low), where what a - b rounds off is not lost: it can be more than all else that exp rounds. It is found exactly for
+ * |a| <= |b|; otherwise, a being far below b then, there is so little of the result that it does not matter.
+ */
+INLINE vreal exp_difference(vreal a, vreal b, vreal low) {
+    vreal x = a - b;
+    return exp_of(x, true, a - (x + b) - low);
+}
 
 /* ---- softmax ---- */
 
@@ -400,14 +413,21 @@ static void micro_softmax(real *s, int32_t keys, int32_t width, real *max, real 
     }
 }
 
-static void micro_exp(real *s, int32_t keys, int32_t width, const real *lse) {
+static void micro_exp(real *s, int32_t keys, int32_t width, const real *lse, const real *low, double *sum) {
     const vreal none = splat((real)-INFINITY);
     for (int32_t r = 0; r < width; r += VL) {
-        vreal base = load(lse + r);
-        for (int32_t j = 0; j < keys; j++) {
-            vreal x = load(s + (int64_t)j * width + r);
-            store(s + (int64_t)j * width + r, (vreal)(~(vint)(x == none) & (vint)exp_vector(x - base)));
+        vreal base = load(lse + r), rest = low ? load(low + r) : (vreal){0}, total = (vreal){0};
+        for (int32_t j0 = 0; j0 < keys; j0 += 8) { /* short sums keep the rounding error small */
+            vreal part = (vreal){0};
+            for (int32_t j = j0; j < j0 + 8 && j < keys; j++) {
+                vreal x = load(s + (int64_t)j * width + r);
+                vreal p = (vreal)(~(vint)(x == none) & (vint)exp_difference(x, base, rest));
+                store(s + (int64_t)j * width + r, p);
+                part += p;
+            }
+            total += part;
         }
+        for (int i = 0; sum && i < VL; i++) sum[r + i] += (double)total[i];
     }
 }
 

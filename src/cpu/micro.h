@@ -53,8 +53,11 @@ typedef struct REAL(micro) {
      */
     void (*softmax)(real *s, int32_t keys, int32_t width, real *max, real *sum, real *alpha);
 
-    /* s[key][row] = e^(s - lse[row]); 0 where s = -inf, whatever lse is, and where lse = +inf. */
-    void (*exp)(real *s, int32_t keys, int32_t width, const real *lse);
+    /*
+     * s[key][row] = e^(s - lse[row] - low[row]); 0 where s = -inf, whatever lse is, and where lse = +inf. low, far smaller than lse,
+     * may be NULL: zero. sum[row] grows by them, unless sum is NULL.
+     */
+    void (*exp)(real *s, int32_t keys, int32_t width, const real *lse, const real *low, double *sum);
 
     /* s = cap * tanh(s / cap) over n elements; slope, if not NULL, receives the derivative. */
     void (*softcap)(real *s, real *slope, int32_t n, real cap);

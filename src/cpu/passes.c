@@ -1,8 +1,9 @@
 /*
  * The backward, pass by pass. Each is parallel over its own outputs, so that every sum has one thread and one order (C5):
- *   rows    lse and delta of each row, then d_sink of each head
+ *   rows    lse and delta of each row
+ *   queries d_q of a query tile, and a better lse, which the passes after it use
+ *   sink    d_sink of a head
  *   keys    d_k and d_v of a tile of keys
- *   queries d_q of a query tile
  *   bias    a tile of d_bias: over every sequence and head that is summed into it
  *
  * bwd.c has what a pass does with one sequence, in float or in double as suits that sequence (attn__in_double).
@@ -109,18 +110,15 @@ attn_status attn__backward(const attn_plan *plan, const attn_buffers *f) {
     job j = {.plan = plan, .f = f};
     RETURN_IF_ERROR(attn__work_flash(plan, f));
     RETURN_IF_ERROR(attn__parallel(context, plan->slots, (int64_t)p->batch * p->heads_q, work_rows, &j));
+    attn_unit *rows = attn__part(plan, f, CPU_UNITS), *keys = attn__part(plan, f, CPU_KV_UNITS);
+    int64_t count = attn__work_rows(plan, f, rows);
+    j.units = rows;
+    RETURN_IF_ERROR(attn__parallel(context, plan->slots, count * p->heads_q, work_queries, &j));
     if (f->d_sink) RETURN_IF_ERROR(attn__parallel(context, plan->slots, p->heads_q, work_sink, &j));
     if (f->d_k.data || f->d_v.data) {
-        attn_unit *units = attn__part(plan, f, CPU_KV_UNITS);
-        int64_t count = attn__work_keys(plan, f, units);
-        j.units = units;
+        count = attn__work_keys(plan, f, keys);
+        j.units = keys;
         RETURN_IF_ERROR(attn__parallel(context, plan->slots, count * p->heads_kv, work_keys, &j));
-    }
-    if (f->d_q.data) {
-        attn_unit *units = attn__part(plan, f, CPU_UNITS);
-        int64_t count = attn__work_rows(plan, f, units);
-        j.units = units;
-        RETURN_IF_ERROR(attn__parallel(context, plan->slots, count * p->heads_q, work_queries, &j));
     }
     return f->d_bias.data ? run_bias(&j) : ATTN_OK;
 }

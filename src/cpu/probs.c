@@ -99,7 +99,7 @@ static void work_tile(void *arg, int64_t index, int32_t slot) {
     for (int32_t j0 = 0; j0 < s.sk; j0 += ATTN_TILE_COLS) {
         int32_t keys = attn__min32(ATTN_TILE_COLS, s.sk - j0);
         if (scores(&t, &m, j0, keys)) {
-            t.micro->exp(m.s, keys, t.width, m.max);
+            t.micro->exp(m.s, keys, t.width, m.max, NULL, NULL);
             write_tile(j, &t, &m, j0, keys);
         } else {
             for (int32_t r = 0; r < t.rows; r++) write_zeros(j, b, t.h[r], t.i[r], j0, j0 + keys);
