@@ -398,6 +398,43 @@ static void split_and_merge(attn_context *context, attn_dtype dtype, double tole
 }
 TEST(property_split_by_keys_and_attn_merge) { each_host(split_and_merge); }
 
+/* Ring attention: o and lse of all keys, the backward of a part of them; few rows, worked in double, and more. */
+static void backward_by_parts(attn_context *context, attn_dtype dtype, double tolerance) {
+    enum { H = 2, SK = 150, D = 12, PARTS = 3 };
+    static const int32_t cuts[PARTS + 1] = {0, 64, 101, SK}, row_counts[] = {3, 20};
+    if (!test_has_backward(context)) return;
+    for (int c = 0; c < 2; c++) {
+        int32_t rows = row_counts[c];
+        rig whole = {.p = problem(dtype, 1, H, H, rows, SK, D), .backward = true}, part[PARTS];
+        CHECK(rig_make(&whole, 21));
+        CHECK_OK(rig_run(&whole, context));
+        for (int n = 0; n < PARTS; n++) {
+            part[n] = (rig){.p = problem(dtype, 1, H, H, rows, cuts[n + 1] - cuts[n], D), .f = whole.f, .backward = true};
+            int64_t skip = cuts[n] * H * D * (int64_t)attn_dtype_size(dtype);
+            part[n].f.k.data = (char *)whole.f.k.data + skip;
+            part[n].f.v.data = (char *)whole.f.v.data + skip;
+            part[n].f.d_q = part[n].f.d_k = part[n].f.d_v = (attn_tensor){0};
+            CHECK(rig_make(&part[n], 22));
+            CHECK_OK(rig_run_op(&part[n], context, ATTN_BACKWARD, rig_backward_buffers(&part[n])));
+            for (int32_t at = 0; at < (cuts[n + 1] - cuts[n]) * H * D; at++) {
+                int64_t in_whole = cuts[n] * H * D + at;
+                CHECK_CLOSE(attn__load(dtype, part[n].f.d_k.data, at), attn__load(dtype, whole.f.d_k.data, in_whole),
+                            tolerance);
+                CHECK_CLOSE(attn__load(dtype, part[n].f.d_v.data, at), attn__load(dtype, whole.f.d_v.data, in_whole),
+                            tolerance);
+            }
+        }
+        for (int32_t at = 0; at < rows * H * D; at++) {
+            double sum = 0;
+            for (int n = 0; n < PARTS; n++) sum += attn__load(dtype, part[n].f.d_q.data, at);
+            CHECK_CLOSE(sum, attn__load(dtype, whole.f.d_q.data, at), tolerance);
+        }
+        for (int n = 0; n < PARTS; n++) rig_free(&part[n]);
+        rig_free(&whole);
+    }
+}
+TEST(property_backward_by_parts_of_the_keys) { each_host(backward_by_parts); }
+
 /* q.k so large that exp of it overflows everything; all scores are equal, so the result is the mean. */
 TEST(property_huge_equal_scores_give_the_mean) {
     enum { SK = 90, D = 16 };

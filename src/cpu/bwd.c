@@ -38,11 +38,10 @@ static int64_t lay_out(scratch *m, char *at, const attn_problem *p) {
         real **field;
         int64_t count;
     } fields[] = {
-        {&m->q, qk * TILE},    {&m->q_t, qk * TILE},     {&m->d_o, v * TILE},
-        {&m->d_o_t, v * TILE}, {&m->k, qk * TILE},       {&m->v, v * TILE},
-        {&m->p, SCORES},       {&m->d_s, SCORES},        {&m->slope, SCORES},
-        {&m->d_a, qk * TILE},  {&m->d_b, v * TILE},      {&m->lse, TILE},       {&m->low, TILE},
-        {&m->delta, TILE},     {&m->guard, most * TILE}, {&m->row, 2 * most + TILE},
+        {&m->q, qk * TILE},  {&m->q_t, qk * TILE}, {&m->d_o, v * TILE},      {&m->d_o_t, v * TILE},
+        {&m->k, qk * TILE},  {&m->v, v * TILE},    {&m->p, SCORES},          {&m->d_s, SCORES},
+        {&m->slope, SCORES}, {&m->d_a, qk * TILE}, {&m->d_b, v * TILE},      {&m->lse, TILE},
+        {&m->low, TILE},     {&m->delta, TILE},    {&m->guard, most * TILE}, {&m->row, 2 * most + TILE},
     };
     for (size_t n = 0; n < sizeof fields / sizeof fields[0]; n++) {
         if (at) *fields[n].field = (real *)(at + used);
@@ -170,8 +169,7 @@ void REAL(bwd_queries)(const attn_plan *plan, const attn_buffers *f, const attn_
     for (int32_t r = 0; r < t.rows; r++) {
         real factor = (real)(p->scale * restore_lse(&t, &m, r));
         int64_t at = attn__q_offset(p, to, &t.s, t.i[r], t.h[r]) * size;
-        if (to->data)
-            t.micro->store((char *)to->data + at, p->dtype, m.d_a + (int64_t)r * t.dim_qk, factor, p->dim_qk);
+        if (to->data) t.micro->store((char *)to->data + at, p->dtype, m.d_a + (int64_t)r * t.dim_qk, factor, p->dim_qk);
     }
 }
 

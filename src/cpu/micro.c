@@ -322,7 +322,8 @@ INLINE vreal exp_of(vreal x, const bool with_rest, vreal rest) {
 INLINE vreal softcap_vector(vreal s, real cap, real inverse) {
     const vint sign_bit = (vint)splat(-0.0);
     vreal x = s * inverse, size = 2 * (vreal)((vint)x & ~sign_bit), shifted;
-    vreal part = expm1_fraction(pick(size > splat(40.0), splat(40.0), size), false, size, &shifted); /* from 38 on it is 1 */
+    vreal part =
+        expm1_fraction(pick(size > splat(40.0), splat(40.0), size), false, size, &shifted); /* from 38 on it is 1 */
     vreal power = (vreal)((vbits)splat(1.0) + ((vbits)shifted << 52)), t = power * part + (power - 1);
     return (vreal)((vint)(cap * (t / (t + 2))) | ((vint)x & sign_bit));
 }

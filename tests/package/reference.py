@@ -100,18 +100,22 @@ def row_errors(result, truth, size):
 def assert_close(name, result, naives, truth, size, factor):
     """Holds a result to `factor` times the naive computation's error, per row.
 
-    Each row is measured by its own size, and nothing is held to less than the unit roundoff of its dtype. In float16 and
-    bfloat16 each row is held to the very same row of the naive computation. In float32, where both sides round alike, that
-    would be a matter of luck, as one of them can be nearly exact: there the worst row may be `factor` times as far off as
-    the worst one of the naive computations, and the typical (RMS) row as the typical one.
+    Each row is measured by its own size, and nothing is held to less than the unit roundoff of its dtype. A row may be `factor`
+    times as far off as the very same row of the naive computation. In float16 and bfloat16 that holds for every row. In float32
+    both sides round alike, and a row of naive that sees few keys is nearly exact by luck now and then: naive itself breaks the
+    rule against naive with its head dims in another order, in 3 % of the rows of o. So in float32 no more rows may break it than
+    break it in such a naive computation (`naives`, after the first), or one. That is a matter of how many, not of how much:
+    besides, in every dtype, the worst row may be `factor` times as far off as naive's worst one, and the typical (RMS) row as
+    the typical one.
     """
     ours, theirs = row_errors(result, truth, size), [row_errors(naive, truth, size) for naive in naives]
     if ours.numel() == 0:
         return
     unit = torch.finfo(result.dtype).eps / 2
-    if result.dtype != torch.float32:
-        ratio = (ours / theirs[0].clamp(min=unit)).max().item()
-        assert ratio <= factor, f"{name}: a row is off {ratio:.2f} times as much as the same one of naive, limit {factor}"
+    limits = factor * theirs[0].clamp(min=unit)
+    over, *lucky = ((errors > limits).sum().item() for errors in (ours, *theirs[1:]))
+    allowed = max(1, *lucky) if lucky else 0
+    assert over <= allowed, f"{name}: {over} rows are off more than {factor} times the same one of naive, {allowed} may be"
     theirs = torch.cat(theirs)
     for kind, reduce in (("worst", torch.max), ("typical", lambda x: x.square().mean().sqrt())):
         have, limit = reduce(ours).item(), factor * max(reduce(theirs).item(), unit)

@@ -124,7 +124,7 @@ def run(case, q, k, v, lengths, **options):
 def naive_results(inputs, d_o, setting):
     """o, d_q, d_k, d_v of the naive computation, each a list of draws.
 
-    In float32 the naive error is as small as ours, and its worst row a matter of luck. So there are four draws of it: the
+    In float32 the naive error is as small as ours, and that of a row a matter of luck. So there are four draws of it: the
     head dims in another order give the same sums, rounded otherwise.
     """
     q, k, v = inputs
