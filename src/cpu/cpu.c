@@ -148,23 +148,19 @@ typedef struct job {
     const attn_unit *units;
 } job;
 
-static bool sequence_in_double(const job *j, int32_t b) {
-    attn_seq s = attn__seq(&j->plan->problem, j->f, b);
-    return attn__in_double(&j->plan->problem, &s);
-}
+static bool in_double(const job *j, int32_t b) { return attn__sequence_in_double(j->plan, j->f, b); }
 
 static void work_unit(void *arg, int64_t index, int32_t slot) {
     const job *j = arg;
     int32_t heads = j->plan->problem.heads_q;
     const attn_unit *unit = &j->units[index / heads];
-    (sequence_in_double(j, unit->b) ? attn__fwd_unit_f64 : attn__fwd_unit_f32)(j->plan, j->f, unit,
-                                                                               (int32_t)(index % heads), slot);
+    (in_double(j, unit->b) ? attn__fwd_unit_f64 : attn__fwd_unit_f32)(j->plan, j->f, unit, (int32_t)(index % heads), slot);
 }
 
 static void fold_sequence(void *arg, int64_t index, int32_t slot) {
     const job *j = arg;
     int32_t heads = j->plan->problem.heads_q, b = (int32_t)(index / heads);
-    (sequence_in_double(j, b) ? attn__fwd_fold_f64 : attn__fwd_fold_f32)(j->plan, j->f, b, (int32_t)(index % heads), slot);
+    (in_double(j, b) ? attn__fwd_fold_f64 : attn__fwd_fold_f32)(j->plan, j->f, b, (int32_t)(index % heads), slot);
 }
 
 static attn_status forward(const attn_plan *plan, const attn_buffers *f) {

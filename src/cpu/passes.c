@@ -28,10 +28,7 @@ typedef struct job {
     int64_t size[4];        /* bias pass: elements of d_bias along each dim */
 } job;
 
-static bool in_double(const job *j, int32_t b) {
-    attn_seq s = attn__seq(&j->plan->problem, j->f, b);
-    return attn__in_double(&j->plan->problem, &s);
-}
+static bool in_double(const job *j, int32_t b) { return attn__sequence_in_double(j->plan, j->f, b); }
 
 static void work_rows(void *arg, int64_t index, int32_t slot) {
     const job *j = arg;

@@ -79,6 +79,11 @@ static inline bool attn__in_double(const attn_problem *p, const attn_seq *s) {
     return p->dtype == ATTN_F64 || (p->dtype == ATTN_F32 && attn__is_narrow(s));
 }
 
+static inline bool attn__sequence_in_double(const attn_plan *plan, const attn_buffers *f, int32_t b) {
+    attn_seq s = attn__seq(&plan->problem, f, b);
+    return attn__in_double(&plan->problem, &s);
+}
+
 /* The backward (passes.c). */
 attn_status attn__backward(const attn_plan *plan, const attn_buffers *f);
 
