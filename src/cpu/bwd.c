@@ -62,28 +62,24 @@ static void thread_scratch(const attn_plan *plan, const attn_buffers *f, int32_t
 
 /* ---- rows: lse and delta ---- */
 
-static void delta_of_head(const attn_plan *plan, const attn_buffers *f, const attn_seq *s, int32_t h, scratch *m) {
+void REAL(bwd_rows)(const attn_plan *plan, const attn_buffers *f, int32_t b, int32_t h, int32_t slot) {
     const attn_problem *p = &plan->problem;
     const attn_micro *micro = plan->kernel->REAL_MICRO;
+    attn_seq s = attn__seq(p, f, b);
     attn_row *rows = attn__part(plan, f, CPU_ROWS);
-    real *o = m->row, *d_o = m->row + attn__pad(p->dim_v);
+    scratch m;
+    thread_scratch(plan, f, slot, &m);
+    real *o = m.row, *d_o = m.row + attn__pad(p->dim_v);
     int64_t size = (int64_t)attn_dtype_size(p->out_dtype);
     attn_dtype lse = attn__real_dtype(p->dtype);
-    for (int32_t i = 0; i < s->sq; i++) {
-        micro->load(o, (const char *)f->o.data + attn__q_offset(p, &f->o, s, i, h) * size, p->out_dtype, p->dim_v);
-        micro->load(d_o, (const char *)f->d_o.data + attn__q_offset(p, &f->d_o, s, i, h) * size, p->out_dtype, p->dim_v);
+    for (int32_t i = 0; i < s.sq; i++) {
+        micro->load(o, (const char *)f->o.data + attn__q_offset(p, &f->o, &s, i, h) * size, p->out_dtype, p->dim_v);
+        micro->load(d_o, (const char *)f->d_o.data + attn__q_offset(p, &f->d_o, &s, i, h) * size, p->out_dtype, p->dim_v);
         double sum = 0;
         for (int32_t x = 0; x < p->dim_v; x++) sum += (double)o[x] * (double)d_o[x];
-        int64_t at = attn__lse_index(p, s, i, h);
+        int64_t at = attn__lse_index(p, &s, i, h);
         rows[at] = (attn_row){attn__load(lse, f->lse, at), sum - (f->d_lse ? attn__load(lse, f->d_lse, at) : 0)};
     }
-}
-
-void REAL(bwd_rows)(const attn_plan *plan, const attn_buffers *f, int32_t b, int32_t h, int32_t slot) {
-    scratch m;
-    attn_seq s = attn__seq(&plan->problem, f, b);
-    thread_scratch(plan, f, slot, &m);
-    delta_of_head(plan, f, &s, h, &m);
 }
 
 /* ---- one tile ---- */
