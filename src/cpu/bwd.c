@@ -104,8 +104,13 @@ static void load_rows(const attn_rows *t, scratch *m, bool with_q) {
 
 /* p of a tile whose keys are loaded; slope, if not NULL: the softcap's derivative; total, if not NULL, grows by p. */
 static void probabilities(const attn_rows *t, scratch *m, int32_t j0, int32_t keys, int class, real *slope, double *total) {
-    REAL(tile_scores)(t, m->p, slope, m->q_t, m->k, j0, keys, class, m->row);
-    t->micro->exp(m->p, keys, t->width, m->lse, m->low, total);
+    /*
+     * Keys far away have large scores, by ALiBi, and gradients that are small but wanted as exactly as others; what is rounded off such
+     * scores is kept, in the place of d_s, which comes later. Double has room for it.
+     */
+    real *rest = (t->p->flags & ATTN_ALIBI) && REAL_DTYPE == ATTN_F32 ? m->d_s : NULL;
+    REAL(tile_scores)(t, m->p, slope, rest, m->q_t, m->k, j0, keys, class, m->row);
+    t->micro->exp(m->p, rest, keys, t->width, m->lse, m->low, total);
 }
 
 /* p and d_s of a tile whose keys and values are loaded; with_slope: through the softcap. */

@@ -95,7 +95,7 @@ static void work_keys(const attn_rows *t, scratch *m, int32_t first, int32_t end
             REAL(tile_narrow_scores)(t, m->s, m->q, j0, keys, class, m->k, m->row);
         } else {
             REAL(tile_load_k)(t, m->k, j0, keys);
-            REAL(tile_scores)(t, m->s, NULL, m->q, m->k, j0, keys, class, m->row);
+            REAL(tile_scores)(t, m->s, NULL, NULL, m->q, m->k, j0, keys, class, m->row);
         }
         t->micro->softmax(m->s, keys, t->width, m->now.max, m->now.sum, m->alpha);
         if (t->p->dropout > 0) REAL(tile_drop)(t, m->s, j0, keys);

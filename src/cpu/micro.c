@@ -373,12 +373,12 @@ INLINE vreal softcap_vector(vreal s, real cap, real inverse) {
 INLINE vreal exp_vector(vreal x) { return exp_of(x, false, x); }
 
 /*
- * e^(a - b - low), where what a - b rounds off is not lost: it can be more than all else that exp rounds. It is found exactly for
- * |a| <= |b|; otherwise, a being far below b then, there is so little of the result that it does not matter.
+ * e^(a - b + rest), where what a - b rounds off is not lost: it can be more than all else that exp rounds. It is found exactly for
+ * any a and b (`exact`), or, with half of the operations, for |a| <= |b|.
  */
-INLINE vreal exp_difference(vreal a, vreal b, vreal low) {
-    vreal x = a - b;
-    return exp_of(x, true, a - (x + b) - low);
+INLINE vreal exp_difference(const bool exact, vreal a, vreal b, vreal rest) {
+    vreal x = a - b, back = x - a;
+    return exp_of(x, true, (exact ? (a - (x - back)) - (b + back) : a - (x + b)) + rest);
 }
 
 /* ---- softmax ---- */
@@ -414,20 +414,31 @@ static void micro_softmax(real *s, int32_t keys, int32_t width, real *max, real 
     }
 }
 
-static void micro_exp(real *s, int32_t keys, int32_t width, const real *lse, const real *low, double *sum) {
+/* One vector of columns. with_rest: the scores have a rest. */
+INLINE vreal exp_columns(const bool with_rest, real *s, const real *rest, int32_t keys, int32_t width, vreal base,
+                         vreal low) {
     const vreal none = splat((real)-INFINITY);
-    for (int32_t r = 0; r < width; r += VL) {
-        vreal base = load(lse + r), rest = low ? load(low + r) : (vreal){0}, total = (vreal){0};
-        for (int32_t j0 = 0; j0 < keys; j0 += 8) { /* short sums keep the rounding error small */
-            vreal part = (vreal){0};
-            for (int32_t j = j0; j < j0 + 8 && j < keys; j++) {
-                vreal x = load(s + (int64_t)j * width + r);
-                vreal p = (vreal)(~(vint)(x == none) & (vint)exp_difference(x, base, rest));
-                store(s + (int64_t)j * width + r, p);
-                part += p;
-            }
-            total += part;
+    vreal total = (vreal){0};
+    for (int32_t j0 = 0; j0 < keys; j0 += 8) { /* short sums keep the rounding error small */
+        vreal part = (vreal){0};
+        for (int32_t j = j0; j < j0 + 8 && j < keys; j++) {
+            int64_t at = (int64_t)j * width;
+            vreal x = load(s + at), y = exp_difference(with_rest, x, base, with_rest ? load(rest + at) - low : -low);
+            vreal p = (vreal)(~(vint)(x == none) & (vint)y);
+            store(s + at, p);
+            part += p;
         }
+        total += part;
+    }
+    return total;
+}
+
+static void micro_exp(real *s, const real *rest, int32_t keys, int32_t width, const real *lse, const real *low,
+                      double *sum) {
+    for (int32_t r = 0; r < width; r += VL) {
+        vreal base = load(lse + r), less = low ? load(low + r) : (vreal){0};
+        vreal total = rest ? exp_columns(true, s + r, rest + r, keys, width, base, less)
+                           : exp_columns(false, s + r, rest, keys, width, base, less);
         for (int i = 0; sum && i < VL; i++) sum[r + i] += (double)total[i];
     }
 }
@@ -441,8 +452,43 @@ static void micro_softcap(real *s, real *slope, int32_t n, real cap) {
     }
 }
 
-static void micro_alibi(real *s, int32_t keys, int32_t width, const real *slope, const int32_t *i, int32_t offset) {
-    for (int32_t j = 0; j < keys; j++) {
+#if !defined(ATTN_REAL_F64) && (defined(__FMA__) || defined(__aarch64__))
+
+/* One key: s -= slope * |distance|, and what that rounds off, from the product's own rounding and that of the difference. */
+INLINE void alibi_row(real *s, real *rest, int32_t width, const real *slope, const int32_t *i, int32_t shift) {
+    for (int32_t r = 0; r < width; r += VL) {
+        vint distance;
+        memcpy(&distance, i + r, sizeof distance);
+        distance += shift;
+        distance = (distance ^ (distance >> 31)) - (distance >> 31);
+        vreal factor = load(slope + r), steps = __builtin_convertvector(distance, vreal), product = factor * steps;
+        KEEP(product); /* rounded, not fused with what follows */
+        vreal lost = factor * steps - product;
+        KEEP(lost);
+        vreal before = load(s + r), x = before - product, back = x - before;
+        store(s + r, x);
+        store(rest + r, (before - (x - back)) - (product + back) - lost);
+    }
+}
+
+#else
+
+INLINE void alibi_row(real *s, real *rest, int32_t width, const real *slope, const int32_t *i, int32_t shift) {
+    for (int32_t r = 0; r < width; r++) {
+        int32_t distance = i[r] + shift;
+        double exact = (double)s[r] - (double)slope[r] * (distance < 0 ? -distance : distance);
+        s[r] = (real)exact;
+        rest[r] = (real)(exact - (double)s[r]);
+    }
+}
+
+#endif
+
+static void micro_alibi(real *s, real *rest, int32_t keys, int32_t width, const real *slope, const int32_t *i,
+                        int32_t offset) {
+    for (int32_t j = 0; rest && j < keys; j++)
+        alibi_row(s + (int64_t)j * width, rest + (int64_t)j * width, width, slope, i, offset - j);
+    for (int32_t j = 0; !rest && j < keys; j++) {
         for (int32_t r = 0; r < width; r++) {
             int32_t distance = i[r] + offset - j;
             s[(int64_t)j * width + r] -= slope[r] * (real)(distance < 0 ? -distance : distance);

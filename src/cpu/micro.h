@@ -54,16 +54,19 @@ typedef struct REAL(micro) {
     void (*softmax)(real *s, int32_t keys, int32_t width, real *max, real *sum, real *alpha);
 
     /*
-     * s[key][row] = e^(s - lse[row] - low[row]); 0 where s = -inf, whatever lse is, and where lse = +inf. low, far smaller than lse,
-     * may be NULL: zero. sum[row] grows by them, unless sum is NULL.
+     * s[key][row] = e^(s + rest - lse[row] - low[row]); 0 where s = -inf, whatever lse is, and where lse = +inf. rest [keys][width] and
+     * low, far smaller than s and lse, may be NULL: zero. sum[row] grows by the results, unless sum is NULL.
      */
-    void (*exp)(real *s, int32_t keys, int32_t width, const real *lse, const real *low, double *sum);
+    void (*exp)(real *s, const real *rest, int32_t keys, int32_t width, const real *lse, const real *low, double *sum);
 
     /* s = cap * tanh(s / cap) over n elements; slope, if not NULL, receives the derivative. */
     void (*softcap)(real *s, real *slope, int32_t n, real cap);
 
-    /* s[key][row] -= slope[row] * |i[row] + offset - key|, the product not rounded where the ISA can fuse it. */
-    void (*alibi)(real *s, int32_t keys, int32_t width, const real *slope, const int32_t *i, int32_t offset);
+    /*
+     * s[key][row] -= slope[row] * |i[row] + offset - key|, the product not rounded where the ISA can fuse it; rest, unless it is NULL,
+     * receives what the difference rounds off.
+     */
+    void (*alibi)(real *s, real *rest, int32_t keys, int32_t width, const real *slope, const int32_t *i, int32_t offset);
 
     /* d_s = p * (d_p * keep - delta[row]), 0 wherever p is 0; then times slope, if not NULL. d_s replaces d_p. */
     void (*d_scores)(real *d_p, const real *p, const real *slope, int32_t keys, int32_t width, const real *delta,

@@ -43,7 +43,7 @@ static bool scores(const attn_rows *t, scratch *m, int32_t j0, int32_t keys) {
     int class = REAL(tile_class)(t, j0, keys);
     if (class == ATTN_TILE_SKIP) return false;
     REAL(tile_load_k)(t, m->k, j0, keys);
-    REAL(tile_scores)(t, m->s, NULL, m->q_t, m->k, j0, keys, class, m->row);
+    REAL(tile_scores)(t, m->s, NULL, NULL, m->q_t, m->k, j0, keys, class, m->row);
     return true;
 }
 
@@ -99,7 +99,7 @@ static void work_tile(void *arg, int64_t index, int32_t slot) {
     for (int32_t j0 = 0; j0 < s.sk; j0 += ATTN_TILE_COLS) {
         int32_t keys = attn__min32(ATTN_TILE_COLS, s.sk - j0);
         if (scores(&t, &m, j0, keys)) {
-            t.micro->exp(m.s, keys, t.width, m.max, NULL, NULL);
+            t.micro->exp(m.s, NULL, keys, t.width, m.max, NULL, NULL);
             write_tile(j, &t, &m, j0, keys);
         } else {
             for (int32_t r = 0; r < t.rows; r++) write_zeros(j, b, t.h[r], t.i[r], j0, j0 + keys);

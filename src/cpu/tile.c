@@ -178,18 +178,19 @@ void REAL(tile_dots)(const attn_rows *t, real *s, const real *x, int64_t ldx, co
 }
 
 /* From dot products to scores. */
-static void adjust(const attn_rows *t, real *s, real *slope, int32_t j0, int32_t keys, int tile_class, real *scratch) {
+static void adjust(const attn_rows *t, real *s, real *slope, real *rest, int32_t j0, int32_t keys, int tile_class,
+                   real *scratch) {
     const attn_problem *p = t->p;
     if (p->softcap > 0) t->micro->softcap(s, slope, keys * t->width, (real)p->softcap);
-    if (p->flags & ATTN_ALIBI) t->micro->alibi(s, keys, t->width, t->slope, t->i, t->mask.sk - t->mask.sq - j0);
+    if (p->flags & ATTN_ALIBI) t->micro->alibi(s, rest, keys, t->width, t->slope, t->i, t->mask.sk - t->mask.sq - j0);
     if (p->flags & ATTN_BIAS) add_bias(t, s, j0, keys, scratch);
     if (tile_class == ATTN_TILE_PARTIAL) apply_mask(t, s, j0, keys);
 }
 
-void REAL(tile_scores)(const attn_rows *t, real *s, real *slope, const real *q_t, const real *k, int32_t j0, int32_t keys,
-                       int tile_class, real *scratch) {
+void REAL(tile_scores)(const attn_rows *t, real *s, real *slope, real *rest, const real *q_t, const real *k, int32_t j0,
+                       int32_t keys, int tile_class, real *scratch) {
     REAL(tile_dots)(t, s, k, t->dim_qk, q_t, t->p->dim_qk, keys);
-    adjust(t, s, slope, j0, keys, tile_class, scratch);
+    adjust(t, s, slope, rest, j0, keys, tile_class, scratch);
 }
 
 void REAL(tile_narrow_scores)(const attn_rows *t, real *s, const real *q, int32_t j0, int32_t keys, int tile_class,
@@ -204,7 +205,7 @@ void REAL(tile_narrow_scores)(const attn_rows *t, real *s, const real *q, int32_
         REAL(tile_load_k)(t, room, j0 + j, count);
         t->micro->chain_dots(s + (int64_t)j * t->width, t->width, room, t->dim_qk, q, count, t->dim_qk);
     }
-    adjust(t, s, NULL, j0, keys, tile_class, scratch);
+    adjust(t, s, NULL, NULL, j0, keys, tile_class, scratch);
 }
 
 void REAL(tile_drop)(const attn_rows *t, real *p, int32_t j0, int32_t keys) {

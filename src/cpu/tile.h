@@ -59,10 +59,11 @@ void REAL(tile_dots)(const attn_rows *t, real *s, const real *x, int64_t ldx, co
 
 /*
  * Scores of the tile's rows against loaded keys, into s [keys][width]: softcap, ALiBi and bias applied, masked pairs
- * -inf. slope, if not NULL and there is a softcap, receives its derivative. scratch holds ATTN_TILE_COLS numbers.
+ * -inf. slope, if not NULL and there is a softcap, receives its derivative; rest, if not NULL and there is ALiBi, what that rounds
+ * off. scratch holds ATTN_TILE_COLS numbers.
  */
-void REAL(tile_scores)(const attn_rows *t, real *s, real *slope, const real *q_t, const real *k, int32_t j0, int32_t keys,
-                       int tile_class, real *scratch);
+void REAL(tile_scores)(const attn_rows *t, real *s, real *slope, real *rest, const real *q_t, const real *k, int32_t j0,
+                       int32_t keys, int tile_class, real *scratch);
 
 /* Zeroes the elements of p [keys][width] that dropout drops. */
 void REAL(tile_drop)(const attn_rows *t, real *p, int32_t j0, int32_t keys);
