@@ -1,5 +1,5 @@
-# GPU kernels: each FWD line of src/cuda/variants.def and each file of its PIECE lines becomes one fatbin, which src/cuda/
-# images.c copies into the library. The host code of the cuda backend is compiled in any case; without kernels it says so.
+# GPU kernels: each FWD and FWD90 line of src/cuda/variants.def and each file of its PIECE lines becomes one fatbin, which
+# src/cuda/images.c copies into the library. The host code of the cuda backend is compiled in any case; without kernels it says so.
 #
 #   ATTN_CUDA=AUTO     kernels when nvcc is found, or when ATTN_CUDA_KERNELS_DIR names a folder of ready-made ones
 #   ATTN_CUDA=ON       the same, but an error when there is neither
@@ -12,17 +12,19 @@ set(ATTN_CUDA_KERNELS_DIR "" CACHE PATH "A folder of ready-made fatbins to embed
 # sm_86, 87 and 89 run the code of sm_80; what is newer than sm_90 compiles the PTX when it is loaded.
 set(ATTN_CUDA_ARCHS
     -gencode arch=compute_80,code=sm_80 -gencode arch=compute_90,code=sm_90 -gencode arch=compute_80,code=compute_80
-    CACHE STRING "Code that the fatbins hold, as nvcc's -gencode")
+    CACHE STRING "Code that the fatbins hold, as nvcc's -gencode; Hopper's own kernels have theirs")
+# The kernels of FWD90 lines: wgmma and setmaxnreg are in sm_90a only, and PTX for it would compile for nothing else.
+set(attn_hopper_archs -gencode arch=compute_90a,code=sm_90a)
 
 set(cuda_src ${PROJECT_SOURCE_DIR}/src/cuda)
 set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${cuda_src}/variants.def)
 
 # attn_images: names of the images; attn_line_NAME: what the table says of a forward kernel.
-file(STRINGS ${cuda_src}/variants.def lines REGEX "^(FWD|PIECE)\\(")
+file(STRINGS ${cuda_src}/variants.def lines REGEX "^(FWD|FWD90|PIECE)\\(")
 set(attn_images "")
 foreach(line IN LISTS lines)
-    if(line MATCHES "^FWD\\( *([a-z0-9_]+) *,")
-        set(name ${CMAKE_MATCH_1})
+    if(line MATCHES "^(FWD|FWD90)\\( *([a-z0-9_]+) *,")
+        set(name ${CMAKE_MATCH_2})
         set(attn_line_${name} "${line}")
     elseif(line MATCHES "^PIECE\\( *[a-z0-9_]+ *, *([a-z0-9_]+)\\.cu *\\)")
         set(name ${CMAKE_MATCH_1})
@@ -92,6 +94,9 @@ function(attn_add_kernel folder name)
     set(source ${cuda_src}/${name}.cu)
     if(DEFINED attn_line_${name})
         set(source ${cuda_src}/fwd.cu)
+        if(attn_line_${name} MATCHES "^FWD90")
+            set(source ${cuda_src}/fwd_sm90.cu)
+        endif()
         set(options -DVARIANT=${name})
     endif()
     file(CONFIGURE OUTPUT ${folder}/${name}.how CONTENT "${attn_line_${name}}\n${ATTN_NVCC} ${ARGN}\n" @ONLY)
@@ -110,7 +115,11 @@ if(attn_kernels_dir)
     foreach(name IN LISTS attn_images)
         list(APPEND attn_fatbins ${attn_kernels_dir}/${name}.fatbin)
         if(NOT ATTN_CUDA_KERNELS_DIR)
-            attn_add_kernel(${attn_kernels_dir} ${name} ${ATTN_CUDA_ARCHS})
+            set(archs ${ATTN_CUDA_ARCHS})
+            if(attn_line_${name} MATCHES "^FWD90")
+                set(archs ${attn_hopper_archs})
+            endif()
+            attn_add_kernel(${attn_kernels_dir} ${name} ${archs})
         endif()
     endforeach()
     list(TRANSFORM attn_images REPLACE "(.+)" "IMAGE(\\1)\n" OUTPUT_VARIABLE list_of_images)

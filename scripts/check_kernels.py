@@ -4,7 +4,8 @@
     scripts/check_kernels.py [FOLDER]      FOLDER holds the fatbins and logs of `make kernels`; build/kernels
 
 Exit 1 when a kernel spills, takes more registers than its blocks can have, more shared memory than its architecture has, was
-compiled with a warning ("serialized" among them: wgmma that waits for itself), or is missing. src/cuda/budget.txt lists what
+compiled with a warning ("serialized" among them: wgmma that waits for itself), or is missing; or when one of Hopper's kernels
+(FWD90), which know no other architecture, was compiled for anything but sm_90a. src/cuda/budget.txt lists what
 is allowed beyond that, each with its reason. Exit 0 with a word when there is no nvcc, and so nothing to check.
 """
 
@@ -22,22 +23,27 @@ BYTES = {"F16": 2, "BF16": 2, "F32": 4}
 
 
 def read_table():
-    """{entry: (image, threads, dynamic shared memory, its limit, blocks on a multiprocessor)} from variants.def."""
+    """{entry: (image, threads, dynamic shared memory, its limit, blocks on a multiprocessor, arch)} from variants.def."""
     entries = {}
     for line in (ROOT / "src/cuda/variants.def").read_text().splitlines():
-        match = re.match(r"(FWD|PIECE)\((.*)\)", line)
+        match = re.match(r"(FWD|FWD90|PIECE)\((.*)\)", line)
         if not match:
             continue
         words = [word.strip() for word in match[2].split(",")]
         if match[1] == "PIECE":
-            entries[words[0]] = (words[1].rsplit(".", 1)[0], PIECE_THREADS, 0, SHARED[80], 1)
+            entries[words[0]] = (words[1].rsplit(".", 1)[0], PIECE_THREADS, 0, SHARED[80], 1, None)
+            continue
+        if match[1] == "FWD90":
+            dim, dim_v, bn, consumers, stages, qbuf = map(int, words[2:8])
+            shared = (qbuf * 64 * consumers * dim + stages * bn * (dim + dim_v)) * 2 + 256  # ATTN_HOPPER_BYTES of cuda.h
+            entries[words[0]] = (words[0], 128 * (consumers + 1), shared, SHARED[90], 1, "90a")
             continue
         name, arch, dtype = words[0], int(words[1]), words[2]
         dim, dim_v, bm, bn, warps, blocks, _, eager = map(int, words[3:11])
         stages = 2 if eager == 2 else 1  # ATTN_TILE_BYTES of src/cuda/cuda.h
         shared = (bm * dim + stages * bn * (dim + dim_v)) * BYTES[dtype]
         limit = max(size for least, size in SHARED.items() if least <= arch)
-        entries[name] = (name, 32 * warps, shared, limit, blocks)
+        entries[name] = (name, 32 * warps, shared, limit, blocks, None)
     return entries
 
 
@@ -57,11 +63,11 @@ def read_log(path):
     for line in path.read_text().splitlines():
         if re.search(r"\bwarning\b|serialized", line, re.IGNORECASE):
             warnings.append(line.strip())
-        entry = re.search(r"Compiling entry function '(\w+)' for 'sm_(\d+)a?'", line)
+        entry = re.search(r"Compiling entry function '(\w+)' for 'sm_(\w+)'", line)
         spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", line)
         used = re.search(r"Used (\d+) registers", line)
         if entry:
-            key = (entry[1], int(entry[2]))
+            key = (entry[1], entry[2])
             found[key] = [0, 0, 0]
         elif key and spills:
             found[key][2] += int(spills[1]) + int(spills[2])
@@ -73,13 +79,13 @@ def read_log(path):
 
 def check(entry, row, numbers, budget):
     """Prints the line of one kernel on one architecture; returns how much is wrong with it."""
-    _, threads, dynamic, most_shared, blocks = row
+    _, threads, dynamic, most_shared, blocks, arch = row
     registers, static, spills = numbers
     allowed = 0
     for pattern, some_spills in budget:
         if fnmatch.fnmatch(entry[0], pattern):
             allowed = some_spills
-    most_registers = min(255, REGISTERS // (threads * blocks))
+    most_registers = min(255, REGISTERS // (threads * blocks) // 8 * 8)  # a thread has a multiple of 8
     wrong = []
     if registers > most_registers:
         wrong.append("registers")
@@ -87,6 +93,8 @@ def check(entry, row, numbers, budget):
         wrong.append("shared memory")
     if spills > allowed:
         wrong.append("spills")
+    if arch and entry[1] != arch:
+        wrong.append("arch")
     print(
         f"{entry[0]:28} sm_{entry[1]:<3} {threads:7} {registers:5}/{most_registers:<4} {static + dynamic:7}/{most_shared:<7}"
         f" {spills:6}/{allowed:<5} {', '.join(wrong) or 'ok'}"

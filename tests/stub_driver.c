@@ -102,6 +102,11 @@ int stub_depth(void) { return depth; }
 int stub_launches(void) { return launch_count; }
 const stub_launch *stub_launch_at(int index) { return &launches[index]; }
 
+const attn_cuda_args *stub_args(const stub_launch *launch) {
+    if (launch->args_bytes == sizeof(attn_cuda_args90)) return &((const attn_cuda_args90 *)(const void *)launch->args)->a;
+    return (const attn_cuda_args *)(const void *)launch->args;
+}
+
 long stub_calls(const char *name) {
     long sum = 0;
     for (int n = 0; n < STUB_ENTRIES; n++) {
@@ -377,6 +382,28 @@ static int stub_cuKernelGetFunction(attn_cu_function *function, attn_cu_kernel k
     BEGIN(cuKernelGetFunction);
     if (!depth) return INVALID_CONTEXT;
     *function = (attn_cu_function)(void *)kernel;
+    return 0;
+}
+
+/* Refuses what the driver refuses. */
+static int stub_cuTensorMapEncodeTiled(void *map, int type, unsigned rank, void *address, const uint64_t *dims,
+                                       const uint64_t *strides, const unsigned *box, const unsigned *steps, int interleave,
+                                       int swizzle, int l2_promotion, int fill) {
+    BEGIN(cuTensorMapEncodeTiled);
+    if ((uintptr_t)map % 64 || (uintptr_t)address % 16 || !address || address == stub.unmappable) return INVALID_VALUE;
+    if (rank != 4 || (type != ATTN_CU_MAP_F16 && type != ATTN_CU_MAP_BF16) || box[0] * 2 > 128) return INVALID_VALUE;
+    if (interleave || swizzle != ATTN_CU_MAP_SWIZZLE_128 || l2_promotion != ATTN_CU_MAP_L2_128 || fill)
+        return INVALID_VALUE;
+    stub_map made = {.address = address, .type = type};
+    for (int n = 0; n < 4; n++) {
+        if (!dims[n] || dims[n] > UINT64_C(1) << 32 || !box[n] || box[n] > 256 || steps[n] != 1) return INVALID_VALUE;
+        if (n < 3 && (strides[n] % 16 || strides[n] >= UINT64_C(1) << 40)) return INVALID_VALUE;
+        made.dims[n] = dims[n];
+        made.box[n] = box[n];
+        if (n < 3) made.strides[n] = strides[n];
+    }
+    _Static_assert(sizeof made <= sizeof(attn_tensor_map), "it has to have room");
+    memcpy(map, &made, sizeof made);
     return 0;
 }
 

@@ -27,7 +27,8 @@ typedef struct stub_settings {
     int init_error; /* what cuInit returns */
     int gpus;
     int arch[STUB_GPUS], shared_bytes[STUB_GPUS];
-    bool has_images; /* kernels in the library: one that names every file */
+    bool has_images;        /* kernels in the library: one that names every file */
+    const void *unmappable; /* a tensor that begins here gets no map */
     double (*kernel)(
         const stub_launch *launch); /* what a launch does, and the milliseconds that it takes; NULL: nothing, 1 */
 } stub_settings;
@@ -39,8 +40,16 @@ struct stub_launch {
     attn_cu_stream stream;
     attn_cu_context context; /* that was current */
     size_t args_bytes;
-    _Alignas(16) unsigned char args[STUB_ARGS];
+    _Alignas(64) unsigned char args[STUB_ARGS];
 };
+
+/* What a tensor map is here: what it was asked for. */
+typedef struct stub_map {
+    const void *address;
+    uint64_t dims[4], strides[3]; /* strides in bytes */
+    unsigned box[4];
+    int type;
+} stub_map;
 
 extern stub_settings stub; /* may be changed between stub_start and the first use */
 
@@ -61,6 +70,9 @@ int stub_depth(void); /* contexts on this thread's stack */
 /* Launches since stub_forget, at most STUB_LAUNCHES of them. */
 int stub_launches(void);
 const stub_launch *stub_launch_at(int index);
+
+/* The attn_cuda_args of a launch that has any: those of Hopper's kernels have maps before them. */
+const struct attn_cuda_args *stub_args(const stub_launch *launch);
 
 /* Memory as the driver would have made it; freed by stub_stop. Pageable memory is any other. */
 typedef enum stub_kind { STUB_DEVICE, STUB_PINNED, STUB_MANAGED } stub_kind;

@@ -10,62 +10,13 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "build.h"
 #include "cuda/cuda.h"
 #include "cuda/flaw.h"
+#include "cuda_rig.h"
 #include "fault.h"
-#include "stub_driver.h"
 #include "test.h"
 
-/* A rig whose memory is the device's. */
-static bool make_on(rig *r, int device) {
-    if (!CHECK(rig_make(r, 1))) return false;
-    for (int n = 0; n < r->blocks; n++) stub_adopt(STUB_DEVICE, device, r->block[n].data, r->block[n].bytes);
-    return true;
-}
-
 static rig small(void) { return (rig){.p = problem(ATTN_BF16, 2, 4, 2, 33, 65, 64)}; }
-
-static attn_status run_plan(attn_plan *plan, const rig *r, int device, void *stream) {
-    attn_buffers f = rig_forward_buffers(r);
-    f.workspace_size = attn_plan_workspace(plan);
-    f.workspace = f.workspace_size ? stub_memory(STUB_DEVICE, device, f.workspace_size) : NULL;
-    return attn_run(plan, &f, stream);
-}
-
-static attn_status plan_and_run(attn_context *context, const rig *r, int device, void *stream) {
-    attn_plan *plan;
-    RETURN_IF_ERROR(attn_plan_create(&plan, context, &r->p));
-    attn_status status = run_plan(plan, r, device, stream);
-    attn_plan_destroy(plan);
-    return status;
-}
-
-static attn_status create(attn_context **context) {
-    attn_config config = {.size = sizeof config, .backend = ATTN_BACKEND_CUDA};
-    return attn_context_create(context, &config);
-}
-
-static attn_context *cuda_context(void) {
-    attn_context *context = NULL;
-    CHECK_OK(create(&context));
-    return context;
-}
-
-static const attn_cuda_entry *entry_named(const char *name) {
-    for (int n = 0; n < ATTN_ENTRIES; n++) {
-        if (strcmp(attn__cuda_entries[n].name, name) == 0) return &attn__cuda_entries[n];
-    }
-    return NULL;
-}
-
-/* The launch of the forward kernel among those that were written down. */
-static const stub_launch *forward_launch(void) {
-    for (int n = 0; n < stub_launches(); n++) {
-        if (strncmp(stub_launch_at(n)->name, "fwd_", 4) == 0) return stub_launch_at(n);
-    }
-    return NULL;
-}
 
 /* ---- what is missing is said ---- */
 
@@ -79,15 +30,15 @@ TEST(cuda_without_a_driver_says_why) {
     stub_start();
     attn__driver_replace(NULL);
     setenv("ATTN_CUDA_DRIVER", "/nowhere/libcuda.so.1", 1);
-    CHECK_STATUS(create(&context), ATTN_UNSUPPORTED, "backend=cuda: no CUDA driver (/nowhere/libcuda.so.1");
+    CHECK_STATUS(create_cuda(&context), ATTN_UNSUPPORTED, "backend=cuda: no CUDA driver (/nowhere/libcuda.so.1");
     CHECK(context == NULL);
     setenv("ATTN_CUDA_DRIVER", "libcuda.so.1", 1);
-    CHECK_STATUS(create(&context), ATTN_INVALID, "ATTN_CUDA_DRIVER=libcuda.so.1: want an absolute path");
+    CHECK_STATUS(create_cuda(&context), ATTN_INVALID, "ATTN_CUDA_DRIVER=libcuda.so.1: want an absolute path");
     setenv("ATTN_CUDA_DRIVER", math.dli_fname, 1);
-    CHECK_STATUS(create(&context), ATTN_UNSUPPORTED, "has no cuDriverGetVersion");
+    CHECK_STATUS(create_cuda(&context), ATTN_UNSUPPORTED, "has no cuDriverGetVersion");
     unsetenv("ATTN_CUDA_DRIVER");
     stub_start();
-    CHECK_OK(create(&context)); /* a failure is not kept */
+    CHECK_OK(create_cuda(&context)); /* a failure is not kept */
     attn_context_destroy(context);
     stub_stop();
 }
@@ -96,22 +47,22 @@ TEST(cuda_that_cannot_serve_says_why) {
     attn_context *context;
     stub_start();
     stub.version = 11080;
-    CHECK_STATUS(create(&context), ATTN_UNSUPPORTED, "for CUDA 11.8; want 12.0");
+    CHECK_STATUS(create_cuda(&context), ATTN_UNSUPPORTED, "for CUDA 11.8; want 12.0");
     stub_start();
     stub.init_error = ATTN_CU_NO_DEVICE;
-    CHECK_STATUS(create(&context), ATTN_UNSUPPORTED, "no GPU");
+    CHECK_STATUS(create_cuda(&context), ATTN_UNSUPPORTED, "no GPU");
     stub_start();
     stub.gpus = 0;
-    CHECK_STATUS(create(&context), ATTN_UNSUPPORTED, "no GPU");
+    CHECK_STATUS(create_cuda(&context), ATTN_UNSUPPORTED, "no GPU");
     stub_start();
     stub.init_error = 3;
-    CHECK_STATUS(create(&context), ATTN_DEVICE, "cuInit=3: CUDA_ERROR_STUB, made to fail");
+    CHECK_STATUS(create_cuda(&context), ATTN_DEVICE, "cuInit=3: CUDA_ERROR_STUB, made to fail");
     stub_start();
     stub.arch[0] = 75;
-    CHECK_STATUS(create(&context), ATTN_UNSUPPORTED, "Stub is sm_75, and sm_80 is the least");
+    CHECK_STATUS(create_cuda(&context), ATTN_UNSUPPORTED, "Stub is sm_75, and sm_80 is the least");
     stub_start();
     stub.has_images = false;
-    CHECK_STATUS(create(&context), ATTN_UNSUPPORTED, "built without GPU kernels");
+    CHECK_STATUS(create_cuda(&context), ATTN_UNSUPPORTED, "built without GPU kernels");
     attn_kernel_info info;
     for (int32_t n = 0; attn_kernel_get(n, &info, sizeof info) == ATTN_OK; n++) {
         CHECK(strcmp(info.backend, "cuda") != 0 || !info.available);
@@ -177,8 +128,8 @@ static bool failed_late; /* the call that failed was one of the context's end, w
 static attn_status whole_life(rig *r, void *stream) {
     attn_context *context;
     failed_late = false;
-    RETURN_IF_ERROR(create(&context));
-    attn_status status = plan_and_run(context, r, 0, stream);
+    RETURN_IF_ERROR(create_cuda(&context));
+    attn_status status = rig_plan_and_run(context, r, 0, stream);
     attn_buffers f = rig_forward_buffers(r);
     f.workspace = NULL;
     if (status == ATTN_OK) status = attn_forward(context, &r->p, &f, stream);
@@ -190,8 +141,11 @@ static attn_status whole_life(rig *r, void *stream) {
     return status;
 }
 
-/* The work is done when the context is popped, and it can only fail when there is nothing to pop. */
-static bool is_silent(const char *call) { return strcmp(call, "cuCtxPopCurrent") == 0; }
+/* The work is done when the context is popped, and it can only fail when there is nothing to pop. A tensor without a map is read
+   without one. */
+static bool is_silent(const char *call) {
+    return strcmp(call, "cuCtxPopCurrent") == 0 || strcmp(call, "cuTensorMapEncodeTiled") == 0;
+}
 
 /* A run of many launches: append, rotation, FlashMask, split, packed q. */
 static rig rich(void) {
@@ -219,7 +173,7 @@ static void adopt_ints(const rig *r) {
 TEST(cuda_each_call_of_the_driver_fails) {
     rig r = rich();
     stub_start();
-    if (!make_on(&r, 0)) return;
+    if (!rig_make_on(&r, 0)) return;
     adopt_ints(&r);
     for (int way = 0; way < 3; way++) { /* without a context, with one of the caller's, with a stream */
         attn_cu_context current = way == 1 ? stub_context(0) : NULL;
@@ -253,7 +207,7 @@ TEST(cuda_each_call_of_the_driver_fails) {
 TEST(cuda_out_of_memory_is_said) {
     rig r = rich();
     stub_start();
-    if (!make_on(&r, 0)) return;
+    if (!rig_make_on(&r, 0)) return;
     adopt_ints(&r);
     attn_context *context = cuda_context();
     attn_buffers f = rig_forward_buffers(&r);
@@ -279,7 +233,7 @@ TEST(cuda_out_of_memory_is_said) {
 TEST(cuda_each_allocation_fails) {
     rig r = small();
     stub_start();
-    if (!make_on(&r, 0)) return;
+    if (!rig_make_on(&r, 0)) return;
     long n = 0, hit = 1;
     for (; hit && n < 100; n++) {
         test_context("allocation %ld", n);
@@ -301,7 +255,7 @@ TEST(cuda_refuses_memory_that_it_cannot_reach) {
     rig r = small();
     stub_start();
     stub.gpus = 2;
-    if (!make_on(&r, 0)) return;
+    if (!rig_make_on(&r, 0)) return;
     attn_context *context = cuda_context();
     attn_plan *plan;
     if (!CHECK_OK(attn_plan_create(&plan, context, &r.p))) return;
@@ -350,14 +304,14 @@ TEST(cuda_runs_where_the_memory_is) {
     stub.arch[1] = 86;
     stub.shared_bytes[1] = 101376;
     stub.arch[2] = 75;
-    if (!make_on(&r, 1)) return;
+    if (!rig_make_on(&r, 1)) return;
     attn_context *context = cuda_context();
     for (int way = 0; way < 4; way++) { /* no context; another device's; the right one; a stream's */
         static const int current[] = {-1, 0, 1, 0};
         test_context("way %d", way);
         stub_set_current(current[way] < 0 ? NULL : stub_context(current[way]));
         stub_forget();
-        CHECK_OK(plan_and_run(context, &r, 1, way == 3 ? stub_stream(1) : NULL));
+        CHECK_OK(rig_plan_and_run(context, &r, 1, way == 3 ? stub_stream(1) : NULL));
         const stub_launch *l = forward_launch();
         if (!CHECK(l != NULL)) return;
         CHECK((l->context == stub_context(1)) == (way >= 2)); /* otherwise the primary one */
@@ -368,8 +322,8 @@ TEST(cuda_runs_where_the_memory_is) {
     }
     stub_set_current(NULL);
     rig other = small();
-    if (!make_on(&other, 2)) return;
-    CHECK_STATUS(plan_and_run(context, &other, 2, NULL), ATTN_UNSUPPORTED, "device 2: Stub is sm_75");
+    if (!rig_make_on(&other, 2)) return;
+    CHECK_STATUS(rig_plan_and_run(context, &other, 2, NULL), ATTN_UNSUPPORTED, "device 2: Stub is sm_75");
     CHECK(stub_depth() == 0);
     attn_context_destroy(context);
     CHECK(stub_live() == 0);
@@ -380,11 +334,12 @@ TEST(cuda_runs_where_the_memory_is) {
 
 /* A captured stream allows neither synchronisation nor allocation: a run may make these calls and no other. */
 TEST(cuda_run_can_be_captured) {
-    static const char *const allowed[] = {"cuPointerGetAttributes", "cuCtxGetCurrent", "cuCtxGetDevice", "cuStreamGetCtx",
-                                          "cuCtxPushCurrent",       "cuCtxPopCurrent", "cuLaunchKernel"};
+    static const char *const allowed[] = {"cuPointerGetAttributes", "cuCtxGetCurrent",       "cuCtxGetDevice",
+                                          "cuStreamGetCtx",         "cuCtxPushCurrent",      "cuCtxPopCurrent",
+                                          "cuLaunchKernel",         "cuTensorMapEncodeTiled"};
     rig r = rich();
     stub_start();
-    if (!make_on(&r, 0)) return;
+    if (!rig_make_on(&r, 0)) return;
     adopt_ints(&r);
     attn_context *context = cuda_context();
     attn_plan *plan;
@@ -393,7 +348,7 @@ TEST(cuda_run_can_be_captured) {
         if (way == 0) stub_set_current(stub_context(0));
         stub_forget();
         attn__fault_arm(ATTN_FAULT_ALLOC, 0, 1);
-        CHECK_OK(run_plan(plan, &r, 0, stub_stream(0)));
+        CHECK_OK(rig_run_plan(plan, &r, 0, stub_stream(0)));
         CHECK(attn__fault_seen(ATTN_FAULT_ALLOC) == 0);
         attn__fault_arm(ATTN_FAULT_ALLOC, -1, 0);
         long known = 0;
@@ -413,16 +368,16 @@ TEST(cuda_run_can_be_captured) {
 TEST(cuda_device_status_says_what_was_out_of_range) {
     rig r = small();
     stub_start();
-    if (!make_on(&r, 0)) return;
+    if (!rig_make_on(&r, 0)) return;
     CHECK_STATUS(attn_device_status(NULL), ATTN_INVALID, "context=NULL");
     attn_context *cpu = make_context(ATTN_BACKEND_CPU, 1), *context = cuda_context();
     CHECK_OK(attn_device_status(cpu));
     CHECK_OK(attn_device_status(context)); /* nothing has run */
     stub_forget();
-    CHECK_OK(plan_and_run(context, &r, 0, NULL));
+    CHECK_OK(rig_plan_and_run(context, &r, 0, NULL));
     const stub_launch *l = forward_launch();
-    if (!CHECK(l && l->args_bytes == sizeof(attn_cuda_args))) return;
-    uint64_t *status = ((const attn_cuda_args *)(const void *)l->args)->status;
+    if (!CHECK(l != NULL)) return;
+    uint64_t *status = stub_args(l)->status;
     CHECK(status && *status == 0);
     *status = (uint64_t)ATTN_FLAW_USED_KV << 32 | 17;
     CHECK_STATUS(attn_device_status(context), ATTN_INVALID,
@@ -451,7 +406,8 @@ static const attn_cuda_entry *best_row(attn_dtype tile, int32_t dim, bool all, i
     const attn_cuda_entry *best = &attn__cuda_entries[ATTN_ENTRY_fwd_any];
     for (int n = 0; n < ATTN_ENTRIES; n++) {
         const attn_cuda_entry *e = &attn__cuda_entries[n];
-        bool fits = e->dtype == tile && e->dim >= dim && (e->all || !all) && e->arch <= arch &&
+        bool has_code = e->hopper ? arch == 90 : e->arch <= arch;
+        bool fits = e->dtype == tile && e->dim >= dim && (e->all || !all) && has_code &&
                     e->shared_bytes <= (size_t)shared_bytes && n != ATTN_ENTRY_fwd_any;
         if (fits && e->dim <= best->dim) best = e;
     }
@@ -509,12 +465,11 @@ TEST(cuda_chooses_the_kernel_by_dtype_dim_and_feature) {
         {"out", .out_dtype = ATTN_F32},
     };
     static const int32_t dims[] = {1, 30, 32, 33, 40, 64, 80, 96, 128, 192, 256, 257, 512, 576};
-    for (int gpu = 0; gpu < 2; gpu++) {
+    static const int gpus[][2] = {{90, 232448}, {89, 101376}, {100, 232448}, {90, 100000}};
+    for (size_t gpu = 0; gpu < sizeof gpus / sizeof gpus[0]; gpu++) {
         stub_start();
-        if (gpu == 1) {
-            stub.arch[0] = 89;
-            stub.shared_bytes[0] = 101376;
-        }
+        stub.arch[0] = gpus[gpu][0];
+        stub.shared_bytes[0] = gpus[gpu][1];
         attn_context *context = cuda_context();
         for (size_t t = 0; t < sizeof dtypes / sizeof dtypes[0]; t++) {
             for (size_t d = 0; d < sizeof dims / sizeof dims[0]; d++) {
@@ -554,7 +509,7 @@ TEST(cuda_divides_by_multiplication) {
 TEST(cuda_takes_rows_of_any_alignment) {
     rig r = {.p = problem(ATTN_BF16, 2, 4, 2, 33, 64, 64)};
     stub_start();
-    if (!make_on(&r, 0)) return;
+    if (!rig_make_on(&r, 0)) return;
     attn_context *context = cuda_context();
     attn_plan *plan;
     if (!CHECK_OK(attn_plan_create(&plan, context, &r.p))) return;
@@ -575,11 +530,10 @@ TEST(cuda_takes_rows_of_any_alignment) {
         const stub_launch *l = forward_launch();
         if (!CHECK(l != NULL)) return;
         const attn_cuda_entry *e = entry_named(l->name);
-        const attn_cuda_args *a = (const void *)l->args;
-        CHECK(a->vector_ok == aligned);
+        CHECK(stub_args(l)->vector_ok == aligned);
         CHECK(e->all || aligned);
         CHECK(!aligned || strcmp(l->name, attn_plan_kernel(plan)) == 0);
-        snprintf(line, sizeof line, "rows that are not 16-byte aligned: %s\n", l->name);
+        snprintf(line, sizeof line, "rows that are not 16-byte aligned, strides that TMA does not take: %s\n", l->name);
         if (strcmp(l->name, attn_plan_kernel(plan)) != 0) CHECK(strstr(attn_plan_describe(plan), line) != NULL);
     }
     attn_plan_destroy(plan);
@@ -641,7 +595,7 @@ TEST(cuda_workspace_is_as_large_as_documented) {
 TEST(cuda_one_shot_takes_workspace_from_the_stream) {
     rig r = {.p = problem(ATTN_BF16, 1, 2, 2, 1, 1024, 64)};
     stub_start();
-    if (!make_on(&r, 0)) return;
+    if (!rig_make_on(&r, 0)) return;
     attn_context *context = cuda_context();
     attn_buffers f = rig_forward_buffers(&r);
     CHECK_OK(attn_forward(context, &r.p, &f, stub_stream(0)));
@@ -660,8 +614,8 @@ TEST(cuda_grids_reach_past_two_billion_blocks) {
     stub_start();
     attn_context *context = cuda_context();
     rig r = small();
-    if (!make_on(&r, 0)) return;
-    CHECK_OK(plan_and_run(context, &r, 0, NULL)); /* loads probs */
+    if (!rig_make_on(&r, 0)) return;
+    CHECK_OK(rig_plan_and_run(context, &r, 0, NULL)); /* loads probs */
     stub_set_current(stub_context(0));
     attn_cuda_run run = {
         .driver = context->cuda->state->driver, .entries = attn__cuda_entries, .kernels = context->cuda->kernel};
@@ -699,7 +653,7 @@ static void *work(void *arg) {
     worker *w = arg;
     attn_buffers f = rig_forward_buffers(w->r);
     for (int n = 0; n < 50; n++) {
-        w->failures += plan_and_run(w->context, w->r, 0, n % 2 ? stub_stream(0) : NULL) != ATTN_OK;
+        w->failures += rig_plan_and_run(w->context, w->r, 0, n % 2 ? stub_stream(0) : NULL) != ATTN_OK;
         w->failures += attn_forward(w->context, &w->r->p, &f, NULL) != ATTN_OK;
         w->failures += pieces(w->context, NULL) != ATTN_OK;
         w->failures += attn_device_status(w->context) != ATTN_OK;
@@ -716,7 +670,7 @@ TEST(cuda_threads_share_a_context) {
     attn_context *context = cuda_context();
     for (int n = 0; n < THREADS; n++) {
         r[n] = (rig){.p = problem(n % 2 ? ATTN_F32 : ATTN_F16, 1, 2, 1, 1 + 20 * n, 600, 16 << n)};
-        if (!make_on(&r[n], 0)) return;
+        if (!rig_make_on(&r[n], 0)) return;
         workers[n] = (worker){.context = context, .r = &r[n]};
         CHECK(pthread_create(&threads[n], NULL, work, &workers[n]) == 0);
     }

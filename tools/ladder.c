@@ -122,8 +122,22 @@ void ladder_add_library(ladder *l) {
 #define PIECE(...)
 #define FWD(id, least, type, ...)                                                                                          \
     {.name = #id, .arch = (least), .dtype = ATTN_##type, .knob = {__VA_ARGS__}, .entry = ATTN_ENTRY_##id},
+#define FWD90(id, type, most, v, n, consumers, stages, qbuf, every)                                                        \
+    {.name = #id,                                                                                                          \
+     .arch = 90,                                                                                                           \
+     .dtype = ATTN_##type,                                                                                                 \
+     .knob = {[KNOB_dim] = (most),                                                                                         \
+              [KNOB_dimv] = (v),                                                                                           \
+              [KNOB_bm] = 64 * (consumers),                                                                                \
+              [KNOB_bn] = (n),                                                                                             \
+              [KNOB_warps] = 4 * ((consumers) + 1),                                                                        \
+              [KNOB_ctas] = 1,                                                                                             \
+              [KNOB_all] = (every)},                                                                                       \
+     .entry = ATTN_ENTRY_##id,                                                                                             \
+     .hopper = true},
 #include "cuda/variants.def"
 #undef FWD
+#undef FWD90
 #undef PIECE
     };
     for (size_t n = 0; n < sizeof rungs / sizeof *rungs && l->count < MOST_RUNGS; n++) l->at[l->count++] = rungs[n];
@@ -133,6 +147,7 @@ void ladder_add_library(ladder *l) {
 
 attn_cuda_entry rung_entry(const rung *r) {
     const int32_t *k = r->knob;
+    if (r->hopper) return attn__cuda_entries[r->entry]; /* stages and buffers of Q are no knobs */
     return (attn_cuda_entry){
         .name = r->name,
         .file = r->name,
@@ -166,7 +181,7 @@ int ladder_from(const ladder *l, int index) {
     int from = -1, least = KNOB_COUNT + 1;
     for (int n = 0; n < index; n++) {
         int count = differences(&l->at[n], &l->at[index]);
-        if (count > least) continue;
+        if (count > least || l->at[n].hopper != l->at[index].hopper) continue;
         from = n;
         least = count;
     }

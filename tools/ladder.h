@@ -24,6 +24,7 @@ typedef struct rung {
     attn_dtype dtype;
     int32_t knob[KNOB_COUNT];
     int32_t entry; /* the library's number of it; -1: it is the folder's */
+    bool hopper;   /* a FWD90 line, which has only some of the knobs: the others are 0 */
 } rung;
 
 enum { MOST_RUNGS = 128 };
@@ -45,7 +46,7 @@ void ladder_add_library(ladder *l);
 /* Leaves only those of this dtype and dim that run on the GPU. */
 void ladder_keep(ladder *l, attn_dtype dtype, int32_t dim, const attn_gpu *gpu);
 
-/* The earlier rung from which this one differs least, of several the last; -1: it is the first. */
+/* The earlier rung of its family from which this one differs least, of several the last; -1: it is the first. */
 int ladder_from(const ladder *l, int index);
 
 /* "swizzle 0>1, eager 1>2"; "" when only the names differ. */

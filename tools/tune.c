@@ -5,8 +5,8 @@
  * Kernels take turns, in rounds, so that a clock that drifts drifts for all of them; a turn is a run that does not count and a few
  * that do, back to back on copies of the tensors that together leave the cache. The time is the median of all of them.
  *
- * Before it is timed each kernel is held against the library's own choice on the same data. Kernels with the same number of keys
- * per tile must give the same bits if they are the library's. With other tiles P is rounded against other maxima, so each row
+ * Before it is timed each kernel is held against the library's own choice on the same data. Kernels of one family with the same
+ * number of keys per tile must give the same bits if they are the library's. With other tiles P is rounded against other maxima, so each row
  * may differ by what two results of the promised accuracy can: twice the bar in the mean, and twice that for one row of a few keys,
  * where rounding errors do not average out. What is wrong elsewhere differs by hundreds of times as much.
  */
@@ -148,7 +148,9 @@ static attn_status launch(race *r, const candidate *c, int copy) {
                          .stream = device_stream(r->at->d, 0),
                          .status = cuda_of(r)->status,
                          .forward = r->slot,
-                         .vector_ok = true};
+                         .vector_ok = true,
+                         .sms = r->gpu->sms};
+    attn__cuda_map(&run, r->plan, &r->buffers[copy]);
     return attn__cuda_forward(&run, r->plan, &r->buffers[copy]);
 }
 
@@ -218,12 +220,18 @@ static double lse_difference(const race *r) {
     return worst;
 }
 
+/* Of the library's choice's family and number of keys? Two such kernels of the library give the same bits. */
+static bool has_same_tiles(const race *r, const candidate *c) {
+    const attn_cuda_entry *own = &attn__cuda_entries[r->slot];
+    return c->entry.bn == own->bn && c->entry.hopper == own->hopper;
+}
+
 static int compare(race *r, int n) {
     candidate *c = &r->candidates[n];
     const tensors *d = &r->d;
     int code = run_once(r, c);
     if (code != TOOL_OK) return code;
-    bool same_tiles = c->entry.bn == attn__cuda_entries[r->slot].bn, own = r->ladder.at[n].entry >= 0;
+    bool same_tiles = has_same_tiles(r, c), own = r->ladder.at[n].entry >= 0;
     double row = row_difference(r, &c->most);
     c->same_bits = memcmp(r->o, d->memory[T_O], (size_t)d->count[T_O] * attn_dtype_size(d->dtype[T_O])) == 0 &&
                    memcmp(r->lse, d->memory[T_LSE], (size_t)d->count[T_LSE] * sizeof(float)) == 0;
@@ -398,8 +406,7 @@ static int fastest(const race *r, bool all) {
     int best = -1;
     for (int n = 0; n < r->ladder.count; n++) {
         const candidate *c = &r->candidates[n];
-        bool may = r->ladder.at[n].entry >= 0 && c->right && (c->entry.all || !all) &&
-                   c->entry.bn == attn__cuda_entries[r->slot].bn;
+        bool may = r->ladder.at[n].entry >= 0 && c->right && (c->entry.all || !all) && has_same_tiles(r, c);
         if (may && (best < 0 || c->ms < r->candidates[best].ms)) best = n;
     }
     return best;

@@ -6,7 +6,7 @@
  *   append     ATTN_APPEND      k_new, v_new -> cache                                      append.cu
  *   rotate_q   ATTN_ROTARY      q -> workspace, rotated; the others then read it there     rotary.cu
  *   ranges     FlashMask        vectors -> minima and maxima per tile of keys              ranges.cu
- *   fwd_...    always           o, lse; or partial results of chunks of keys               fwd.cu, any.cu
+ *   fwd_...    always           o, lse; or partial results of chunks of keys               fwd.cu, fwd_sm90.cu, any.cu
  *   fold       split            partial results -> o, lse, in the order of the chunks      merge.cu
  *   probs      probs            recomputed from q and k                                    probs.cu
  *   fill       ATTN_VARLEN_Q    rows of o and lse that no sequence covers                  fill.cu
@@ -23,7 +23,13 @@ enum {
     ATTN_CUDA_WARPS = 4,   /* warps of a block of the pieces */
     ATTN_ANY_ROWS = ATTN_CUDA_WARPS, /* fwd_any: rows of a block, one warp each ... */
     ATTN_ANY_COLS = 32,              /* ... and keys that are masked or skipped together */
-    ATTN_MERGE_PARTS = 48            /* parts that one launch of merge takes */
+    ATTN_MERGE_PARTS = 48,           /* parts that one launch of merge takes */
+    ATTN_MAP_COLS = 64,              /* columns of a tensor map's box: 128 bytes, which its swizzle is over */
+    ATTN_MAP_O_ROWS = 64,            /* rows of o's box: what one warpgroup stores. q: the kernel's bm; k and v: its bn */
+    ATTN_TMA_Q = 1,                  /* bits of attn_cuda_args.tma */
+    ATTN_TMA_KV = 2,
+    ATTN_TMA_O = 4,
+    ATTN_TMA_ALL = 7
 };
 
 /* x / by for x < 2^31 as a multiplication: a block has a few of them to do before it can begin. */
@@ -65,7 +71,33 @@ typedef struct attn_cuda_args {
     int32_t vector_ok;     /* every row of q, k, v and o starts at a multiple of 16 bytes */
     attn_tensor rotated_q; /* ATTN_ROTARY: where rotate_q writes, as f.q is later */
     attn_divider by_group, by_heads, by_share; /* by group, by heads_q, by heads_q / heads_kv */
+    int64_t work; /* Hopper: places [groups of heads][slot][head] that blocks share; the last group may be short of heads */
+    int32_t tma;  /* Hopper: ATTN_TMA_...: which of the maps in attn_cuda_args90 can be used */
 } attn_cuda_args;
+
+#ifdef __cplusplus
+#define ATTN_ALIGNED(bytes) alignas(bytes)
+#else
+#define ATTN_ALIGNED(bytes) _Alignas(bytes)
+#endif
+
+/*
+ * A tensor as the tensor memory accelerator walks it, made by the driver (cuTensorMapEncodeTiled). Coordinates are column, row,
+ * head, batch; a packed tensor is one batch. What is outside is read as 0 and not written: columns past the dim too.
+ */
+typedef struct attn_tensor_map {
+    ATTN_ALIGNED(64) uint64_t opaque[16];
+} attn_tensor_map;
+
+/*
+ * What a forward kernel of fwd_sm90.cu is given. A map is there (its bit in a.tma is set) when the tensor is of the kernel's
+ * dtype, not paged, not empty, and its start and strides are what the driver takes. Kernels that do not take every feature are
+ * launched with all of them only.
+ */
+typedef struct attn_cuda_args90 {
+    attn_tensor_map q, k, v, o;
+    attn_cuda_args a;
+} attn_cuda_args90;
 
 /* What merge is given: some of the parts. A merge of more parts is several launches, with `state` between them. */
 typedef struct attn_cuda_merge {

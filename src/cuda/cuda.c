@@ -14,6 +14,7 @@
 
 const attn_cuda_entry attn__cuda_entries[ATTN_ENTRIES] = {
 #define FWD(...)
+#define FWD90(...)
 #define ONLY_ANY(entry, number) (ATTN_ENTRY_##entry == ATTN_ENTRY_fwd_any ? (number) : 0)
 #define PIECE(entry, source)                                                                                               \
     [ATTN_ENTRY_##entry] = {.name = #entry,                                                                                \
@@ -27,6 +28,7 @@ const attn_cuda_entry attn__cuda_entries[ATTN_ENTRIES] = {
                             .all = ONLY_ANY(entry, 1)},
 #include "variants.def"
 #undef FWD
+#undef FWD90
 #undef PIECE
 #define FWD(id, least, type, most, v, m, n, w, ctas, async, eager, swizzle, qf, kf, vf, held, twice, first, every)         \
     [ATTN_ENTRY_##id] = {.name = #id,                                                                                      \
@@ -40,9 +42,23 @@ const attn_cuda_entry attn__cuda_entries[ATTN_ENTRIES] = {
                          .warps = w,                                                                                       \
                          .all = every,                                                                                     \
                          .shared_bytes = ATTN_TILE_BYTES(ATTN_##type, m, n, most, v, eager)},
+#define FWD90(id, type, most, v, n, consumers, stages, qbuf, every)                                                        \
+    [ATTN_ENTRY_##id] = {.name = #id,                                                                                      \
+                         .file = #id,                                                                                      \
+                         .hopper = true,                                                                                   \
+                         .arch = 90,                                                                                       \
+                         .dtype = ATTN_##type,                                                                             \
+                         .dim = most,                                                                                      \
+                         .dim_v = v,                                                                                       \
+                         .bm = 64 * (consumers),                                                                           \
+                         .bn = n,                                                                                          \
+                         .warps = 4 * ((consumers) + 1), /* the producer's four besides */                                 \
+                         .all = every,                                                                                     \
+                         .shared_bytes = ATTN_HOPPER_BYTES(64 * (consumers), n, most, v, stages, qbuf)},
 #define PIECE(...)
 #include "variants.def"
 #undef FWD
+#undef FWD90
 #undef PIECE
 };
 
@@ -62,9 +78,17 @@ static const attn_kernel kernels[] = {
      .impl = &attn__cuda_entries[ATTN_ENTRY_##id],                                                                         \
      .rows = m,                                                                                                            \
      .cols = n},
+#define FWD90(id, type, most, v, n, consumers, ...)                                                                        \
+    {.name = #id,                                                                                                          \
+     .needs = "sm_90a",                                                                                                    \
+     .op = ATTN_FORWARD,                                                                                                   \
+     .impl = &attn__cuda_entries[ATTN_ENTRY_##id],                                                                         \
+     .rows = 64 * (consumers),                                                                                             \
+     .cols = n},
 #define PIECE(...)
 #include "variants.def"
 #undef FWD
+#undef FWD90
 #undef PIECE
 };
 enum { KERNELS = sizeof kernels / sizeof kernels[0] };
@@ -197,7 +221,8 @@ static void describe_kernels(attn_plan *plan, bool tuned) {
             attn__plan_say(plan, "device %d, sm_%d: %s\n", state->gpu[n].device, state->gpu[n].arch,
                            attn__cuda_entries[choice[0]].name);
         if (choice[0] == entry_of(plan->kernel) && choice[1] != choice[0] && !told) {
-            attn__plan_say(plan, "rows that are not 16-byte aligned: %s\n", attn__cuda_entries[choice[1]].name);
+            attn__plan_say(plan, "rows that are not 16-byte aligned%s: %s\n",
+                           own->hopper ? ", strides that TMA does not take" : "", attn__cuda_entries[choice[1]].name);
             told = true;
         }
     }
@@ -324,35 +349,14 @@ attn_status attn__cuda_launch(const attn_cuda_run *run, int entry, int64_t block
     return attn__driver_fail(run->driver, error, call);
 }
 
-/* Do rows start at multiples of 16 bytes? A stride of a dim with one element is not used. */
-static bool is_aligned(const attn_tensor *t, int64_t batch, int64_t rows, int64_t heads, attn_dtype dtype) {
-    int64_t bytes = (int64_t)attn_dtype_size(dtype);
-    const int64_t size[3] = {batch, rows, heads};
-    bool aligned = (uintptr_t)t->data % 16 == 0;
-    for (int n = 0; n < 3; n++) aligned = aligned && (size[n] <= 1 || t->stride[n] * bytes % 16 == 0);
-    return aligned;
-}
-
-static bool all_aligned(const attn_plan *plan, const attn_buffers *f) {
-    const attn_problem *p = &plan->problem;
-    bool packed_q = p->flags & ATTN_VARLEN_Q, packed = p->flags & ATTN_VARLEN_KV;
-    int64_t batch = p->page_size ? p->num_pages : packed ? 1 : p->cache_batch;
-    int64_t rows = p->page_size ? p->page_size : packed ? p->total_kv : p->max_kv;
-    attn_tensor q = p->flags & ATTN_ROTARY ? attn__cuda_rotated_q(plan, f) : f->q;
-    int64_t batch_q = packed_q ? 1 : p->batch, rows_q = packed_q ? p->total_q : p->max_q;
-    return is_aligned(&q, batch_q, rows_q, p->heads_q, p->dtype) &&
-           is_aligned(&f->o, batch_q, rows_q, p->heads_q, p->out_dtype) &&
-           is_aligned(&f->k, batch, rows, p->heads_kv, p->kv_dtype) &&
-           is_aligned(&f->v, batch, rows, p->heads_kv, p->kv_dtype);
-}
-
-static attn_cuda_run start(const attn_cuda *cuda, void *stream) {
+static attn_cuda_run start(const attn_cuda *cuda, const attn_cuda_place *place, void *stream) {
     return (attn_cuda_run){.driver = cuda->state->driver,
                            .entries = attn__cuda_entries,
                            .kernels = cuda->kernel,
                            .stream = stream,
                            .status = cuda->status,
-                           .forward = -1};
+                           .forward = -1,
+                           .sms = cuda->state->gpu[place->gpu].sms};
 }
 
 static attn_status fail_gpu(const attn_gpu *gpu) {
@@ -360,15 +364,23 @@ static attn_status fail_gpu(const attn_gpu *gpu) {
                       gpu->device, gpu->name, gpu->arch, ATTN_LEAST_ARCH);
 }
 
+/* Which of the plan's two kernels these tensors get, and their maps with it. */
+static void choose_here(attn_cuda_run *run, const int16_t choice[2], const attn_plan *plan, const attn_buffers *f) {
+    run->vector_ok = attn__cuda_aligned(plan, f);
+    run->forward = choice[run->vector_ok ? 0 : 1];
+    attn__cuda_map(run, plan, f);
+    const attn_cuda_entry *e = &run->entries[run->forward];
+    if (!e->hopper || e->all || run->tma == ATTN_TMA_ALL) return;
+    run->forward = choice[1]; /* it does without maps; the tile of q, and so the map, may be another one */
+    attn__cuda_map(run, plan, f);
+}
+
 static attn_status run_here(const attn_plan *plan, const attn_buffers *f, void *stream, const attn_cuda_place *place) {
     const attn_cuda *cuda = plan->context->cuda;
     const int16_t *choice = plan->gpu_kernel[place->gpu];
     if (choice[0] < 0) return fail_gpu(&cuda->state->gpu[place->gpu]);
-    attn_cuda_run run = start(cuda, stream);
-    if (plan->problem.op == ATTN_FORWARD) {
-        run.vector_ok = all_aligned(plan, f);
-        run.forward = choice[run.vector_ok ? 0 : 1];
-    }
+    attn_cuda_run run = start(cuda, place, stream);
+    if (plan->problem.op == ATTN_FORWARD) choose_here(&run, choice, plan, f);
     return attn__cuda_forward(&run, plan, f);
 }
 
@@ -434,7 +446,7 @@ static attn_status merge(attn_context *context, const attn_merge_args *args, voi
     if (args->batch == 0 || args->rows == 0) return ATTN_OK;
     RETURN_IF_ERROR(attn__cuda_find_merge(cuda->state->driver, args, &home));
     RETURN_IF_ERROR(enter_piece(cuda, ATTN_ENTRY_merge, &home, stream, &place));
-    attn_cuda_run run = start(cuda, stream);
+    attn_cuda_run run = start(cuda, &place, stream);
     attn_status status = attn__cuda_merge(&run, args);
     attn__cuda_leave(&place);
     return status;
@@ -447,7 +459,7 @@ static attn_status rotary(attn_context *context, const attn_rotary_args *args, v
     if (args->batch == 0 || (args->cu ? args->total : args->rows) == 0) return ATTN_OK;
     RETURN_IF_ERROR(attn__cuda_find_rotary(cuda->state->driver, args, &home));
     RETURN_IF_ERROR(enter_piece(cuda, ATTN_ENTRY_rotary, &home, stream, &place));
-    attn_cuda_run run = start(cuda, stream);
+    attn_cuda_run run = start(cuda, &place, stream);
     attn_status status = attn__cuda_rotary(&run, args);
     attn__cuda_leave(&place);
     return status;

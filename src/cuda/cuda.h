@@ -7,6 +7,7 @@
  *   images.c   the kernels' code, embedded in the library
  *   driver.c   the driver as a table of functions
  *   launch.c   a run as a row of launches (args.h has the list)
+ *   maps.c     how the tensors of a run lie: alignment, tensor maps
  *   tuning.c   the file of ATTN_TUNING: kernels that were measured to be the fastest
  *
  * A run is attn_run -> run_cuda (cuda.c) -> attn__cuda_forward (launch.c) -> attn__cuda_launch -> kernel.
@@ -23,19 +24,23 @@
 
 /* ---- kernels ---- */
 
-enum { ATTN_LEAST_ARCH = 80 }; /* compute capability, times ten, that all images have code for */
+enum { ATTN_LEAST_ARCH = 80 }; /* compute capability, times ten, that is served: all images but Hopper's have code for it */
 
-/* Entry points, by number: the pieces in the order of variants.def, then its FWD lines. ATTN_ENTRY_append, ... */
+/* Entry points, by number: the pieces in the order of variants.def, then its forward lines. ATTN_ENTRY_append, ... */
 enum {
 #define FWD(...)
+#define FWD90(...)
 #define PIECE(name, file) ATTN_ENTRY_##name,
 #include "variants.def"
 #undef FWD
+#undef FWD90
 #undef PIECE
 #define FWD(name, ...) ATTN_ENTRY_##name,
+#define FWD90(name, ...) ATTN_ENTRY_##name,
 #define PIECE(...)
 #include "variants.def"
 #undef FWD
+#undef FWD90
 #undef PIECE
     ATTN_ENTRIES
 };
@@ -44,6 +49,7 @@ enum {
 typedef struct attn_cuda_entry {
     const char *name; /* its symbol */
     const char *file; /* the image is named like it, without ".cu" */
+    bool hopper;      /* of fwd_sm90.cu: for its arch alone, given attn_cuda_args90, its blocks share the work */
     int32_t arch;     /* least compute capability, times ten */
     attn_dtype dtype; /* of tiles; ATTN_DTYPE_DEFAULT: every one (fwd_any), or no forward kernel at all */
     int32_t dim;      /* largest dim_qk and dim_v; 0: no forward kernel */
@@ -63,9 +69,18 @@ extern const attn_cuda_entry attn__cuda_entries[ATTN_ENTRIES];
 /* args.scale_log2; 0 where the scale is too small for a float. */
 static inline float attn__scale_log2(const attn_problem *p) { return (float)(p->scale * ATTN_LOG2E); }
 
+/* Of a FWD90 line: buffers of Q, stages of K and V, and the barriers. */
+#define ATTN_HOPPER_BYTES(bm, bn, dim, dimv, stages, qbuf)                                                                 \
+    (((size_t)(qbuf) * (bm) * (dim) + (size_t)(stages) * (bn) * ((dim) + (dimv))) * 2 + 256)
+
+/* Is there code of the kernel for this compute capability? sm_90a is for 9.0 and for nothing after it. */
+static inline bool attn__cuda_is_for(const attn_cuda_entry *e, int32_t arch) {
+    return e->hopper ? e->arch == arch : e->arch <= arch;
+}
+
 /* Does the kernel run there? */
 static inline bool attn__cuda_runs_on(const attn_cuda_entry *e, const attn_gpu *gpu) {
-    return e->arch <= gpu->arch && e->shared_bytes <= (size_t)gpu->shared_bytes;
+    return attn__cuda_is_for(e, gpu->arch) && e->shared_bytes <= (size_t)gpu->shared_bytes;
 }
 
 /* ---- images (images.c) ---- */
@@ -155,7 +170,7 @@ attn_status attn__cuda_load(attn_cuda *cuda, const int *entries, int count, uint
 
 void attn__cuda_unload(attn_cuda *cuda);
 
-/* ---- a run (cuda.c, launch.c) ---- */
+/* ---- a run (cuda.c, launch.c, maps.c) ---- */
 
 /* Parts of the workspace, as plan->part[]; attn__part (internal.h) gives the address. Empty ones have no bytes. */
 enum {
@@ -174,7 +189,16 @@ typedef struct attn_cuda_run {
     uint64_t *status; /* args.status */
     int32_t forward;  /* entry of the forward kernel, for this device and these buffers */
     bool vector_ok;   /* args.vector_ok, of q as the forward kernel sees it; forward takes it into account */
+    int32_t sms;      /* multiprocessors of the device */
+    int32_t tma;      /* args.tma, and the maps that it speaks of; a kernel that is not Hopper's has none */
+    attn_tensor_map map_q, map_k, map_v, map_o;
 } attn_cuda_run;
+
+/* Do all rows of q (as the forward kernel sees it), k, v and o start at multiples of 16 bytes? */
+bool attn__cuda_aligned(const attn_plan *plan, const attn_buffers *f);
+
+/* Makes the maps that run->forward wants, as far as the tensors can have any: run->tma says which. */
+void attn__cuda_map(attn_cuda_run *run, const attn_plan *plan, const attn_buffers *f);
 
 /* The rotated q in the workspace: rows are padded to 16 bytes. */
 attn_tensor attn__cuda_rotated_q(const attn_plan *plan, const attn_buffers *f);

@@ -39,6 +39,12 @@ enum {
     ATTN_CU_LAUNCH_BUFFER = 1,      /* CU_LAUNCH_PARAM_BUFFER_POINTER */
     ATTN_CU_LAUNCH_SIZE = 2,        /* CU_LAUNCH_PARAM_BUFFER_SIZE */
     ATTN_CU_STREAM_PER_THREAD = 2,  /* streams 0, 1 and 2 are names, not handles */
+    ATTN_CU_MAP_F16 = 6,            /* CU_TENSOR_MAP_DATA_TYPE_FLOAT16 */
+    ATTN_CU_MAP_BF16 = 9,           /* ..._BFLOAT16 */
+    ATTN_CU_MAP_PLAIN = 0,          /* CU_TENSOR_MAP_INTERLEAVE_NONE */
+    ATTN_CU_MAP_SWIZZLE_128 = 3,    /* CU_TENSOR_MAP_SWIZZLE_128B */
+    ATTN_CU_MAP_L2_128 = 2,         /* CU_TENSOR_MAP_L2_PROMOTION_L2_128B */
+    ATTN_CU_MAP_FILL_ZERO = 0       /* CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE: what is outside reads as 0 */
 };
 
 typedef struct attn_driver {

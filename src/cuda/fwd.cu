@@ -267,82 +267,19 @@ DEVICE void product_pv_wide(float o[MT][DT][4], uint32_t p[PV_STEPS][MT][4], uin
     }
 }
 
-/*
- * Online softmax, base 2: P is 2^(scale * (s - m)) with m the largest score of the row so far, and O and l follow when it grows.
- * That becomes rare as tiles go by, so a warp first asks whether any of its rows has grown at all, each lane looking at its
- * own columns only.
- *
- * scale * s - scale * m is one multiply-add. The rounding of scale * m is then a factor common to the row, which the division by
- * l takes out again; but where scores are so large that this rounding is too, s - m is taken first, exactly.
- */
-DEVICE bool raise_maximum(float o[MT][DT][4], float most[MT][2], float m[MT][2], float l[MT][2], float scale,
-                          bool is_first) {
-    float factor[MT][2];
-    bool has_huge = false;
-#pragma unroll
-    for (int mt = 0; mt < MT; mt++)
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            float x = most[mt][half], before = m[mt][half];
-            x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
-            x = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
-            m[mt][half] = fmaxf(before, x);
-            /* In float32 as it enters the exponentials, rounded; 16 bits do not notice, and this way nothing overflows. */
-            float less = __fmul_rn(before, scale), more = __fmul_rn(m[mt][half], scale);
-            bool exactly = !WIDE || fmaxf(fabsf(less), fabsf(more)) > HUGE_SCORE;
-            float grown = exactly ? __fmul_rn(before - m[mt][half], scale) : less - more;
-            factor[mt][half] = ex2_approx(grown); /* 1 where nothing grew */
-            l[mt][half] *= factor[mt][half];
-            has_huge |= fabsf(more) > HUGE_SCORE;
-        }
-    if (FIRST && is_first) return __any_sync(~0u, has_huge);
-#pragma unroll
-    for (int mt = 0; mt < MT; mt++)
-#pragma unroll
-        for (int dt = 0; dt < DT; dt++)
-#pragma unroll
-            for (int e = 0; e < 4; e++) o[mt][dt][e] *= factor[mt][e >> 1];
-    return __any_sync(~0u, has_huge);
-}
-
 DEVICE void follow_maximum(float o[MT][DT][4], float s[MT][NT][4], float m[MT][2], float l[MT][2], bool &has_huge,
                            const tile_place &at) {
-    float most[MT][2];
-    bool raise = false;
-#pragma unroll
-    for (int mt = 0; mt < MT; mt++)
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            float x = fmaxf(s[mt][0][2 * half], s[mt][0][2 * half + 1]);
-#pragma unroll
-            for (int nt = 1; nt < NT; nt++) x = fmaxf(x, fmaxf(s[mt][nt][2 * half], s[mt][nt][2 * half + 1]));
-            raise |= x > m[mt][half];
-            most[mt][half] = x;
-        }
-    if (__any_sync(~0u, raise)) has_huge = raise_maximum(o, most, m, l, at.scale, at.n == at.n_last);
+    float most[MT][2], factor[MT][2];
+    if (!find_maximum(most, s, m)) return;
+    has_huge = raise_maximum(factor, most, m, l, at.scale);
+    if (!FIRST || at.n != at.n_last) rescale(o, factor);
 }
 
 /* P of the steps [from, to). */
 DEVICE void make_p(uint32_t p[PV_STEPS][MT][4], float s[MT][NT][4], float m[MT][2], float l[MT][2], bool has_huge,
                    const attn_cuda_args &a, const tile_place &at, int from, int to) {
     float less[MT][2];
-#pragma unroll
-    for (int mt = 0; mt < MT; mt++)
-#pragma unroll
-        for (int half = 0; half < 2; half++) less[mt][half] = __fmul_rn(m[mt][half], at.scale);
-    if (has_huge) {
-#pragma unroll
-        for (int mt = 0; mt < MT; mt++)
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
-                if (!(fabsf(less[mt][half]) > HUGE_SCORE)) continue;
-                less[mt][half] = 0;
-#pragma unroll
-                for (int nt = from * NT / PV_STEPS; nt < to * NT / PV_STEPS; nt++)
-#pragma unroll
-                    for (int c = 0; c < 2; c++) s[mt][nt][2 * half + c] -= m[mt][half];
-            }
-    }
+    subtract_maximum(less, s, m, at.scale, has_huge, from * NT / PV_STEPS, to * NT / PV_STEPS);
 #pragma unroll
     for (int ks = from; ks < to; ks++)
 #pragma unroll
@@ -350,77 +287,6 @@ DEVICE void make_p(uint32_t p[PV_STEPS][MT][4], float s[MT][NT][4], float m[MT][
             exponentials(p[ks][mt], s[mt], at.scale, less[mt], l[mt], ks);
             if (ALL && at.drops) drop(a, at, p[ks][mt], mt, ks);
         }
-}
-
-/* ---- the end ---- */
-
-/* One over a row sum, times `factor`. 16-bit results do not notice the last bit. */
-DEVICE float share_of(float factor, float sum) {
-    if (sum == 0) return 0;
-    return WIDE ? factor / sum : __fmul_rn(factor, rcp_approx(sum));
-}
-
-/* log(2^(scale * m) * sum). In base 2 it may be past the largest float where it is not in base e; then sum has no bit in it. */
-DEVICE float lse_of(float m, float scale, float sum) {
-    const float high = 0.693147182f, low = -1.90465421e-9f; /* of log(2) */
-    float x = __fmul_rn(m, scale) + log2f(sum);
-    return fabsf(x) == INFINITY ? m * (scale * high) : __fmaf_rn(x, high, __fmul_rn(x, low));
-}
-
-/*
- * O divided by l, lse; or the partial result of a chunk. Each lane of a quad looks after the lse of one of the four rows (two,
- * where a warp has 16) that they share.
- */
-DEVICE void finish(const attn_cuda_args &a, const tile_place &at, float o[MT][DT][4], float m[MT][2], float l[MT][2],
-                   uint32_t shared_q) {
-    const int lane = threadIdx.x & 31, t = lane & 3;
-    float most = 0, sum = 0;
-#pragma unroll
-    for (int r = 0; r < 2 * MT; r++) {
-        float x = l[r / 2][r % 2];
-        x += __shfl_xor_sync(~0u, x, 1);
-        x += __shfl_xor_sync(~0u, x, 2);
-        float factor = share_of(at.o_factor, x);
-        if (t % (2 * MT) == r) sum = x, most = m[r / 2][r % 2];
-#pragma unroll
-        for (int x = 0; x < 2 * DT; x++) {
-            float *number = &o[r / 2][x / 2][r % 2 * 2 + x % 2];
-            *number = __fmul_rn(*number, factor);
-        }
-    }
-    int32_t i = row_of(at, t % (2 * MT) / 2, t % 2);
-    float lse = sum == 0 ? -INFINITY : lse_of(most, at.scale, sum), share = 1;
-    if ((a.p.flags & ATTN_SINK) && !at.split) { /* else fold does */
-        lse = add_sink(lse, a.f.sink[at.h], &share);
-#pragma unroll
-        for (int r = 0; r < 2 * MT; r++) {
-            float factor = __shfl_sync(~0u, share, (lane & ~3) + r);
-#pragma unroll
-            for (int x = 0; x < 2 * DT; x++) {
-                float *number = &o[r / 2][x / 2][r % 2 * 2 + x % 2];
-                *number = __fmul_rn(*number, factor);
-            }
-        }
-    }
-    if (t < 2 * MT && i < at.s.sq && !at.dv0) {
-        if (at.split)
-            ((float *)a.part_lse)[part_index(a, at.s, i, at.h, at.chunk)] = lse;
-        else if (a.f.lse)
-            ((float *)a.f.lse)[attn__lse_index(&a.p, &at.s, i, at.h)] = lse;
-    }
-    store_o(a, at, o, shared_q);
-}
-
-/* The next tile of keys from n downwards that is not skipped, or -1; and whether it needs the mask. */
-DEVICE int32_t next_tile(const attn_cuda_args &a, const tile_place &at, int32_t n, bool *partial) {
-    for (; n >= at.n_first; n--) {
-        *partial = n * BN < at.all_from || n * BN + BN > at.all_to;
-        if (!ALL || !a.ranges) return n; /* without FlashMask every tile from n_first to n_last has something allowed */
-        int tile_class = attn__mask_tile(&at.mask, at.row, at.row + at.rows, n * BN, n * BN + BN, range_of(a, at, n));
-        *partial = tile_class == ATTN_TILE_PARTIAL;
-        if (tile_class != ATTN_TILE_SKIP) return n;
-    }
-    return -1;
 }
 
 /* The state of the walk over the keys. */
@@ -501,7 +367,8 @@ KERNEL __launch_bounds__(THREADS, CTAS) VARIANT(const __grid_constant__ attn_cud
     const uint32_t shared_k = shared_q + BM * DIM * EB, shared_v = shared_k + BN * DIM * EB;
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     tile_place at;
-    if (!find_place(a, at)) return;
+    if (!find_place(a, at, (blockIdx.y + (int64_t)blockIdx.z * gridDim.y) * a.group, blockIdx.x, true)) return;
+    find_keys(a, at);
 
     float o[MT][DT][4] = {}, m[MT][2], l[MT][2] = {};
     uint32_t q_kept[Q_KEPT][MT][4];
@@ -536,5 +403,6 @@ KERNEL __launch_bounds__(THREADS, CTAS) VARIANT(const __grid_constant__ attn_cud
 #pragma unroll 1
         while (w.n >= 0 && !w.partial) step(a, at, w, false, o, m, l, q_kept, shared_q, shared_k, shared_v);
     }
-    finish(a, at, o, m, l, shared_q);
+    finish(a, at, o, m, l);
+    store_o(a, at, o, shared_q);
 }

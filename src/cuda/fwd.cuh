@@ -13,6 +13,7 @@
 /* ---- the line of the table ---- */
 
 #define PIECE(entry, file)
+#define FWD90(...)
 #define FWD(name, arch, dtype, dim, dimv, bm, bn, warps, ctas, async, eager, swizzle, qf, kf, vf, held, twice, first, all) \
     enum {                                                                                                                 \
         name##_DTYPE = ATTN_##dtype,                                                                                       \
@@ -39,6 +40,7 @@
 #include VARIANTS
 #undef PIECE
 #undef FWD
+#undef FWD90
 #define K_(variant, field) variant##_##field
 #define K__(variant, field) K_(variant, field)
 #define K(field) K__(VARIANT, field)
@@ -75,135 +77,8 @@ enum {
     Q_KEPT = HELD ? (int)HELD : 1       /* steps of Q that stay in registers; no array is empty */
 };
 static_assert(HELD <= QK_STEPS, "held: more steps than Q has");
-#define HUGE_SCORE 4194304.0f /* 2^22: from here on the rounding of a score is no longer small */
-enum { WIDE = DTYPE == ATTN_F32, BF16 = DTYPE == ATTN_BF16 };
 
-DEVICE uint32_t pack(float low, float high) { return BF16 ? cvt_rn_bf16x2(low, high) : cvt_rn_f16x2(low, high); }
-
-/* ---- where a block works ---- */
-
-typedef struct tile_place {
-    attn_seq s;
-    attn_mask mask;
-    int32_t h, kv_head;
-    int32_t row, rows;        /* query rows of the block; rows counts those below sq */
-    int32_t n_first, n_last;  /* tiles of keys that may be visible */
-    int32_t all_from, all_to; /* keys that every row sees, FlashMask aside */
-    const uint8_t *k, *v;     /* rows at a fixed distance: where key 0 is */
-    int32_t chunk;            /* split: which chunk of keys */
-    int32_t dv0;              /* first dim of V that the block computes */
-    int32_t n;                /* the tile of keys at hand */
-    bool split, drops;
-    bool natural;   /* softcap, ALiBi or bias: scores are made in base e first */
-    float scale;    /* to base 2, descales included, positive: the factor of a score on its way into exp2 */
-    float raw;      /* the factor of a product, applied before that, where `scale` cannot do: natural, or not positive */
-    float least;    /* below every score; finite, and so is its product with scale */
-    float o_factor; /* of O at the end: v_descale, dropout */
-    attn_philox philox;
-} tile_place;
-
-/* Rows [from, to) of sequence b are padding of a padded batch: o = 0, lse = -inf. */
-static __device__ __noinline__ void fill_padding(const attn_cuda_args &a, int32_t b, int32_t h, int32_t from, int32_t to) {
-    attn_seq s = {};
-    s.b = b;
-    for (int32_t i = from; i < to; i++) {
-        int64_t row = attn__q_offset(&a.p, &a.f.o, &s, i, h);
-        for (int32_t x = threadIdx.x; x < a.p.dim_v; x += THREADS) attn__store(a.p.out_dtype, a.f.o.data, row + x, 0);
-        if (threadIdx.x == 0 && a.f.lse) ((float *)a.f.lse)[attn__lse_index(&a.p, &s, i, h)] = -INFINITY;
-    }
-}
-
-/* Can the rows of this tensor be read by load_rows? */
-DEVICE bool reads_rows(const attn_cuda_args &a, attn_dtype dtype, bool paged) {
-    return !ALL || (a.vector_ok && dtype == (attn_dtype)DTYPE && !paged);
-}
-
-/* Threads stand along a row as far as its number of 16-byte pieces has a power of two in it. */
-#define ALONG(chunks) (((chunks) & -(chunks)) > 16 ? 16 : (chunks) & -(chunks))
-DEVICE int threads_along(int chunks) { return ALONG(chunks); }
-
-/* Most problems have lengths all alike, and one test skips what reads the others. */
-DEVICE attn_seq sequence_at(const attn_cuda_args &a, int32_t b) {
-    const uint32_t own =
-        ATTN_BATCH_INDEX | ATTN_VARLEN_Q | ATTN_USED_Q | ATTN_VARLEN_KV | ATTN_USED_KV | ATTN_APPEND | ATTN_LEFTPAD;
-    if (a.p.flags & own) return sequence(a, b);
-    attn_seq s = {};
-    s.b = s.slot = b;
-    s.sq = a.p.max_q;
-    s.sk = s.used = a.p.max_kv;
-    return s;
-}
-
-/*
- * Blocks are ordered for the L2 cache: `group` heads at a time (grid y and z); among them the last rows, which see the most keys
- * under a causal mask, come first. Returns false when there is nothing left to do.
- */
-DEVICE bool find_place(const attn_cuda_args &a, tile_place &at) {
-    int64_t first = (blockIdx.y + (int64_t)blockIdx.z * gridDim.y) * a.group, bh;
-    int64_t left = (int64_t)a.p.batch * a.p.heads_q - first;
-    if (left <= 0) return false;
-    uint32_t size = left < a.group ? (uint32_t)left : (uint32_t)a.group, index = blockIdx.x, part = 0;
-    if (a.dv_blocks > 1) {
-        part = index % a.dv_blocks;
-        index /= a.dv_blocks;
-    }
-    at.dv0 = (int32_t)part * DV;
-    int32_t slot = (int32_t)(size == (uint32_t)a.group ? attn__divide(index, a.by_group) : index / size);
-    if (slot >= a.slots) return false;
-    bh = first + (index - slot * size);
-    int32_t batch = bh <= INT32_MAX ? (int32_t)attn__divide((uint32_t)bh, a.by_heads) : (int32_t)(bh / a.p.heads_q);
-    at.h = (int32_t)(bh - (int64_t)batch * a.p.heads_q);
-    at.kv_head = (int32_t)attn__divide((uint32_t)at.h, a.by_share);
-    at.s = sequence_at(a, batch);
-    at.split = is_split(a, at.s);
-    int32_t tile = a.row_tiles - 1 - slot;
-    bool padded = !(a.p.flags & ATTN_VARLEN_Q) && at.dv0 == 0;
-    int32_t pad_from = attn__max32(at.s.sq, tile * BM), pad_to = attn__min32(a.p.max_q, tile * BM + BM);
-    if (padded && tile >= 0 && pad_from < pad_to) fill_padding(a, at.s.b, at.h, pad_from, pad_to);
-    at.chunk = at.split ? slot : 0;
-    at.row = at.split ? 0 : tile * BM;
-    if (at.row < 0 || at.row >= at.s.sq) return false;
-    at.rows = attn__min32(BM, at.s.sq - at.row);
-    at.mask = attn__seq_mask(&a.p, &at.s);
-    int32_t from, to;
-    attn__mask_rows(&at.mask, at.row, at.row + at.rows, &from, &to);
-    if (at.split) {
-        if (slot && (slot >= a.chunks || slot * ATTN_CUDA_CHUNK >= at.s.sk)) return false; /* fold does not look there */
-        from = attn__max32(from, at.chunk * ATTN_CUDA_CHUNK);
-        to = attn__min32(to, at.chunk * ATTN_CUDA_CHUNK + ATTN_CUDA_CHUNK);
-    }
-    attn__mask_rows_all(&at.mask, at.row, at.row + at.rows, &at.all_from, &at.all_to);
-    if (reads_rows(a, a.p.kv_dtype, a.p.page_size > 0)) {
-        at.k = (const uint8_t *)a.f.k.data + attn__kv_offset(&a.p, &a.f, &a.f.k, &at.s, at.s.leftpad, at.kv_head) * EB;
-        at.v = (const uint8_t *)a.f.v.data +
-               (attn__kv_offset(&a.p, &a.f, &a.f.v, &at.s, at.s.leftpad, at.kv_head) + at.dv0) * EB;
-    }
-    at.n_first = from / BN;
-    at.n_last = to > from ? (to - 1) / BN : -1;
-    at.natural = ALL && (a.p.softcap > 0 || (a.p.flags & (ATTN_ALIBI | ATTN_BIAS)));
-    at.scale = a.scale_log2;
-    at.raw = 1;
-    at.o_factor = 1;
-    at.drops = ALL && a.p.dropout > 0;
-    if (ALL) {
-        double scale = score_scale(a, at.s, at.kv_head);
-        at.scale = (float)(at.natural ? scale : scale * ATTN_LOG2E);
-        at.o_factor = (float)value_scale(a, at.s, at.kv_head);
-        if (at.drops) at.philox = attn__philox_make(a.f.seed, a.f.offset, a.p.dropout);
-    }
-    if (ALL && (at.natural || !(at.scale > 0))) {
-        at.raw = at.scale;
-        at.scale = 1;
-    }
-    at.least = !ALL ? a.least : at.scale > 1 ? -FLT_MAX / at.scale : -FLT_MAX;
-    return true;
-}
-
-DEVICE const attn_flash_range *range_of(const attn_cuda_args &a, const tile_place &at, int32_t n) {
-    return a.ranges ? flash_range(a, at.s.b, at.kv_head, n) : NULL;
-}
-
-/* ---- tiles to shared memory ---- */
+/* ---- shared memory ---- */
 
 /*
  * Address of a 16-byte piece. Eight rows of one column are read at a time (ldmatrix); they must lie in eight different groups of
@@ -226,18 +101,22 @@ DEVICE uint32_t shared_piece(uint32_t piece, int d, int chunks) {
 /* A product takes two pieces at a time: c is 0 or 1. */
 DEVICE uint32_t shared_step(uint32_t piece, int step, int chunks) { return shared_piece(piece, 2 * step, chunks); }
 
-/* One piece of a row by elements: any dtype, any alignment. */
-static __device__ __noinline__ uint4 gather(const void *data, attn_dtype dtype, int64_t from, int32_t count) {
-    uint32_t word[4] = {0, 0, 0, 0};
-    for (int x = 0; x < count; x++) {
-        float value = (float)attn__load(dtype, data, from + x);
-        if (EB == 4)
-            word[x] = __float_as_uint(value);
-        else
-            word[x / 2] |= (uint32_t)(BF16 ? attn__to_bf16(value) : attn__to_f16(value)) << (x % 2 * 16);
-    }
-    return make_uint4(word[0], word[1], word[2], word[3]);
+DEVICE uint32_t v_piece(uint32_t shared_v, int row, int chunk) { return shared_at(shared_v, row, chunk, V_CHUNKS); }
+DEVICE void block_barrier(void) { __syncthreads(); }
+DEVICE bool block_or(bool x) { return __syncthreads_or(x); }
+
+#include "rows.cuh"
+
+/* ---- tiles to shared memory ---- */
+
+/* Can the rows of this tensor be read by load_rows? */
+DEVICE bool reads_rows(const attn_cuda_args &a, attn_dtype dtype, bool paged) {
+    return !ALL || (a.vector_ok && dtype == (attn_dtype)DTYPE && !paged);
 }
+
+/* Threads stand along a row as far as its number of 16-byte pieces has a power of two in it. */
+#define ALONG(chunks) (((chunks) & -(chunks)) > 16 ? 16 : (chunks) & -(chunks))
+DEVICE int threads_along(int chunks) { return ALONG(chunks); }
 
 DEVICE void copy_chunk(uint32_t to, const uint8_t *from, int bytes) {
     if (ASYNC)
@@ -258,12 +137,6 @@ DEVICE void copy_chunk_if(uint32_t to, const uint8_t *from, bool wanted) {
         cp_async_cg_if(to, from, wanted);
     else if (wanted)
         copy_whole_chunk(to, from);
-}
-
-/* Elements of piece `chunk` that lie before column dim. */
-DEVICE int chunk_count(int chunk, int dim) {
-    int left = dim - chunk * PER_CHUNK;
-    return left < 0 ? 0 : left < PER_CHUNK ? left : (int)PER_CHUNK;
 }
 
 /*
@@ -329,6 +202,14 @@ static __device__ __noinline__ void load_rows_anyhow(const attn_cuda_args &a, at
         else
             st_shared_v4(where, gather(t.data, dtype, offset, count));
     }
+}
+
+/* Where key 0 of this place is, if rows lie at a fixed distance. */
+DEVICE void find_keys(const attn_cuda_args &a, tile_place &at) {
+    if (!reads_rows(a, a.p.kv_dtype, a.p.page_size > 0)) return;
+    at.k = (const uint8_t *)a.f.k.data + attn__kv_offset(&a.p, &a.f, &a.f.k, &at.s, at.s.leftpad, at.kv_head) * EB;
+    at.v =
+        (const uint8_t *)a.f.v.data + (attn__kv_offset(&a.p, &a.f, &a.f.v, &at.s, at.s.leftpad, at.kv_head) + at.dv0) * EB;
 }
 
 DEVICE void load_q(const attn_cuda_args &a, const tile_place &at, uint32_t to) {
@@ -409,242 +290,7 @@ DEVICE void load_v(const attn_cuda_args &a, const tile_place &at, uint32_t to, i
     load_kv(a, at, TILE_V, at.v, a.f.v.stride[1] * EB, to, n, V_CHUNKS, at.dv0, a.p.dim_v - at.dv0, maybe_short);
 }
 
-/* ---- scores ---- */
-
-/* All elements of S that a thread has. */
-#define EACH_SCORE(mt, nt, e)                                                                                              \
-    _Pragma("unroll") for (int mt = 0; mt < MT; mt++) _Pragma("unroll") for (int nt = 0; nt < NT; nt++)                    \
-        _Pragma("unroll") for (int e = 0; e < 4; e++)
-
-/* Row and key of element e of accumulator [mt][nt]; see the layout in fwd.cu. */
-DEVICE int32_t row_of(const tile_place &at, int mt, int half) {
-    return at.row + ((threadIdx.x >> 5) * MT + mt) * 16 + half * 8 + (threadIdx.x >> 2 & 7);
-}
-DEVICE int32_t key_of(const tile_place &at, int nt, int e) { return at.n * BN + nt * 8 + (threadIdx.x & 3) * 2 + (e & 1); }
-
-/* A bias as float; the dtype is the same for all, so this branches once. */
-DEVICE float bias_number(attn_dtype dtype, const void *data, int64_t at) {
-    if (dtype == ATTN_F32) return ((const float *)data)[at];
-    if (dtype == ATTN_F64) return (float)((const double *)data)[at];
-    uint16_t x = ((const uint16_t *)data)[at];
-    return dtype == ATTN_BF16 ? attn__from_bf16(x) : cvt_f32_f16(x);
-}
-
-/* Steps 2 to 4 of attn.h, as score() of score.cuh, a step at a time for all elements of the thread. */
-DEVICE void feature_scores(const attn_cuda_args &a, const tile_place &at, float s[MT][NT][4]) {
-    const float cap = (float)a.p.softcap, slope = a.p.flags & ATTN_ALIBI ? a.f.alibi[at.s.b * a.f.alibi_stride + at.h] : 0;
-    const int32_t offset = at.s.sk - at.s.sq;
-    if (a.p.softcap > 0) {
-        EACH_SCORE(mt, nt, e) s[mt][nt][e] = cap * tanhf(s[mt][nt][e] / cap);
-    }
-    if (a.p.flags & ATTN_ALIBI) {
-        EACH_SCORE(mt, nt, e) {
-            int32_t distance = abs(row_of(at, mt, e >> 1) + offset - key_of(at, nt, e));
-            s[mt][nt][e] = fmaf(-slope, (float)distance, s[mt][nt][e]);
-        }
-    }
-    if (a.p.flags & ATTN_BIAS) {
-        EACH_SCORE(mt, nt, e) {
-            int32_t i = row_of(at, mt, e >> 1), j = key_of(at, nt, e);
-            if (i >= at.s.sq || j >= at.s.sk) continue;
-            s[mt][nt][e] += bias_number(a.p.bias_dtype, a.f.bias.data, attn__matrix_at(&a.f.bias, at.s.b, at.h, i, j));
-        }
-    }
-    EACH_SCORE(mt, nt, e) s[mt][nt][e] *= (float)ATTN_LOG2E;
-}
-
-/* The numbers of semantics 1 to 4; times `scale` they are in base 2. */
-DEVICE void scores(const attn_cuda_args &a, const tile_place &at, float s[MT][NT][4]) {
-    if (ALL && at.raw != 1) {
-        EACH_SCORE(mt, nt, e) s[mt][nt][e] = __fmul_rn(s[mt][nt][e], at.raw);
-    }
-    if (ALL && at.natural) feature_scores(a, at, s);
-}
-
-DEVICE void flash_scores(const attn_cuda_args &a, const tile_place &at, float s[MT][NT][4]) {
-#pragma unroll
-    for (int nt = 0; nt < NT; nt++)
-#pragma unroll
-        for (int c = 0; c < 2; c++) {
-            int32_t j = key_of(at, nt, c);
-            if (j >= at.s.sk) continue;
-            attn_flash flash = attn__flash_load(&at.mask, attn__flash_at(&a.p, &a.f, at.s.b, at.kv_head, j));
-#pragma unroll
-            for (int mt = 0; mt < MT; mt++)
-#pragma unroll
-                for (int half = 0; half < 2; half++)
-                    if (attn__flash_masked(flash, row_of(at, mt, half))) s[mt][nt][2 * half + c] = -INFINITY;
-        }
-}
-
-/* -inf where a pair is not allowed. */
-DEVICE void mask_scores(const attn_cuda_args &a, const tile_place &at, float s[MT][NT][4]) {
-#pragma unroll
-    for (int mt = 0; mt < MT; mt++)
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            int32_t first, end;
-            attn__mask_row(&at.mask, row_of(at, mt, half), &first, &end);
-            const uint32_t from = (uint32_t)(key_of(at, 0, 0) - first), count = (uint32_t)attn__max32(end - first, 0);
-#pragma unroll
-            for (int nt = 0; nt < NT; nt++)
-#pragma unroll
-                for (int c = 0; c < 2; c++) /* first <= key < end in one comparison */
-                    if (from + (nt * 8 + c) >= count) s[mt][nt][2 * half + c] = -INFINITY;
-        }
-    if (ALL && at.mask.vectors) flash_scores(a, at, s);
-}
-
-/* Dropout of the two neighbours (2t, 2t + 1) of one row: bit 0 and 1 of the answer say which are dropped. */
-DEVICE int dropped_pair(const tile_place &at, int32_t heads, int32_t i, int32_t j) {
-    uint32_t r[4];
-    attn__philox4(&at.philox, (uint32_t)at.s.b * (uint32_t)heads + (uint32_t)at.h, (uint32_t)i, (uint32_t)j / 4, r);
-    uint32_t r0 = j & 2 ? r[2] : r[0], r1 = j & 2 ? r[3] : r[1];
-    return (r0 < at.philox.threshold) | (r1 < at.philox.threshold) << 1;
-}
-
-/* Zeroes what is dropped in the fragment of step ks. */
-DEVICE void drop(const attn_cuda_args &a, const tile_place &at, uint32_t p[4], int mt, int ks) {
-    enum { PARTS = WIDE ? 1 : 2 };
-#pragma unroll
-    for (int part = 0; part < PARTS; part++)
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            int which = dropped_pair(at, a.p.heads_q, row_of(at, mt, half), key_of(at, WIDE ? ks : 2 * ks + part, 0));
-            if (WIDE) {
-                if (which & 1) p[half] = 0;
-                if (which & 2) p[half + 2] = 0;
-            } else {
-                p[2 * part + half] &= (which & 1 ? 0 : 0xffffu) | (which & 2 ? 0 : 0xffff0000u);
-            }
-        }
-}
-
-/* ---- infinities and NaN in V, where some pairs are masked; in float32 always, because lo of an infinity is NaN ---- */
-
-/* In one word of a tile: bit 0 for its number (float32) or its low half, bit 1 for its high half. */
-DEVICE int nonfinite_word(uint32_t x) {
-    if (WIDE) return (x & 0x7f800000) == 0x7f800000;
-    const uint32_t ones = BF16 ? 0x7f80 : 0x7c00;
-    return ((x & ones) == ones) | ((x >> 16 & ones) == ones) << 1;
-}
-
-/* The larger of the halves, each by itself; signs do not count. */
-DEVICE uint32_t larger_halves(uint32_t most, uint32_t x) { return __vmaxu2(most, x & 0x7fff7fff); }
-
-/* Does any thread see one in V? A barrier of the whole block. */
-DEVICE bool holds_nonfinite(uint32_t shared_v) {
-    uint32_t most = 0;
-    bool found = false;
-#pragma unroll 4
-    for (int n = threadIdx.x; n < BN * V_CHUNKS; n += THREADS) {
-        uint4 x = ld_shared_v4(shared_v + n * 16);
-        if (WIDE)
-            found |= nonfinite_word(x.x) | nonfinite_word(x.y) | nonfinite_word(x.z) | nonfinite_word(x.w);
-        else
-            most = larger_halves(larger_halves(larger_halves(larger_halves(most, x.x), x.y), x.z), x.w);
-    }
-    return __syncthreads_or(found || (!WIDE && nonfinite_word(most)));
-}
-
-/* Key first + j of the tile, for the rows that see it. */
-DEVICE void add_nonfinite_key(float o[MT][DT][4], const uint64_t sees[MT][2], int first, int j, uint32_t shared_v) {
-#pragma unroll
-    for (int dt = 0; dt < DT; dt++)
-#pragma unroll
-        for (int c = 0; c < 2; c++) {
-            int column = dt * 8 + (threadIdx.x & 3) * 2 + c;
-            uint32_t piece = shared_at(shared_v, first + j, column / PER_CHUNK, V_CHUNKS);
-            uint32_t word = ld_shared_b32((piece + column % PER_CHUNK * EB) & ~3u);
-            uint16_t half_word = (uint16_t)(word >> 16 * c);
-            if (!(nonfinite_word(word) >> (WIDE ? 0 : c) & 1)) continue;
-            float v = WIDE ? __uint_as_float(word) : BF16 ? attn__from_bf16(half_word) : cvt_f32_f16(half_word);
-#pragma unroll
-            for (int mt = 0; mt < MT; mt++)
-#pragma unroll
-                for (int half = 0; half < 2; half++)
-                    if (sees[mt][half] >> j & 1) o[mt][dt][2 * half + c] += v;
-        }
-}
-
-/*
- * A product gives 0 * NaN = NaN to a row that may not see the key. So what is not finite is taken out of V and added here to
- * the rows that see it: such a term is p * v = v for any p > 0. Rare, so slow.
- */
-DEVICE void add_nonfinite(float o[MT][DT][4], uint32_t p[PV_STEPS][MT][4], uint32_t shared_v) {
-    enum { PART = NT < 8 ? (int)NT : 8 }; /* 8-key tiles whose keys fit into 64 bits */
-    const int t = threadIdx.x & 3;
-#pragma unroll
-    for (int part = 0; part < NT; part += PART) {
-        uint64_t sees[MT][2]; /* bit j: the row sees key part * 8 + j */
-#pragma unroll
-        for (int mt = 0; mt < MT; mt++)
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
-                uint64_t bits = 0;
-#pragma unroll
-                for (int n = 0; n < PART; n++) {
-                    int nt = part + n;
-                    bool first = WIDE ? p[nt % PV_STEPS][mt][half] : p[nt / 2][mt][nt % 2 * 2 + half] & 0xffff;
-                    bool second = WIDE ? p[nt % PV_STEPS][mt][half + 2] : p[nt / 2][mt][nt % 2 * 2 + half] >> 16;
-                    bits |= (uint64_t)(first | second << 1) << (n * 8 + 2 * t);
-                }
-                bits |= __shfl_xor_sync(~0u, bits, 1);
-                sees[mt][half] = bits | __shfl_xor_sync(~0u, bits, 2);
-            }
-#pragma unroll 1
-        for (int j = 0; j < PART * 8; j++) add_nonfinite_key(o, sees, part * 8, j, shared_v);
-    }
-    __syncthreads();
-    for (int n = threadIdx.x; n < BN * V_CHUNKS * 4; n += THREADS) {
-        uint32_t word = ld_shared_b32(shared_v + n * 4);
-        int which = nonfinite_word(word);
-        if (which)
-            st_shared_b32(shared_v + n * 4, WIDE ? 0 : word & ((which & 1 ? 0 : 0xffffu) | (which & 2 ? 0 : 0xffff0000u)));
-    }
-    __syncthreads();
-}
-
 /* ---- O to memory ---- */
-
-DEVICE void store_number(attn_dtype dtype, void *data, int64_t at, float x) {
-    if (dtype == ATTN_F32)
-        ((float *)data)[at] = x;
-    else if (dtype == ATTN_BF16)
-        ((uint16_t *)data)[at] = attn__to_bf16(x);
-    else
-        ((uint16_t *)data)[at] = (uint16_t)cvt_rn_f16x2(x, 0);
-}
-
-/* Element by element: float32, partial results, other dtypes, odd addresses. */
-enum { STORE_UNROLL = WIDE ? 128 : 1 };
-DEVICE void store_elements(const attn_cuda_args &a, const tile_place &at, const float (*o)[DT][4]) {
-    const int t = threadIdx.x & 3;
-#pragma unroll STORE_UNROLL
-    for (int mt = 0; mt < MT; mt++)
-#pragma unroll STORE_UNROLL
-        for (int half = 0; half < 2; half++) {
-            int32_t i = row_of(at, mt, half);
-            if (i >= at.s.sq) continue;
-            attn_dtype dtype = at.split ? ATTN_F32 : a.p.out_dtype;
-            void *data = at.split ? a.part_o : a.f.o.data;
-            int64_t row = at.split ? part_index(a, at.s, i, at.h, at.chunk) * a.p.dim_v
-                                   : attn__q_offset(&a.p, &a.f.o, &at.s, i, at.h);
-#pragma unroll STORE_UNROLL
-            for (int dt = 0; dt < DT; dt++)
-#pragma unroll
-                for (int c = 0; c < 2; c++) {
-                    int column = at.dv0 + dt * 8 + 2 * t + c;
-                    if (column < a.p.dim_v) store_number(dtype, data, row + column, o[mt][dt][2 * half + c]);
-                }
-        }
-}
-
-/* For 16-bit numbers this is rare, and would be a third of the code: o goes by memory, so that it can stand by itself. */
-static __device__ __noinline__ void store_from_memory(const attn_cuda_args &a, const tile_place &at,
-                                                      const float (*o)[DT][4]) {
-    store_elements(a, at, o);
-}
 
 /* 16-bit results go through the warp's own rows of shared Q, to leave in pieces of 16 bytes. */
 DEVICE void store_o(const attn_cuda_args &a, const tile_place &at, float o[MT][DT][4], uint32_t shared_q) {

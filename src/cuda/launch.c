@@ -54,6 +54,7 @@ static attn_cuda_args make_args(const attn_cuda_run *run, const attn_plan *plan,
     a.scale_log2 = attn__scale_log2(p);
     a.least = a.scale_log2 > 1 ? -FLT_MAX / a.scale_log2 : -FLT_MAX;
     a.vector_ok = run->vector_ok;
+    a.tma = run->tma;
     a.by_group = attn__divider(a.group);
     a.by_heads = attn__divider(p->heads_q);
     a.by_share = attn__divider(p->heads_q / p->heads_kv);
@@ -77,15 +78,39 @@ static attn_status launch_before(const attn_cuda_run *run, attn_cuda_args *a) {
     return ATTN_OK;
 }
 
+/* A Hopper kernel: one block to a multiprocessor, and each walks over its share of the work. */
+static attn_status launch_hopper(const attn_cuda_run *run, const attn_cuda_args *a) {
+    const attn_cuda_entry *forward = &run->entries[run->forward];
+    int64_t groups = attn__ceil_div((int64_t)a->p.batch * a->p.heads_q, a->group);
+    attn_cuda_args90 x;
+    memset(&x, 0, sizeof x);
+    x.q = run->map_q;
+    x.k = run->map_k;
+    x.v = run->map_v;
+    x.o = run->map_o;
+    x.a = *a;
+    x.a.work = groups * a->group * a->slots; /* batch * heads_q is below 2^31 */
+    RETURN_IF(!forward->all && a->tma != ATTN_TMA_ALL, ATTN_DEVICE,
+              "kernel=%s: wants maps of all tensors, and the driver made none for some (bits %d)", forward->name, a->tma);
+    return attn__cuda_launch(run, run->forward, x.a.work < run->sms ? x.a.work : run->sms, 0, 32 * forward->warps,
+                             forward->shared_bytes, &x, sizeof x);
+}
+
+/* One of the others: a block to each piece of work. */
+static attn_status launch_blocks(const attn_cuda_run *run, const attn_cuda_args *a) {
+    const attn_cuda_entry *forward = &run->entries[run->forward];
+    int64_t heads = (int64_t)a->p.batch * a->p.heads_q;
+    bool any = forward->dtype == ATTN_DTYPE_DEFAULT; /* fwd_any numbers its blocks itself */
+    int64_t groups = any ? 0 : attn__ceil_div(heads, a->group), each = (any ? heads : a->group) * (int64_t)a->slots;
+    return attn__cuda_launch(run, run->forward, each * a->dv_blocks, groups, 32 * forward->warps, forward->shared_bytes, a,
+                             sizeof *a);
+}
+
 /* Attention itself. */
 static attn_status launch_rows(const attn_cuda_run *run, const attn_cuda_args *a) {
     const attn_problem *p = &a->p;
-    const attn_cuda_entry *forward = &run->entries[run->forward];
     int64_t heads = (int64_t)p->batch * p->heads_q;
-    bool any = forward->dtype == ATTN_DTYPE_DEFAULT; /* fwd_any numbers its blocks itself */
-    int64_t groups = any ? 0 : attn__ceil_div(heads, a->group), each = (any ? heads : a->group) * (int64_t)a->slots;
-    RETURN_IF_ERROR(attn__cuda_launch(run, run->forward, each * a->dv_blocks, groups, 32 * forward->warps,
-                                      forward->shared_bytes, a, sizeof *a));
+    RETURN_IF_ERROR(run->entries[run->forward].hopper ? launch_hopper(run, a) : launch_blocks(run, a));
     if (a->chunks)
         RETURN_IF_ERROR(
             launch_warps(run, ATTN_ENTRY_fold, heads * a->part_rows * attn__ceil_div(p->dim_v, 32), a, sizeof *a));

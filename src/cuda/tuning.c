@@ -9,8 +9,8 @@
  * the environment's ATTN_TUNING names one, by its absolute path (a relative one would be whatever lies in the current
  * directory). A context reads it once, when it is made, so plans may be made by many threads.
  *
- * A file can make a run faster or slower, never different: it chooses among lines of the same dtype, dim and keys per tile,
- * which all give the same bits. Anything else in it is an error that names the file and the line.
+ * A file can make a run faster or slower, never different: it chooses among lines of the same family (FWD or FWD90), dtype, dim
+ * and keys per tile, which all give the same bits. Anything else in it is an error that names the file and the line.
  */
 #define _POSIX_C_SOURCE 200809L
 #include "cuda.h"
@@ -56,7 +56,8 @@ static int first_choice(const attn_cuda_tuned *row) {
     int choice = -1;
     for (int n = 0; n < ATTN_ENTRIES; n++) {
         const attn_cuda_entry *e = &attn__cuda_entries[n];
-        if (e->dtype == row->dtype && e->dim == row->dim && e->arch <= row->arch && (e->all || !row->all)) choice = n;
+        if (e->dtype == row->dtype && e->dim == row->dim && attn__cuda_is_for(e, row->arch) && (e->all || !row->all))
+            choice = n;
     }
     return choice;
 }
@@ -67,13 +68,16 @@ static attn_status check_row(const attn_cuda *cuda, const attn_cuda_tuned *row, 
     if (row->entry < 0) return fail_at(t, row->line, "kernel=%s: `attn info` lists those there are", name);
     const attn_cuda_entry *e = &attn__cuda_entries[row->entry];
     int first = first_choice(row);
-    if (!e->dtype || e->dtype != row->dtype || e->dim != row->dim || e->arch > row->arch || first < 0)
+    if (!e->dtype || e->dtype != row->dtype || e->dim != row->dim || !attn__cuda_is_for(e, row->arch) || first < 0)
         return fail_at(t, row->line, "kernel=%s: is not for sm_%d %s d%d", name, row->arch, attn_dtype_name(row->dtype),
                        row->dim);
     if (row->all && !e->all) return fail_at(t, row->line, "kernel=%s: does not take every feature; want plain", name);
     if (e->bn != attn__cuda_entries[first].bn)
         return fail_at(t, row->line, "kernel=%s: has tiles of %d keys, %s of %d: results would change", name, e->bn,
                        attn__cuda_entries[first].name, attn__cuda_entries[first].bn);
+    if (e->hopper != attn__cuda_entries[first].hopper)
+        return fail_at(t, row->line, "kernel=%s: is of another family than %s: results would change", name,
+                       attn__cuda_entries[first].name);
     for (int32_t n = 0; n < cuda->state->gpus; n++) {
         const attn_gpu *gpu = &cuda->state->gpu[n];
         if (gpu->arch == row->arch && !attn__cuda_runs_on(e, gpu))

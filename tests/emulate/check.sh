@@ -9,9 +9,10 @@ shift
 case $build in /*) ;; *) build=$PWD/$build ;; esac
 out=$build/emulate
 mkdir -p "$out"
-flags="-O1 -fPIC -fvisibility=hidden -U_FORTIFY_SOURCE -ffp-contract=off -Wall -Wextra -Werror -I include -I src -I src/cuda -I tests/emulate"
+flags="-O1 -fPIC -fvisibility=hidden -U_FORTIFY_SOURCE -ffp-contract=off -Wall -Wextra -Werror -Wno-psabi -I include -I src -I src/cuda -I tests/emulate"
 cuda="${CXX:-c++} $flags -std=c++17 -x c++ -include tests/emulate/emulate.h"
 fwd="-Wno-unknown-pragmas -Wno-enum-compare -Wno-int-in-bool-context -Wno-unused-parameter"
+runtime="tests/emulate/fibers.c tests/emulate/hopper.c tests/emulate/products.c"
 objects=
 newest=$(ls -t src/*.h src/cuda/*.h src/cuda/*.cu* src/cuda/*.def include/attn.h tests/emulate/* | head -n 1)
 compile() { # object, the rest: adds the command to the list, unless the object is up to date
@@ -34,13 +35,26 @@ for table in variants.def tune.def; do
         if [ $table = tune.def ]; then echo emulated >"$tune/$kernel.fatbin"; fi
     done
 done
+for kernel in $(sed -n 's/^FWD90(\([a-z0-9_]*\),.*/\1/p' src/cuda/variants.def); do
+    compile "$kernel.o" $fwd "-DVARIANT=$kernel" -c src/cuda/fwd_sm90.cu
+done
+kernels=$objects
+compile hopper_test.o $fwd -DVARIANT=none -c tests/emulate/hopper_test.cu
 xargs -P "$(nproc)" -d '\n' -n 1 sh -c <"$out/commands"
-${CC:-cc} $flags -std=gnu11 -shared -o "$out/libemulated-cuda.so" tests/emulate/driver.c tests/emulate/fibers.c $objects -lm -lpthread
+${CC:-cc} $flags -O3 -std=gnu11 -shared -o "$out/libemulated-cuda.so" tests/emulate/driver.c $runtime $kernels -lm -lpthread
+${CC:-cc} $flags -O2 -std=gnu11 -o "$out/hopper-test" tests/emulate/hopper_test.c $runtime "$out/hopper_test.o" -lm
 ${CC:-cc} $flags -std=gnu11 -o "$out/pieces" tests/emulate/pieces.c "$build/libattn.a" -lm -lpthread -ldl
 export ATTN_CUDA_DRIVER="$out/libemulated-cuda.so"
 if [ $# -gt 0 ]; then
     exec "$build/attn" check --backend cuda "$@"
 fi
+"$out/hopper-test"
+export EMULATE_ARCH=90
+EMULATE_ORDER=random "$out/pieces" places
+ATTN_TEST_BACKEND=cuda "$build/attn-tests" c1_ c4_empty s01_ s09_inf c5_unused c5_align c5_s03
+EMULATE_ORDER=random "$build/attn" check --backend cuda --op forward --dtype bf16 --cases 100 --seed 8
+EMULATE_ORDER=reverse "$build/attn" check --backend cuda --op forward --dtype f16 --cases 50 --seed 4
+export EMULATE_ARCH=80
 "$out/pieces"
 ATTN_TEST_BACKEND=cuda "$build/attn-tests" c1_ c4_empty s01_ s09_inf c5_unused c5_align c5_varlen_short c5_s03
 # The lines of both tables give the same; with three tiles and columns past the dims.

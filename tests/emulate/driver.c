@@ -1,7 +1,7 @@
 /*
  * A CUDA driver whose GPU is this CPU: ATTN_CUDA_DRIVER=.../libemulated-cuda.so makes the cuda backend, and with it attn check
  * --backend cuda, run the kernels of src/cuda where there is no GPU. One device, one context; every launch is done when
- * the call returns.
+ * the call returns. It has compute capability 8.0, or with EMULATE_ARCH=90 that of Hopper.
  *
  * Device memory is followed by a page that must not be touched; with EMULATE_GUARD=before, preceded by one.
  */
@@ -15,7 +15,7 @@
 
 #include "cuda/args.h"
 #include "cuda/driver.h"
-#include "fibers.h"
+#include "hopper.h"
 
 #define EXPORT __attribute__((visibility("default")))
 
@@ -30,10 +30,12 @@ typedef attn_cuda_rotary args_rotary;
     void entry(const type a);                                                                                              \
     static void run_##entry(const void *args) { entry(*(const type *)args); }
 #define FWD(entry, ...) ENTRY(entry, attn_cuda_args)
+#define FWD90(entry, ...) ENTRY(entry, attn_cuda_args90)
 #define PIECE(entry, file) ENTRY(entry, args_##entry)
 #include "cuda/tune.def"
 #include "cuda/variants.def"
 #undef FWD
+#undef FWD90
 #undef PIECE
 
 static const struct {
@@ -41,10 +43,12 @@ static const struct {
     void (*run)(const void *args);
 } kernels[] = {
 #define FWD(entry, ...) {#entry, run_##entry},
+#define FWD90(entry, ...) {#entry, run_##entry},
 #define PIECE(entry, file) {#entry, run_##entry},
 #include "cuda/tune.def"
 #include "cuda/variants.def"
 #undef PIECE
+#undef FWD90
 #undef FWD
 };
 enum { KERNELS = sizeof kernels / sizeof kernels[0] };
@@ -76,6 +80,12 @@ EXPORT int cuKernelGetAttribute(int *value, int attribute, attn_cu_kernel kernel
 EXPORT int cuKernelGetFunction(attn_cu_function *function, attn_cu_kernel kernel) {
     *function = (attn_cu_function)(void *)kernel;
     return 0;
+}
+
+EXPORT int cuTensorMapEncodeTiled(void *map, int type, unsigned rank, void *address, const uint64_t *dims,
+                                  const uint64_t *strides, const unsigned *box, const unsigned *steps, int interleave,
+                                  int swizzle, int l2_promotion, int fill) {
+    return emulate_map_encode(map, type, rank, address, dims, strides, box, steps, interleave, swizzle, l2_promotion, fill);
 }
 
 EXPORT int cuLaunchKernel(attn_cu_function function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
@@ -194,12 +204,14 @@ EXPORT int cuDeviceGetName(char *name, int bytes, int device) {
     return (void)device, snprintf(name, (size_t)bytes, "emulated GPU"), 0;
 }
 
+/* Two multiprocessors share the work of a persistent kernel: each has more than one piece of it in most runs. */
 EXPORT int cuDeviceGetAttribute(int *value, int attribute, int device) {
+    const char *arch = getenv("EMULATE_ARCH");
     (void)device;
     switch (attribute) {
-    case ATTN_CU_DEVICE_SMS: *value = 1; break;
-    case ATTN_CU_DEVICE_MAJOR: *value = 8; break;
-    case ATTN_CU_DEVICE_MINOR: *value = 0; break;
+    case ATTN_CU_DEVICE_SMS: *value = 2; break;
+    case ATTN_CU_DEVICE_MAJOR: *value = arch ? atoi(arch) / 10 : 8; break;
+    case ATTN_CU_DEVICE_MINOR: *value = arch ? atoi(arch) % 10 : 0; break;
     case ATTN_CU_DEVICE_SHARED: *value = EMULATE_SHARED_BYTES; break;
     default: *value = 1 << 20; break;
     }

@@ -1,16 +1,17 @@
 /*
- * CUDA C on the CPU: threads, shared memory, the exchanges of a warp and, in ptx.h, the instructions of ptx.cuh: enough to run
- * the kernels of src/cuda, unchanged, where there is no GPU. Force-included (-include) before each .cu file, which g++ compiles as
- * C++. A block's threads are fibers that are switched at barriers and exchanges only, and blocks run one after the other; so
- * shared memory can be static. What is checked besides the results:
+ * CUDA C on the CPU: threads, shared memory, the exchanges of a warp and, in ptx.h and sm90.h, the instructions of ptx.cuh,
+ * sm90.cuh and wgmma.cuh: enough to run the kernels of src/cuda, unchanged, where there is no GPU. Force-included (-include)
+ * before each .cu file, which g++ compiles as C++. A block's threads are fibers that are switched at barriers and exchanges
+ * only, and blocks run one after the other; so shared memory can be static. What is checked besides the results:
  *
  *   - every lane comes to each exchange, and no threads wait for each other at different barriers (fibers.c);
  *   - an address in shared memory is aligned and within what the launch asked for, a cp.async reads from a multiple of 16, and
  *     nothing reads its target before the wait (ptx.h);
+ *   - copies and products that run beside the threads are waited for, and nobody meddles with them (hopper.h);
  *   - nothing past the end of device memory is touched, or before its start (driver.c);
- *   - with EMULATE_ORDER=reverse, nothing depends on which thread runs first between two barriers.
+ *   - with EMULATE_ORDER=reverse or random, nothing depends on which thread runs first between two barriers.
  *
- * Not seen: races that neither order of the threads shows, and between blocks; bank conflicts; the rounding of tensor cores and of
+ * Not seen: races that no order of the threads shows, and between blocks; bank conflicts; the rounding of tensor cores and of
  * ex2.approx (ptx.h says how they are computed here).
  */
 #ifndef EMULATE_H
@@ -42,6 +43,7 @@ static inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) {
 
 extern "C" {
 #include "fibers.h"
+#include "hopper.h"
 }
 
 static inline void __syncthreads(void) { emulate_block_barrier(); }
@@ -61,6 +63,8 @@ static inline void __syncwarp(void) { emulate_warp_barrier(); }
 SHUFFLE(float)
 SHUFFLE(double)
 SHUFFLE(uint64_t)
+SHUFFLE(uint32_t)
+SHUFFLE(int32_t)
 #undef SHUFFLE
 
 static inline unsigned __ballot_sync(unsigned, int is_set) {
@@ -106,6 +110,7 @@ static inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c);
 
 #ifdef VARIANT
 #include "ptx.h"
+#include "sm90.h"
 #endif
 
 #endif

@@ -1,29 +1,31 @@
 /* The threads of a block as fibers; see emulate.h. Fibers are made once and stay; setjmp switches them, without a system call. */
 #define _DEFAULT_SOURCE
 #include "fibers.h"
+#include "hopper.h"
 
 #include <setjmp.h>
+#include <stdarg.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <ucontext.h>
 
-enum { THREADS = 1024, STACK_BYTES = 128 * 1024 };
+enum { THREADS = 1024, STACK_BYTES = 128 * 1024, MARGIN = 1024 /* watched after shared memory */ };
 
-enum { READY, AT_WARP_BARRIER, AT_BLOCK_BARRIER, DONE };
+enum { READY, AT_WARP_BARRIER, AT_BLOCK_BARRIER, AT_WAIT, DONE };
 
 typedef struct fiber {
     ucontext_t start;
     jmp_buf at;
     int state, is_started;
-    int phase; /* which half of `exchanged` the next exchange uses: nobody can be two exchanges ahead */
+    emulate_wait wait; /* AT_WAIT: for what */
+    int phase;         /* which half of `exchanged` the next exchange uses: nobody can be two exchanges ahead */
 } fiber;
 
 emulate_index threadIdx, blockIdx, gridDim;
-uint8_t shared[EMULATE_SHARED_BYTES] __attribute__((aligned(128)));
+uint8_t shared[EMULATE_SHARED_BYTES] __attribute__((aligned(1024)));
 unsigned emulate_shared_bytes;
-int emulate_reverse;
 
 static fiber fibers[THREADS];
 static jmp_buf scheduler;
@@ -32,9 +34,22 @@ static int voted[THREADS];
 static unsigned block_threads;
 static void (*body)(const void *args);
 static const void *body_args;
+static enum { FORWARD, REVERSE, RANDOM } order; /* in which threads run: EMULATE_ORDER */
+static uint32_t luck;
 
-void emulate_fail(const char *what) {
-    fprintf(stderr, "emulated GPU: block %u, thread %u: %s\n", blockIdx.x, threadIdx.x, what);
+/* A number below `count`. */
+static unsigned draw(unsigned count) {
+    luck = luck * 1664525 + 1013904223;
+    return (luck >> 16) % count;
+}
+
+void emulate_fail(const char *format, ...) {
+    va_list values;
+    va_start(values, format);
+    fprintf(stderr, "emulated GPU: block %u, thread %u: ", blockIdx.x, threadIdx.x);
+    vfprintf(stderr, format, values);
+    fputc('\n', stderr);
+    va_end(values);
     abort();
 }
 
@@ -69,8 +84,18 @@ static void resume(unsigned thread) {
     start(f);
 }
 
+void emulate_pause(void) {
+    if (order == RANDOM && draw(4) == 0) yield(READY);
+}
+
 void emulate_warp_barrier(void) { yield(AT_WARP_BARRIER); }
 void emulate_block_barrier(void) { yield(AT_BLOCK_BARRIER); }
+
+void emulate_wait_for(emulate_wait wait) {
+    if (wait.is_over(&wait)) return;
+    fibers[threadIdx.x].wait = wait;
+    yield(AT_WAIT);
+}
 
 const emulate_words *emulate_exchange(const uint32_t *words, int count) {
     unsigned thread = threadIdx.x;
@@ -105,13 +130,19 @@ static int release(unsigned first, unsigned end, int state, int all) {
     return 1;
 }
 
-/* Lets a warp run until each of its lanes waits for the block or is done. Did it move at all? */
+static int is_ready(unsigned thread) {
+    const fiber *f = &fibers[thread];
+    threadIdx.x = thread;
+    return f->state == READY || (f->state == AT_WAIT && f->wait.is_over(&f->wait));
+}
+
+/* Lets a warp run until each of its lanes waits for others or is done. Did it move at all? */
 static int run_warp(unsigned first) {
-    int moved = 0;
+    int moved = 0, reverse = order == REVERSE || (order == RANDOM && draw(2));
     do {
         for (unsigned n = 0; n < 32; n++) {
-            unsigned t = first + (emulate_reverse ? 31 - n : n);
-            if (fibers[t].state != READY) continue;
+            unsigned t = first + (reverse ? 31 - n : n);
+            if (!is_ready(t)) continue;
             resume(t);
             moved = 1;
         }
@@ -119,24 +150,62 @@ static int run_warp(unsigned first) {
     return moved;
 }
 
+static void describe(const fiber *f, char *text, size_t bytes) {
+    if (f->state == AT_WARP_BARRIER) snprintf(text, bytes, "wait for their warp");
+    if (f->state == AT_BLOCK_BARRIER) snprintf(text, bytes, "wait at __syncthreads");
+    if (f->state == DONE) snprintf(text, bytes, "have left");
+    if (f->state == AT_WAIT) f->wait.describe(&f->wait, text, bytes);
+}
+
+/* Nobody can go on: says what every thread waits for. */
+static void report_deadlock(unsigned threads) {
+    char text[256] = "", next[256];
+    for (unsigned t = 0, first = 0; t <= threads; t++) {
+        if (t < threads) describe(&fibers[t], next, sizeof next);
+        if (t == 0) memcpy(text, next, sizeof text);
+        if (t < threads && strcmp(text, next) == 0) continue;
+        fprintf(stderr, "emulated GPU: threads %u to %u %s\n", first, t - 1, text);
+        memcpy(text, next, sizeof text);
+        first = t;
+    }
+    emulate_fail("threads wait for each other at different barriers");
+}
+
+/* Lets each warp run once. Did any of them move? */
+static int run_warps(unsigned count) {
+    unsigned warps[THREADS / 32];
+    int moved = 0;
+    for (unsigned n = 0; n < count; n++) warps[n] = order == REVERSE ? count - 1 - n : n;
+    for (unsigned n = 0; n < count; n++) {
+        unsigned other = order == RANDOM ? n + draw(count - n) : n, warp = warps[other];
+        warps[other] = warps[n];
+        moved |= run_warp(warp * 32);
+    }
+    return moved;
+}
+
 /* One warp goes as far as it can before the next one starts: what it does too early or too late then shows. */
 static void run_block(unsigned threads) {
-    memset(shared, 0xff, emulate_shared_bytes); /* NaN: what nobody has written */
+    const unsigned room = EMULATE_SHARED_BYTES - emulate_shared_bytes, behind = room < MARGIN ? room : MARGIN;
+    memset(shared, 0xff, emulate_shared_bytes + behind); /* NaN: what nobody has written */
+    emulate_hopper_begin(threads);
     for (unsigned t = 0; t < threads; t++) fibers[t].state = READY;
     for (;;) {
-        int moved = 0, done = 1;
-        for (unsigned n = 0; n < threads; n += 32) moved |= run_warp(emulate_reverse ? threads - 32 - n : n);
+        int moved = run_warps(threads / 32), done = 1;
         moved |= release(0, threads, AT_BLOCK_BARRIER, 0);
         for (unsigned t = 0; t < threads; t++) done &= fibers[t].state == DONE;
-        if (done) return;
-        if (!moved) emulate_fail("threads wait for each other at different barriers");
+        if (done) break;
+        if (!moved) report_deadlock(threads);
     }
+    for (unsigned n = emulate_shared_bytes; n < emulate_shared_bytes + behind; n++)
+        if (shared[n] != 0xff) emulate_fail("byte %u of shared memory was written, of %u", n, emulate_shared_bytes);
+    emulate_hopper_end();
 }
 
 void emulate_launch(void (*kernel)(const void *args), const void *args, unsigned grid_x, unsigned grid_y, unsigned grid_z,
                     unsigned threads, unsigned shared_bytes) {
-    const char *order = getenv("EMULATE_ORDER");
-    emulate_reverse = order && strcmp(order, "reverse") == 0;
+    const char *wish = getenv("EMULATE_ORDER");
+    order = !wish ? FORWARD : strcmp(wish, "reverse") == 0 ? REVERSE : strcmp(wish, "random") == 0 ? RANDOM : FORWARD;
     if (threads % 32 || threads > THREADS) emulate_fail("want whole warps, and at most 1024 threads");
     if (shared_bytes > EMULATE_SHARED_BYTES) emulate_fail("so much shared memory no block can have");
     emulate_shared_bytes = shared_bytes;

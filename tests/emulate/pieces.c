@@ -1,7 +1,7 @@
 /*
  * What attn check does not look at, on the emulated GPU: that a sequence gives the same bits whether or not the plan may split it
- * (C5); merges of more parts than a launch takes; and that values out of range in device memory are brought into range and reported, and nothing past the end of an
- * array is touched (C3).
+ * (C5); merges of more parts than a launch takes; problems of more than a block takes at a time; and that values out of range in
+ * device memory are brought into range and reported, and nothing past the end of an array is touched (C3).
  */
 #include <limits.h>
 #include <math.h>
@@ -10,6 +10,7 @@
 #include <string.h>
 
 #include "cuda/driver.h"
+#include "numeric.h"
 
 enum { MOST_ARRAYS = 64 };
 
@@ -172,6 +173,70 @@ static void test_merge(void) {
     attn_context_destroy(ref);
 }
 
+/* ---- several places for each block ---- */
+
+enum { PLACE_BATCH = 2, PLACE_HEADS = 3, PLACE_ROWS = 200, PLACE_KEYS = 300, PLACE_MOST = 256 };
+
+/* A tensor of random 16-bit numbers; with `odd`, rows begin at odd addresses. The same numbers on the host, and on the device. */
+static attn_tensor put_halves(attn_dtype dtype, int rows, int dim, bool odd, bool on_device, uint16_t *host) {
+    int64_t pitch = PLACE_HEADS * dim + (odd ? 1 : 0), count = (int64_t)PLACE_BATCH * rows * pitch;
+    for (int64_t row = 0; row < PLACE_BATCH * rows; row++)
+        for (int64_t n = 0; n < pitch; n++) {
+            float x = n < PLACE_HEADS * dim ? (float)(rand() % 2001 - 1000) / 500 : 0;
+            host[row * pitch + n] = dtype == ATTN_BF16 ? attn__to_bf16(x) : attn__to_f16(x);
+        }
+    return (attn_tensor){on_device ? put(host, (size_t)count * 2) : host, {rows * pitch, pitch, dim}};
+}
+
+/* o as numbers, of the cuda backend or of ref. */
+static void attend_places(attn_context *where, attn_dtype dtype, int dim, bool causal, bool odd, double cap, uint16_t *o) {
+    enum { NUMBERS = PLACE_BATCH * PLACE_KEYS * (PLACE_HEADS * PLACE_MOST + 1) };
+    static uint16_t host[3][NUMBERS];
+    attn_problem p = {.size = sizeof p, .op = ATTN_FORWARD, .dtype = dtype, .batch = PLACE_BATCH};
+    p.heads_q = p.heads_kv = PLACE_HEADS;
+    p.dim_qk = p.dim_v = dim;
+    p.max_q = PLACE_ROWS;
+    p.max_kv = PLACE_KEYS;
+    p.flags = causal ? ATTN_CAUSAL : 0;
+    p.softcap = cap;
+    attn_buffers f = {.size = sizeof f};
+    bool device = where == context;
+    srand(17);
+    f.q = put_halves(dtype, PLACE_ROWS, dim, false, device, host[0]);
+    f.k = put_halves(dtype, PLACE_KEYS, dim, false, device, host[1]);
+    f.v = put_halves(dtype, PLACE_KEYS, dim, odd, device, host[2]);
+    size_t bytes = (size_t)PLACE_BATCH * PLACE_ROWS * PLACE_HEADS * (size_t)dim * 2;
+    f.o = attn_dense(device ? put(NULL, bytes) : o, PLACE_ROWS, PLACE_HEADS, dim);
+    must(attn_forward(where, &p, &f, NULL) == ATTN_OK, "attn_forward");
+    if (device) get(o, f.o.data, bytes);
+    free_arrays();
+}
+
+/*
+ * More rows, heads and keys than a block takes at a time, so that a persistent kernel comes round to each of its buffers again; with
+ * a cap, so does the kernel for every feature. Odd addresses, which that one works on too, give the same bits.
+ */
+static void test_places(attn_dtype dtype, int dim, bool causal) {
+    enum { NUMBERS = PLACE_BATCH * PLACE_ROWS * PLACE_HEADS * PLACE_MOST };
+    static uint16_t want[NUMBERS], got[NUMBERS], odd[NUMBERS];
+    const double most = dtype == ATTN_BF16 ? 1.0 / 128 : 1.0 / 1024; /* roundings of P and of o, which is below 2 */
+    const int count = PLACE_BATCH * PLACE_ROWS * PLACE_HEADS * dim;
+    attn_config config = {.size = sizeof config, .backend = ATTN_BACKEND_REF};
+    attn_context *ref;
+    must(attn_context_create(&ref, &config) == ATTN_OK, "ref");
+    for (int cap = 0; cap <= 5; cap += 5) {
+        attend_places(ref, dtype, dim, causal, false, cap, want);
+        attend_places(context, dtype, dim, causal, false, cap, got);
+        attend_places(context, dtype, dim, causal, true, cap, odd);
+        bool close = true;
+        for (int n = 0; n < count; n++)
+            close = close && fabs(attn__load(dtype, got, n) - attn__load(dtype, want, n)) <= most;
+        judge(close, "several places for a block");
+        judge(memcmp(got, odd, (size_t)count * 2) == 0, "odd addresses give the same bits");
+    }
+    attn_context_destroy(ref);
+}
+
 /* ---- values out of range ---- */
 
 static int32_t wild(int32_t most) {
@@ -272,7 +337,9 @@ static void test_wild_values(void) {
     judge(reported >= rounds - 5, "values out of range are reported");
 }
 
-int main(void) {
+/* pieces [places]: all tests, or only that one, for a GPU of another kind. */
+int main(int count, char **words) {
+    bool all = count < 2 || strcmp(words[1], "places") != 0;
     attn_config config = {.size = sizeof config, .backend = ATTN_BACKEND_CUDA};
     const attn_driver_state *state;
     attn_cu_context current;
@@ -280,9 +347,14 @@ int main(void) {
     must(attn__driver_open(&state) == ATTN_OK, "attn__driver_open");
     driver = state->driver;
     must(driver->cuDevicePrimaryCtxRetain(&current, 0) == 0 && driver->cuCtxPushCurrent(current) == 0, "context");
-    test_split();
-    test_merge();
-    test_wild_values();
+    if (all) test_split();
+    if (all) test_merge();
+    for (int causal = 0; causal < 2; causal++) {
+        test_places(ATTN_BF16, 64, causal);
+        test_places(ATTN_F16, 128, causal);
+    }
+    test_places(ATTN_BF16, 256, false);
+    if (all) test_wild_values();
     attn_context_destroy(context);
     printf("%d passed, %d failed\n", passed, failed);
     return failed > 0;

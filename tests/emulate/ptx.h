@@ -14,12 +14,17 @@
 
 #include "numeric.h"
 
-enum { SHARED_BASE = 1024, MOST_COPIES = 512, MOST_THREADS = 256 };
+enum { SHARED_BASE = EMULATE_SHARED_BASE, MOST_COPIES = 512, MOST_THREADS = 512 };
 
 static inline int here(int x) { return x; }
 static inline const uint8_t *here_pointer(const uint8_t *x) { return x; }
 
 static inline uint32_t cvta_shared(const void *p) { return (uint32_t)((const uint8_t *)p - shared) + SHARED_BASE; }
+
+/* For copies and products of compute capability 9.0, which do not see at once what threads write. */
+static inline void note_write(const uint8_t *to, uint32_t bytes) {
+    if (emulate_tracks_writes) emulate_wrote(cvta_shared(to), bytes);
+}
 
 static inline uint8_t *shared_bytes_at(uint32_t at, uint32_t bytes) {
     if (at % bytes) emulate_fail("an address in shared memory that is not aligned");
@@ -47,6 +52,7 @@ static inline void cp_async_cg_zfill(uint32_t to, const void *from, int bytes) {
     memset(copy->data, 0, 16);
     memcpy(copy->data, from, (size_t)bytes);
     memset(copy->to, 0xff, 16);
+    note_write(copy->to, 16);
 }
 static inline void cp_async_cg(uint32_t to, const void *from) { cp_async_cg_zfill(to, from, 16); }
 static inline void cp_async_cg_if(uint32_t to, const void *from, bool wanted) {
@@ -55,7 +61,10 @@ static inline void cp_async_cg_if(uint32_t to, const void *from, bool wanted) {
 static inline void cp_async_commit_group(void) {}
 static inline void cp_async_wait_all(void) {
     int *count = &pending_count[threadIdx.x];
-    for (int n = 0; n < *count; n++) memcpy(pending[threadIdx.x][n].to, pending[threadIdx.x][n].data, 16);
+    for (int n = 0; n < *count; n++) {
+        memcpy(pending[threadIdx.x][n].to, pending[threadIdx.x][n].data, 16);
+        note_write(pending[threadIdx.x][n].to, 16);
+    }
     *count = 0;
 }
 
@@ -95,8 +104,13 @@ static inline uint4 ld_shared_v4(uint32_t from) {
     memcpy(&x, shared_bytes_at(from, 16), 16);
     return x;
 }
-static inline void st_shared_v4(uint32_t to, uint4 x) { memcpy(shared_bytes_at(to, 16), &x, 16); }
-static inline void st_shared_b32(uint32_t to, uint32_t x) { memcpy(shared_bytes_at(to, 4), &x, 4); }
+static inline void st_shared(uint32_t to, const void *x, uint32_t bytes) {
+    uint8_t *at = shared_bytes_at(to, bytes);
+    memcpy(at, x, bytes);
+    note_write(at, bytes);
+}
+static inline void st_shared_v4(uint32_t to, uint4 x) { st_shared(to, &x, 16); }
+static inline void st_shared_b32(uint32_t to, uint32_t x) { st_shared(to, &x, 4); }
 
 /* ---- numbers ---- */
 

@@ -8,25 +8,27 @@ import pytest
 
 from conftest import ROOT
 
-LINES = [re.match(r"(FWD|PIECE)\(\s*(\w+)\s*,\s*(?:(\w+)\.cu)?", line)
+HOPPER = "fwd_sm90_bf16_d128"
+LINES = [re.match(r"(FWD|FWD90|PIECE)\(\s*(\w+)\s*,\s*(?:(\w+)\.cu)?", line)
          for line in (ROOT / "src/cuda/variants.def").read_text().splitlines()]
 ENTRIES = {match[2]: match[3] or match[2] for match in LINES if match}  # entry: its image
 
 
-def log_of(entry, registers=32, shared=0, spills=0, extra=""):
+def log_of(entry, registers=32, shared=0, spills=0, extra="", arch=None):
+    arch = arch or ("90a" if "sm90" in entry else "80")
     return (
-        f"ptxas info    : Compiling entry function '{entry}' for 'sm_80'\n"
+        f"ptxas info    : Compiling entry function '{entry}' for 'sm_{arch}'\n"
         f"    0 bytes stack frame, {spills} bytes spill stores, 0 bytes spill loads\n"
         f"ptxas info    : Used {registers} registers, used 1 barriers, {shared} bytes smem, 1240 bytes cmem[0]\n{extra}"
     )
 
 
-def check(folder, **changed):
-    """Logs of all kernels, those of `append` as given; the exit status and the text."""
+def check(folder, which="append", **changed):
+    """Logs of all kernels, that of one as given; the exit status and the text."""
     for image in set(ENTRIES.values()):
         (folder / f"{image}.fatbin").write_bytes(b"image")
         (folder / f"{image}.log").write_text(
-            "".join(log_of(e, **(changed if e == "append" else {})) for e, i in ENTRIES.items() if i == image)
+            "".join(log_of(e, **(changed if e == which else {})) for e, i in ENTRIES.items() if i == image)
         )
     return run(folder)
 
@@ -55,6 +57,24 @@ def test_violations_are_seen(tmp_path, changed, word):
     code, text = check(tmp_path, **changed)
     assert code == 1 and word in "\n".join(line for line in text.splitlines() if line.startswith("append")), text
     assert text.endswith("1 failed\n")
+
+
+@pytest.mark.parametrize(
+    "changed, word",
+    [
+        (dict(registers=168), None),
+        (dict(registers=169), "registers"),  # 384 threads
+        (dict(shared=35584), None),  # 196,864 bytes of tiles and barriers besides
+        (dict(shared=35585), "shared memory"),
+        (dict(spills=4), "spills"),
+        (dict(arch="90"), "arch"),
+        (dict(extra="(C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized due to ...\n"), "serialized"),
+    ],
+)
+def test_violations_of_hoppers_kernels_are_seen(tmp_path, changed, word):
+    code, text = check(tmp_path, HOPPER, **changed)
+    lines = "\n".join(line for line in text.splitlines() if re.match(HOPPER + r"\b", line))
+    assert code == (1 if word else 0) and (word or "ok") in lines, text
 
 
 def test_a_missing_kernel_is_seen(tmp_path):

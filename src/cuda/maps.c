@@ -1,0 +1,89 @@
+/*
+ * How the tensors of a run lie: whether their rows can be read in pieces of 16 bytes, and, for Hopper's kernels, as tensor maps,
+ * with which the tensor memory accelerator fetches and stores whole tiles.
+ *
+ * A map is made by the driver from the start, the sizes and the strides of a tensor; it is no more than 128 bytes that the
+ * kernel is given among its arguments, so nothing is kept or freed. What no map can be made of (rows that are not aligned,
+ * negative strides, pages, another dtype) is no error: the kernels that take every feature read such tensors without.
+ */
+#include "cuda.h"
+
+#include <string.h>
+
+/* One of the four. */
+typedef struct view {
+    attn_tensor t;
+    int64_t size[3]; /* batch (pages, or 1 when packed), rows, heads: as t.stride */
+    int32_t dim;
+    attn_dtype dtype;
+} view;
+
+enum { VIEW_Q, VIEW_K, VIEW_V, VIEW_O, VIEWS };
+
+static void view_all(const attn_plan *plan, const attn_buffers *f, view views[VIEWS]) {
+    const attn_problem *p = &plan->problem;
+    bool packed_q = p->flags & ATTN_VARLEN_Q, packed = p->flags & ATTN_VARLEN_KV;
+    int64_t batch_q = packed_q ? 1 : p->batch, rows_q = packed_q ? p->total_q : p->max_q;
+    int64_t batch = p->page_size ? p->num_pages : packed ? 1 : p->cache_batch;
+    int64_t rows = p->page_size ? p->page_size : packed ? p->total_kv : p->max_kv;
+    attn_tensor q = p->flags & ATTN_ROTARY ? attn__cuda_rotated_q(plan, f) : f->q;
+    views[VIEW_Q] = (view){q, {batch_q, rows_q, p->heads_q}, p->dim_qk, p->dtype};
+    views[VIEW_K] = (view){f->k, {batch, rows, p->heads_kv}, p->dim_qk, p->kv_dtype};
+    views[VIEW_V] = (view){f->v, {batch, rows, p->heads_kv}, p->dim_v, p->kv_dtype};
+    views[VIEW_O] = (view){f->o, {batch_q, rows_q, p->heads_q}, p->dim_v, p->out_dtype};
+}
+
+/* Do rows start at multiples of 16 bytes? A stride of a dim with one element is not used. */
+static bool is_aligned(const view *v) {
+    int64_t bytes = (int64_t)attn_dtype_size(v->dtype);
+    bool aligned = (uintptr_t)v->t.data % 16 == 0;
+    for (int n = 0; n < 3; n++) aligned = aligned && (v->size[n] <= 1 || v->t.stride[n] * bytes % 16 == 0);
+    return aligned;
+}
+
+bool attn__cuda_aligned(const attn_plan *plan, const attn_buffers *f) {
+    view views[VIEWS];
+    bool aligned = true;
+    view_all(plan, f, views);
+    for (int n = 0; n < VIEWS; n++) aligned = aligned && is_aligned(&views[n]);
+    return aligned;
+}
+
+/* The map of a tensor, of boxes of so many rows. False: it can have none. */
+static bool make_map(const attn_driver *driver, const view *v, int32_t rows, attn_tensor_map *map) {
+    enum { ROW = 1, HEAD = 2, BATCH = 0 }; /* in t.stride and size; a map counts from the innermost dim on */
+    static const int order[3] = {ROW, HEAD, BATCH};
+    const unsigned box[4] = {ATTN_MAP_COLS, (unsigned)rows, 1, 1}, steps[4] = {1, 1, 1, 1};
+    const int64_t each = (int64_t)attn_dtype_size(v->dtype), most_stride = INT64_C(1) << 40;
+    const int64_t row_bytes = attn__ceil_div(v->dim * each, 16) * 16;
+    uint64_t dims[4] = {(uint64_t)v->dim}, strides[3];
+    memset(map, 0, sizeof *map);
+    if (!is_aligned(v)) return false;
+    for (int n = 0; n < 3; n++) {
+        int64_t size = v->size[order[n]];
+        int64_t bytes =
+            size > 1 ? v->t.stride[order[n]] * each : row_bytes; /* an unused one may be anything: not for the driver */
+        if (size < 1 || size > INT32_MAX || bytes < 0 || bytes >= most_stride) return false;
+        dims[n + 1] = (uint64_t)size;
+        strides[n] = (uint64_t)bytes;
+    }
+    int type = v->dtype == ATTN_F16 ? ATTN_CU_MAP_F16 : ATTN_CU_MAP_BF16;
+    return driver->cuTensorMapEncodeTiled(map, type, 4, v->t.data, dims, strides, box, steps, ATTN_CU_MAP_PLAIN,
+                                          ATTN_CU_MAP_SWIZZLE_128, ATTN_CU_MAP_L2_128,
+                                          ATTN_CU_MAP_FILL_ZERO) == ATTN_CU_SUCCESS;
+}
+
+void attn__cuda_map(attn_cuda_run *run, const attn_plan *plan, const attn_buffers *f) {
+    const attn_cuda_entry *e = &run->entries[run->forward];
+    view views[VIEWS];
+    run->tma = 0;
+    if (!e->hopper) return;
+    view_all(plan, f, views);
+    bool may_q = views[VIEW_Q].dtype == e->dtype, may_o = views[VIEW_O].dtype == e->dtype;
+    bool may_kv = views[VIEW_K].dtype == e->dtype && !plan->problem.page_size;
+    if (may_q && make_map(run->driver, &views[VIEW_Q], e->bm, &run->map_q)) run->tma |= ATTN_TMA_Q;
+    if (may_kv && make_map(run->driver, &views[VIEW_K], e->bn, &run->map_k) &&
+        make_map(run->driver, &views[VIEW_V], e->bn, &run->map_v))
+        run->tma |= ATTN_TMA_KV;
+    if (may_o && make_map(run->driver, &views[VIEW_O], ATTN_MAP_O_ROWS, &run->map_o)) run->tma |= ATTN_TMA_O;
+}

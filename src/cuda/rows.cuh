@@ -1,0 +1,536 @@
+/*
+ * What forward kernels share: where they work, what is done to scores, the formulas of the softmax, how results get out. A thread
+ * has of S and O the elements that the tensor cores leave it: lane = 4 g + t of 16 rows the rows g, g + 8, of every 8 columns
+ * 2t, 2t + 1.
+ *
+ * The kernel's file says before this one: DTYPE, DV, BM, BN (tile), ALL, THREADS (that work on rows; warp w has the rows from
+ * MT * 16 * w on), MT, NT, DT, PV_STEPS, EB, PER_CHUNK, V_CHUNKS; where a 16-byte piece of V lies (v_piece), a barrier of those
+ * threads (block_barrier), and one that answers whether any of them says yes (block_or).
+ */
+#ifndef ATTN_ROWS_CUH
+#define ATTN_ROWS_CUH
+
+#define HUGE_SCORE 4194304.0f /* 2^22: from here on the rounding of a score is no longer small */
+enum { WIDE = DTYPE == ATTN_F32, BF16 = DTYPE == ATTN_BF16 };
+
+DEVICE uint32_t pack(float low, float high) { return BF16 ? cvt_rn_bf16x2(low, high) : cvt_rn_f16x2(low, high); }
+
+/* ---- where a block works ---- */
+
+typedef struct tile_place {
+    attn_seq s;
+    attn_mask mask;
+    int32_t h, kv_head;
+    int32_t row, rows;        /* query rows of the block; rows counts those below sq */
+    int32_t n_first, n_last;  /* tiles of keys that may be visible */
+    int32_t all_from, all_to; /* keys that every row sees, FlashMask aside */
+    const uint8_t *k, *v;     /* portable kernels, rows at a fixed distance: where key 0 is */
+    int32_t chunk;            /* split: which chunk of keys */
+    int32_t dv0;              /* first dim of V that the block computes */
+    int32_t n;                /* the tile of keys at hand */
+    bool split, drops;
+    bool natural;   /* softcap, ALiBi or bias: scores are made in base e first */
+    float scale;    /* to base 2, descales included, positive: the factor of a score on its way into exp2 */
+    float raw;      /* the factor of a product, applied before that, where `scale` cannot do: natural, or not positive */
+    float least;    /* below every score; finite, and so is its product with scale */
+    float o_factor; /* of O at the end: v_descale, dropout */
+    attn_philox philox;
+} tile_place;
+
+/* Rows [from, to) of sequence b are padding of a padded batch: o = 0, lse = -inf. */
+static __device__ __noinline__ void fill_padding(const attn_cuda_args &a, int32_t b, int32_t h, int32_t from, int32_t to) {
+    attn_seq s = {};
+    s.b = b;
+    for (int32_t i = from; i < to; i++) {
+        int64_t row = attn__q_offset(&a.p, &a.f.o, &s, i, h);
+        for (int32_t x = threadIdx.x; x < a.p.dim_v; x += THREADS) attn__store(a.p.out_dtype, a.f.o.data, row + x, 0);
+        if (threadIdx.x == 0 && a.f.lse) ((float *)a.f.lse)[attn__lse_index(&a.p, &s, i, h)] = -INFINITY;
+    }
+}
+
+/* Most problems have lengths all alike, and one test skips what reads the others. */
+DEVICE attn_seq sequence_at(const attn_cuda_args &a, int32_t b) {
+    const uint32_t own =
+        ATTN_BATCH_INDEX | ATTN_VARLEN_Q | ATTN_USED_Q | ATTN_VARLEN_KV | ATTN_USED_KV | ATTN_APPEND | ATTN_LEFTPAD;
+    if (a.p.flags & own) return sequence(a, b);
+    attn_seq s = {};
+    s.b = s.slot = b;
+    s.sq = a.p.max_q;
+    s.sk = s.used = a.p.max_kv;
+    return s;
+}
+
+/*
+ * Work is ordered for the L2 cache: `group` heads at a time, from head `first` on; among them the last rows, which see the most
+ * keys under a causal mask, come first: number `index` of the group. Returns false when there is nothing to do there. Rows that
+ * are padding are filled on the way, if the caller `fills`.
+ */
+DEVICE bool find_place(const attn_cuda_args &a, tile_place &at, int64_t first, uint32_t index, bool fills) {
+    int64_t left = (int64_t)a.p.batch * a.p.heads_q - first, bh;
+    if (left <= 0) return false;
+    uint32_t size = left < a.group ? (uint32_t)left : (uint32_t)a.group, part = 0;
+    if (a.dv_blocks > 1) {
+        part = index % a.dv_blocks;
+        index /= a.dv_blocks;
+    }
+    at.dv0 = (int32_t)part * DV;
+    int32_t slot = (int32_t)(size == (uint32_t)a.group ? attn__divide(index, a.by_group) : index / size);
+    if (slot >= a.slots) return false;
+    bh = first + (index - slot * size);
+    int32_t batch = bh <= INT32_MAX ? (int32_t)attn__divide((uint32_t)bh, a.by_heads) : (int32_t)(bh / a.p.heads_q);
+    at.h = (int32_t)(bh - (int64_t)batch * a.p.heads_q);
+    at.kv_head = (int32_t)attn__divide((uint32_t)at.h, a.by_share);
+    at.s = sequence_at(a, batch);
+    at.split = is_split(a, at.s);
+    int32_t tile = a.row_tiles - 1 - slot;
+    bool padded = !(a.p.flags & ATTN_VARLEN_Q) && at.dv0 == 0;
+    int32_t pad_from = attn__max32(at.s.sq, tile * BM), pad_to = attn__min32(a.p.max_q, tile * BM + BM);
+    if (fills && padded && tile >= 0 && pad_from < pad_to) fill_padding(a, at.s.b, at.h, pad_from, pad_to);
+    at.chunk = at.split ? slot : 0;
+    at.row = at.split ? 0 : tile * BM;
+    if (at.row < 0 || at.row >= at.s.sq) return false;
+    at.rows = attn__min32(BM, at.s.sq - at.row);
+    at.mask = attn__seq_mask(&a.p, &at.s);
+    int32_t from, to;
+    attn__mask_rows(&at.mask, at.row, at.row + at.rows, &from, &to);
+    if (at.split) {
+        if (slot && (slot >= a.chunks || slot * ATTN_CUDA_CHUNK >= at.s.sk)) return false; /* fold does not look there */
+        from = attn__max32(from, at.chunk * ATTN_CUDA_CHUNK);
+        to = attn__min32(to, at.chunk * ATTN_CUDA_CHUNK + ATTN_CUDA_CHUNK);
+    }
+    attn__mask_rows_all(&at.mask, at.row, at.row + at.rows, &at.all_from, &at.all_to);
+    at.n_first = from / BN;
+    at.n_last = to > from ? (to - 1) / BN : -1;
+    at.natural = ALL && (a.p.softcap > 0 || (a.p.flags & (ATTN_ALIBI | ATTN_BIAS)));
+    at.scale = a.scale_log2;
+    at.raw = 1;
+    at.o_factor = 1;
+    at.drops = ALL && a.p.dropout > 0;
+    if (ALL) {
+        double scale = score_scale(a, at.s, at.kv_head);
+        at.scale = (float)(at.natural ? scale : scale * ATTN_LOG2E);
+        at.o_factor = (float)value_scale(a, at.s, at.kv_head);
+        if (at.drops) at.philox = attn__philox_make(a.f.seed, a.f.offset, a.p.dropout);
+    }
+    if (ALL && (at.natural || !(at.scale > 0))) {
+        at.raw = at.scale;
+        at.scale = 1;
+    }
+    at.least = !ALL ? a.least : at.scale > 1 ? -FLT_MAX / at.scale : -FLT_MAX;
+    return true;
+}
+
+DEVICE const attn_flash_range *range_of(const attn_cuda_args &a, const tile_place &at, int32_t n) {
+    return a.ranges ? flash_range(a, at.s.b, at.kv_head, n) : NULL;
+}
+
+/* The next tile of keys from n downwards that is not skipped, or -1; and whether it needs the mask. */
+DEVICE int32_t next_tile(const attn_cuda_args &a, const tile_place &at, int32_t n, bool *partial) {
+    for (; n >= at.n_first; n--) {
+        *partial = n * BN < at.all_from || n * BN + BN > at.all_to;
+        if (!ALL || !a.ranges) return n; /* without FlashMask every tile from n_first to n_last has something allowed */
+        int tile_class = attn__mask_tile(&at.mask, at.row, at.row + at.rows, n * BN, n * BN + BN, range_of(a, at, n));
+        *partial = tile_class == ATTN_TILE_PARTIAL;
+        if (tile_class != ATTN_TILE_SKIP) return n;
+    }
+    return -1;
+}
+
+/* ---- pieces of rows, by elements ---- */
+
+/* One piece of a row by elements: any dtype, any alignment. */
+static __device__ __noinline__ uint4 gather(const void *data, attn_dtype dtype, int64_t from, int32_t count) {
+    uint32_t word[4] = {0, 0, 0, 0};
+    for (int x = 0; x < count; x++) {
+        float value = (float)attn__load(dtype, data, from + x);
+        if (EB == 4)
+            word[x] = __float_as_uint(value);
+        else
+            word[x / 2] |= (uint32_t)(BF16 ? attn__to_bf16(value) : attn__to_f16(value)) << (x % 2 * 16);
+    }
+    return make_uint4(word[0], word[1], word[2], word[3]);
+}
+
+/* Elements of piece `chunk` that lie before column dim. */
+DEVICE int chunk_count(int chunk, int dim) {
+    int left = dim - chunk * PER_CHUNK;
+    return left < 0 ? 0 : left < PER_CHUNK ? left : (int)PER_CHUNK;
+}
+
+/* ---- scores ---- */
+
+/* All elements of S that a thread has. */
+#define EACH_SCORE(mt, nt, e)                                                                                              \
+    _Pragma("unroll") for (int mt = 0; mt < MT; mt++) _Pragma("unroll") for (int nt = 0; nt < NT; nt++)                    \
+        _Pragma("unroll") for (int e = 0; e < 4; e++)
+
+/* Row and key of element e of accumulator [mt][nt]; see the layout in fwd.cu. */
+DEVICE int32_t row_of(const tile_place &at, int mt, int half) {
+    return at.row + ((threadIdx.x >> 5) * MT + mt) * 16 + half * 8 + (threadIdx.x >> 2 & 7);
+}
+DEVICE int32_t key_of(const tile_place &at, int nt, int e) { return at.n * BN + nt * 8 + (threadIdx.x & 3) * 2 + (e & 1); }
+
+/* A bias as float; the dtype is the same for all, so this branches once. */
+DEVICE float bias_number(attn_dtype dtype, const void *data, int64_t at) {
+    if (dtype == ATTN_F32) return ((const float *)data)[at];
+    if (dtype == ATTN_F64) return (float)((const double *)data)[at];
+    uint16_t x = ((const uint16_t *)data)[at];
+    return dtype == ATTN_BF16 ? attn__from_bf16(x) : cvt_f32_f16(x);
+}
+
+/* Steps 2 to 4 of attn.h, as score() of score.cuh, a step at a time for all elements of the thread. */
+DEVICE void feature_scores(const attn_cuda_args &a, const tile_place &at, float s[MT][NT][4]) {
+    const float cap = (float)a.p.softcap, slope = a.p.flags & ATTN_ALIBI ? a.f.alibi[at.s.b * a.f.alibi_stride + at.h] : 0;
+    const int32_t offset = at.s.sk - at.s.sq;
+    if (a.p.softcap > 0) {
+        EACH_SCORE(mt, nt, e) s[mt][nt][e] = cap * tanhf(s[mt][nt][e] / cap);
+    }
+    if (a.p.flags & ATTN_ALIBI) {
+        EACH_SCORE(mt, nt, e) {
+            int32_t distance = abs(row_of(at, mt, e >> 1) + offset - key_of(at, nt, e));
+            s[mt][nt][e] = fmaf(-slope, (float)distance, s[mt][nt][e]);
+        }
+    }
+    if (a.p.flags & ATTN_BIAS) {
+        EACH_SCORE(mt, nt, e) {
+            int32_t i = row_of(at, mt, e >> 1), j = key_of(at, nt, e);
+            if (i >= at.s.sq || j >= at.s.sk) continue;
+            s[mt][nt][e] += bias_number(a.p.bias_dtype, a.f.bias.data, attn__matrix_at(&a.f.bias, at.s.b, at.h, i, j));
+        }
+    }
+    EACH_SCORE(mt, nt, e) s[mt][nt][e] *= (float)ATTN_LOG2E;
+}
+
+/* The numbers of semantics 1 to 4; times `scale` they are in base 2. */
+DEVICE void scores(const attn_cuda_args &a, const tile_place &at, float s[MT][NT][4]) {
+    if (ALL && at.raw != 1) {
+        EACH_SCORE(mt, nt, e) s[mt][nt][e] = __fmul_rn(s[mt][nt][e], at.raw);
+    }
+    if (ALL && at.natural) feature_scores(a, at, s);
+}
+
+DEVICE void flash_scores(const attn_cuda_args &a, const tile_place &at, float s[MT][NT][4]) {
+#pragma unroll
+    for (int nt = 0; nt < NT; nt++)
+#pragma unroll
+        for (int c = 0; c < 2; c++) {
+            int32_t j = key_of(at, nt, c);
+            if (j >= at.s.sk) continue;
+            attn_flash flash = attn__flash_load(&at.mask, attn__flash_at(&a.p, &a.f, at.s.b, at.kv_head, j));
+#pragma unroll
+            for (int mt = 0; mt < MT; mt++)
+#pragma unroll
+                for (int half = 0; half < 2; half++)
+                    if (attn__flash_masked(flash, row_of(at, mt, half))) s[mt][nt][2 * half + c] = -INFINITY;
+        }
+}
+
+/* -inf where a pair is not allowed. */
+DEVICE void mask_scores(const attn_cuda_args &a, const tile_place &at, float s[MT][NT][4]) {
+#pragma unroll
+    for (int mt = 0; mt < MT; mt++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            int32_t first, end;
+            attn__mask_row(&at.mask, row_of(at, mt, half), &first, &end);
+            const uint32_t from = (uint32_t)(key_of(at, 0, 0) - first), count = (uint32_t)attn__max32(end - first, 0);
+#pragma unroll
+            for (int nt = 0; nt < NT; nt++)
+#pragma unroll
+                for (int c = 0; c < 2; c++) /* first <= key < end in one comparison */
+                    if (from + (nt * 8 + c) >= count) s[mt][nt][2 * half + c] = -INFINITY;
+        }
+    if (ALL && at.mask.vectors) flash_scores(a, at, s);
+}
+
+/* Dropout of the two neighbours (2t, 2t + 1) of one row: bit 0 and 1 of the answer say which are dropped. */
+DEVICE int dropped_pair(const tile_place &at, int32_t heads, int32_t i, int32_t j) {
+    uint32_t r[4];
+    attn__philox4(&at.philox, (uint32_t)at.s.b * (uint32_t)heads + (uint32_t)at.h, (uint32_t)i, (uint32_t)j / 4, r);
+    uint32_t r0 = j & 2 ? r[2] : r[0], r1 = j & 2 ? r[3] : r[1];
+    return (r0 < at.philox.threshold) | (r1 < at.philox.threshold) << 1;
+}
+
+/* Zeroes what is dropped in the fragment of step ks. */
+DEVICE void drop(const attn_cuda_args &a, const tile_place &at, uint32_t p[4], int mt, int ks) {
+    enum { PARTS = WIDE ? 1 : 2 };
+#pragma unroll
+    for (int part = 0; part < PARTS; part++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            int which = dropped_pair(at, a.p.heads_q, row_of(at, mt, half), key_of(at, WIDE ? ks : 2 * ks + part, 0));
+            if (WIDE) {
+                if (which & 1) p[half] = 0;
+                if (which & 2) p[half + 2] = 0;
+            } else {
+                p[2 * part + half] &= (which & 1 ? 0 : 0xffffu) | (which & 2 ? 0 : 0xffff0000u);
+            }
+        }
+}
+
+/* ---- infinities and NaN in V, where some pairs are masked; in float32 always, because lo of an infinity is NaN ---- */
+
+/* In one word of a tile: bit 0 for its number (float32) or its low half, bit 1 for its high half. */
+DEVICE int nonfinite_word(uint32_t x) {
+    if (WIDE) return (x & 0x7f800000) == 0x7f800000;
+    const uint32_t ones = BF16 ? 0x7f80 : 0x7c00;
+    return ((x & ones) == ones) | ((x >> 16 & ones) == ones) << 1;
+}
+
+/* The larger of the halves, each by itself; signs do not count. */
+DEVICE uint32_t larger_halves(uint32_t most, uint32_t x) { return __vmaxu2(most, x & 0x7fff7fff); }
+
+/* Does any thread see one in V? A barrier of the whole block. */
+DEVICE bool holds_nonfinite(uint32_t shared_v) {
+    uint32_t most = 0;
+    bool found = false;
+#pragma unroll 4
+    for (int n = threadIdx.x; n < BN * V_CHUNKS; n += THREADS) {
+        uint4 x = ld_shared_v4(shared_v + n * 16);
+        if (WIDE)
+            found |= nonfinite_word(x.x) | nonfinite_word(x.y) | nonfinite_word(x.z) | nonfinite_word(x.w);
+        else
+            most = larger_halves(larger_halves(larger_halves(larger_halves(most, x.x), x.y), x.z), x.w);
+    }
+    return block_or(found || (!WIDE && nonfinite_word(most)));
+}
+
+/* Key first + j of the tile, for the rows that see it. */
+DEVICE void add_nonfinite_key(float o[MT][DT][4], const uint64_t sees[MT][2], int first, int j, uint32_t shared_v) {
+#pragma unroll
+    for (int dt = 0; dt < DT; dt++)
+#pragma unroll
+        for (int c = 0; c < 2; c++) {
+            int column = dt * 8 + (threadIdx.x & 3) * 2 + c;
+            uint32_t piece = v_piece(shared_v, first + j, column / PER_CHUNK);
+            uint32_t word = ld_shared_b32((piece + column % PER_CHUNK * EB) & ~3u);
+            uint16_t half_word = (uint16_t)(word >> 16 * c);
+            if (!(nonfinite_word(word) >> (WIDE ? 0 : c) & 1)) continue;
+            float v = WIDE ? __uint_as_float(word) : BF16 ? attn__from_bf16(half_word) : cvt_f32_f16(half_word);
+#pragma unroll
+            for (int mt = 0; mt < MT; mt++)
+#pragma unroll
+                for (int half = 0; half < 2; half++)
+                    if (sees[mt][half] >> j & 1) o[mt][dt][2 * half + c] += v;
+        }
+}
+
+/*
+ * A product gives 0 * NaN = NaN to a row that may not see the key. So what is not finite is taken out of V and added here to
+ * the rows that see it: such a term is p * v = v for any p > 0. Rare, so slow.
+ */
+DEVICE void add_nonfinite(float o[MT][DT][4], uint32_t p[PV_STEPS][MT][4], uint32_t shared_v) {
+    enum { PART = NT < 8 ? (int)NT : 8 }; /* 8-key tiles whose keys fit into 64 bits */
+    const int t = threadIdx.x & 3;
+#pragma unroll
+    for (int part = 0; part < NT; part += PART) {
+        uint64_t sees[MT][2]; /* bit j: the row sees key part * 8 + j */
+#pragma unroll
+        for (int mt = 0; mt < MT; mt++)
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                uint64_t bits = 0;
+#pragma unroll
+                for (int n = 0; n < PART; n++) {
+                    int nt = part + n;
+                    bool first = WIDE ? p[nt % PV_STEPS][mt][half] : p[nt / 2][mt][nt % 2 * 2 + half] & 0xffff;
+                    bool second = WIDE ? p[nt % PV_STEPS][mt][half + 2] : p[nt / 2][mt][nt % 2 * 2 + half] >> 16;
+                    bits |= (uint64_t)(first | second << 1) << (n * 8 + 2 * t);
+                }
+                bits |= __shfl_xor_sync(~0u, bits, 1);
+                sees[mt][half] = bits | __shfl_xor_sync(~0u, bits, 2);
+            }
+#pragma unroll 1
+        for (int j = 0; j < PART * 8; j++) add_nonfinite_key(o, sees, part * 8, j, shared_v);
+    }
+    block_barrier();
+    for (int n = threadIdx.x; n < BN * V_CHUNKS * 4; n += THREADS) {
+        uint32_t word = ld_shared_b32(shared_v + n * 4);
+        int which = nonfinite_word(word);
+        if (which)
+            st_shared_b32(shared_v + n * 4, WIDE ? 0 : word & ((which & 1 ? 0 : 0xffffu) | (which & 2 ? 0 : 0xffff0000u)));
+    }
+    block_barrier();
+}
+
+/* ---- O to memory ---- */
+
+DEVICE void store_number(attn_dtype dtype, void *data, int64_t at, float x) {
+    if (dtype == ATTN_F32)
+        ((float *)data)[at] = x;
+    else if (dtype == ATTN_BF16)
+        ((uint16_t *)data)[at] = attn__to_bf16(x);
+    else
+        ((uint16_t *)data)[at] = (uint16_t)cvt_rn_f16x2(x, 0);
+}
+
+/* Element by element: float32, partial results, other dtypes, odd addresses. */
+enum { STORE_UNROLL = WIDE ? 128 : 1 };
+DEVICE void store_elements(const attn_cuda_args &a, const tile_place &at, const float (*o)[DT][4]) {
+    const int t = threadIdx.x & 3;
+#pragma unroll STORE_UNROLL
+    for (int mt = 0; mt < MT; mt++)
+#pragma unroll STORE_UNROLL
+        for (int half = 0; half < 2; half++) {
+            int32_t i = row_of(at, mt, half);
+            if (i >= at.s.sq) continue;
+            attn_dtype dtype = at.split ? ATTN_F32 : a.p.out_dtype;
+            void *data = at.split ? a.part_o : a.f.o.data;
+            int64_t row = at.split ? part_index(a, at.s, i, at.h, at.chunk) * a.p.dim_v
+                                   : attn__q_offset(&a.p, &a.f.o, &at.s, i, at.h);
+#pragma unroll STORE_UNROLL
+            for (int dt = 0; dt < DT; dt++)
+#pragma unroll
+                for (int c = 0; c < 2; c++) {
+                    int column = at.dv0 + dt * 8 + 2 * t + c;
+                    if (column < a.p.dim_v) store_number(dtype, data, row + column, o[mt][dt][2 * half + c]);
+                }
+        }
+}
+
+/* For 16-bit numbers this is rare, and would be a third of the code: o goes by memory, so that it can stand by itself. */
+static __device__ __noinline__ void store_from_memory(const attn_cuda_args &a, const tile_place &at,
+                                                      const float (*o)[DT][4]) {
+    store_elements(a, at, o);
+}
+
+/* ---- softmax ---- */
+
+/*
+ * Online softmax, base 2: P is 2^(scale * (s - m)) with m the largest score of the row so far, and O and l follow when it grows.
+ * That becomes rare as tiles go by, so a warp first asks whether any of its rows has grown at all, each lane looking at its
+ * own columns only.
+ *
+ * scale * s - scale * m is one multiply-add. The rounding of scale * m is then a factor common to the row, which the division by
+ * l takes out again; but where scores are so large that this rounding is too, s - m is taken first, exactly.
+ */
+/*
+ * The maximum of each row follows `most`, the largest scores that the lane sees, and l with it; factor is what O has to be
+ * multiplied by, 1 where nothing grew. Says whether any maximum of the warp is huge.
+ */
+DEVICE bool raise_maximum(float factor[MT][2], const float most[MT][2], float m[MT][2], float l[MT][2], float scale) {
+    bool has_huge = false;
+#pragma unroll
+    for (int mt = 0; mt < MT; mt++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            float x = most[mt][half], before = m[mt][half];
+            x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+            x = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+            m[mt][half] = fmaxf(before, x);
+            /* In float32 as it enters the exponentials, rounded; 16 bits do not notice, and this way nothing overflows. */
+            float less = __fmul_rn(before, scale), more = __fmul_rn(m[mt][half], scale);
+            bool exactly = !WIDE || fmaxf(fabsf(less), fabsf(more)) > HUGE_SCORE;
+            float grown = exactly ? __fmul_rn(before - m[mt][half], scale) : less - more;
+            factor[mt][half] = ex2_approx(grown);
+            l[mt][half] *= factor[mt][half];
+            has_huge |= fabsf(more) > HUGE_SCORE;
+        }
+    return __any_sync(~0u, has_huge);
+}
+
+DEVICE void rescale(float o[MT][DT][4], const float factor[MT][2]) {
+#pragma unroll
+    for (int mt = 0; mt < MT; mt++)
+#pragma unroll
+        for (int dt = 0; dt < DT; dt++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) o[mt][dt][e] *= factor[mt][e >> 1];
+}
+
+/* The largest scores that the lane sees of each row; true if one of the warp's rows has grown. */
+DEVICE bool find_maximum(float most[MT][2], float s[MT][NT][4], const float m[MT][2]) {
+    bool raise = false;
+#pragma unroll
+    for (int mt = 0; mt < MT; mt++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            float x = fmaxf(s[mt][0][2 * half], s[mt][0][2 * half + 1]);
+#pragma unroll
+            for (int nt = 1; nt < NT; nt++) x = fmaxf(x, fmaxf(s[mt][nt][2 * half], s[mt][nt][2 * half + 1]));
+            raise |= x > m[mt][half];
+            most[mt][half] = x;
+        }
+    return __any_sync(~0u, raise);
+}
+
+/* scale * m for the exponentials of the 8-key tiles [from, to); where it is huge s - m is taken at once, and 0 remains. */
+DEVICE void subtract_maximum(float less[MT][2], float s[MT][NT][4], const float m[MT][2], float scale, bool has_huge,
+                             int from, int to) {
+#pragma unroll
+    for (int mt = 0; mt < MT; mt++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) less[mt][half] = __fmul_rn(m[mt][half], scale);
+    if (has_huge) {
+#pragma unroll
+        for (int mt = 0; mt < MT; mt++)
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                if (!(fabsf(less[mt][half]) > HUGE_SCORE)) continue;
+                less[mt][half] = 0;
+#pragma unroll
+                for (int nt = from; nt < to; nt++)
+#pragma unroll
+                    for (int c = 0; c < 2; c++) s[mt][nt][2 * half + c] -= m[mt][half];
+            }
+    }
+}
+
+/* ---- the end ---- */
+
+/* One over a row sum, times `factor`. 16-bit results do not notice the last bit. */
+DEVICE float share_of(float factor, float sum) {
+    if (sum == 0) return 0;
+    return WIDE ? factor / sum : __fmul_rn(factor, rcp_approx(sum));
+}
+
+/* log(2^(scale * m) * sum). In base 2 it may be past the largest float where it is not in base e; then sum has no bit in it. */
+DEVICE float lse_of(float m, float scale, float sum) {
+    const float high = 0.693147182f, low = -1.90465421e-9f; /* of log(2) */
+    float x = __fmul_rn(m, scale) + log2f(sum);
+    return fabsf(x) == INFINITY ? m * (scale * high) : __fmaf_rn(x, high, __fmul_rn(x, low));
+}
+
+/*
+ * O divided by l, lse; or the partial result of a chunk. Each lane of a quad looks after the lse of one of the four rows (two,
+ * where a warp has 16) that they share.
+ */
+DEVICE void finish(const attn_cuda_args &a, const tile_place &at, float o[MT][DT][4], float m[MT][2], float l[MT][2]) {
+    const int lane = threadIdx.x & 31, t = lane & 3;
+    float most = 0, sum = 0;
+#pragma unroll
+    for (int r = 0; r < 2 * MT; r++) {
+        float x = l[r / 2][r % 2];
+        x += __shfl_xor_sync(~0u, x, 1);
+        x += __shfl_xor_sync(~0u, x, 2);
+        float factor = share_of(at.o_factor, x);
+        if (t % (2 * MT) == r) sum = x, most = m[r / 2][r % 2];
+#pragma unroll
+        for (int x = 0; x < 2 * DT; x++) {
+            float *number = &o[r / 2][x / 2][r % 2 * 2 + x % 2];
+            *number = __fmul_rn(*number, factor);
+        }
+    }
+    int32_t i = row_of(at, t % (2 * MT) / 2, t % 2);
+    float lse = sum == 0 ? -INFINITY : lse_of(most, at.scale, sum), share = 1;
+    if ((a.p.flags & ATTN_SINK) && !at.split) { /* else fold does */
+        lse = add_sink(lse, a.f.sink[at.h], &share);
+#pragma unroll
+        for (int r = 0; r < 2 * MT; r++) {
+            float factor = __shfl_sync(~0u, share, (lane & ~3) + r);
+#pragma unroll
+            for (int x = 0; x < 2 * DT; x++) {
+                float *number = &o[r / 2][x / 2][r % 2 * 2 + x % 2];
+                *number = __fmul_rn(*number, factor);
+            }
+        }
+    }
+    if (t < 2 * MT && i < at.s.sq && !at.dv0) {
+        if (at.split)
+            ((float *)a.part_lse)[part_index(a, at.s, i, at.h, at.chunk)] = lse;
+        else if (a.f.lse)
+            ((float *)a.f.lse)[attn__lse_index(&a.p, &at.s, i, at.h)] = lse;
+    }
+}
+
+#endif

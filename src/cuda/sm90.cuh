@@ -1,0 +1,75 @@
+/* PTX instructions of compute capability 9.0 as functions of the same name; nothing else. Products are in wgmma.cuh. */
+#ifndef ATTN_SM90_CUH
+#define ATTN_SM90_CUH
+
+#include "args.h"
+#include "ptx.cuh"
+
+/* ---- mbarrier: an object of 8 bytes in shared memory ---- */
+
+PTX void mbarrier_init(uint32_t barrier, int arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+/* After mbarrier_init, before anybody else uses the barriers. */
+PTX void fence_mbarrier_init(void) { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+PTX void mbarrier_arrive(uint32_t barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+/* Arrives, and the phase also waits for so many bytes of cp.async.bulk. */
+PTX void mbarrier_arrive_expect_tx(uint32_t barrier, int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+/* Waits until the phase of that parity has ended. A fresh barrier is in phase 0; "phase 1" before it counts as ended. */
+PTX void mbarrier_wait_parity(uint32_t barrier, uint32_t parity) {
+    asm volatile(
+        "{ .reg .pred p; AGAIN: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1; @!p bra AGAIN; }" ::"r"(barrier),
+        "r"(parity)
+        : "memory");
+}
+
+/* ---- named barriers: number 0 is that of __syncthreads ---- */
+
+PTX void bar_sync(int barrier, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory"); }
+PTX void bar_arrive(int barrier, int threads) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
+/* bar_sync; says whether any thread of it says yes. */
+PTX bool bar_red_or(int barrier, int threads, bool x) {
+    int any;
+    asm volatile("{ .reg .pred p, q; setp.ne.b32 p, %3, 0; bar.red.or.pred q, %1, %2, p; selp.b32 %0, 1, 0, q; }"
+                 : "=r"(any)
+                 : "r"(barrier), "r"(threads), "r"((int)x)
+                 : "memory");
+    return any;
+}
+
+/* ---- tensor memory accelerator ---- */
+
+/* The box at these coordinates (column, row, head, batch) to shared memory; its bytes complete on the barrier. */
+PTX void cp_async_bulk_tensor_4d_load(uint32_t to, const attn_tensor_map *map, uint32_t barrier, int x, int y, int z,
+                                      int w) {
+    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3,%4,%5,%6}], "
+                 "[%2];" ::"r"(to),
+                 "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w)
+                 : "memory");
+}
+/* The other way; parts of the box outside the tensor are not written. */
+PTX void cp_async_bulk_tensor_4d_store(const attn_tensor_map *map, uint32_t from, int x, int y, int z, int w) {
+    asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2,%3,%4,%5}], [%1];" ::"l"(map), "r"(from),
+                 "r"(x), "r"(y), "r"(z), "r"(w)
+                 : "memory");
+}
+PTX void cp_async_bulk_commit_group(void) { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+/* Until the stores of this thread have read shared memory; until they are complete. */
+PTX void cp_async_bulk_wait_group_read(void) { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+PTX void cp_async_bulk_wait_group(void) { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+/* What this thread wrote to shared memory is seen by cp.async.bulk and wgmma. */
+PTX void fence_proxy_async(void) { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+/* ---- registers of a warpgroup ---- */
+
+#define setmaxnreg_inc(count) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"((int)(count)))
+#define setmaxnreg_dec(count) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"((int)(count)))
+
+#endif

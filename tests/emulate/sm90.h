@@ -1,0 +1,72 @@
+/*
+ * The instructions of sm90.cuh and wgmma.cuh on the CPU, under the same names; this file stands for both. What they do is in
+ * hopper.c and products.c. Descriptors are made by the kernels' own operand.cuh.
+ */
+#ifndef EMULATE_SM90_H
+#define EMULATE_SM90_H
+
+#define ATTN_SM90_CUH  /* not again */
+#define ATTN_WGMMA_CUH /* neither */
+#define PTX static inline
+
+#include "operand.cuh"
+
+/* ---- barriers ---- */
+
+PTX void mbarrier_init(uint32_t barrier, int arrivals) { emulate_mbarrier_init(barrier, arrivals); }
+PTX void fence_mbarrier_init(void) { emulate_fence_mbarrier_init(); }
+PTX void mbarrier_arrive(uint32_t barrier) { emulate_mbarrier_arrive(barrier, 0); }
+PTX void mbarrier_arrive_expect_tx(uint32_t barrier, int bytes) { emulate_mbarrier_arrive(barrier, bytes); }
+PTX void mbarrier_wait_parity(uint32_t barrier, uint32_t parity) { emulate_mbarrier_wait(barrier, parity); }
+PTX void bar_sync(int barrier, int threads) { emulate_bar_sync(barrier, threads, 0); }
+PTX void bar_arrive(int barrier, int threads) { emulate_bar_arrive(barrier, threads); }
+PTX bool bar_red_or(int barrier, int threads, bool x) { return emulate_bar_sync(barrier, threads, x); }
+
+/* ---- tensor memory accelerator: a map is attn_tensor_map to the kernel ---- */
+
+PTX void cp_async_bulk_tensor_4d_load(uint32_t to, const void *map, uint32_t barrier, int x, int y, int z, int w) {
+    const int at[EMULATE_RANK] = {x, y, z, w};
+    emulate_tensor_load(to, map, barrier, at);
+}
+PTX void cp_async_bulk_tensor_4d_store(const void *map, uint32_t from, int x, int y, int z, int w) {
+    const int at[EMULATE_RANK] = {x, y, z, w};
+    emulate_tensor_store(map, from, at);
+}
+PTX void cp_async_bulk_commit_group(void) { emulate_bulk_commit(); }
+PTX void cp_async_bulk_wait_group_read(void) { emulate_bulk_wait(1); }
+PTX void cp_async_bulk_wait_group(void) { emulate_bulk_wait(0); }
+PTX void fence_proxy_async(void) { emulate_fence_proxy_async(); }
+
+/* ---- registers of a warpgroup ---- */
+
+PTX void setmaxnreg_inc(int count) { emulate_setmaxnreg(count, 1); }
+PTX void setmaxnreg_dec(int count) { emulate_setmaxnreg(count, 0); }
+
+/* ---- products ---- */
+
+PTX void wgmma_fence(void) { emulate_wgmma_fence(); }
+PTX void wgmma_commit_group(void) { emulate_wgmma_commit(); }
+PTX void wgmma_wait_group(int left) { emulate_wgmma_wait(left); }
+
+#define WGMMA(columns, type, is_bf16)                                                                                      \
+    PTX void wgmma_m64n##columns##k16_ss_##type(float *d, uint64_t a, uint64_t b, int add) {                               \
+        emulate_wgmma(emulate_product{columns, is_bf16, add != 0, a, b, NULL, d});                                         \
+    }                                                                                                                      \
+    PTX void wgmma_m64n##columns##k16_rs_##type(float *d, const uint32_t *a, uint64_t b, int add) {                        \
+        emulate_wgmma(emulate_product{columns, is_bf16, add != 0, 0, b, a, d});                                            \
+    }
+#define WGMMA_BOTH(columns) WGMMA(columns, f16, 0) WGMMA(columns, bf16, 1)
+WGMMA_BOTH(64)
+WGMMA_BOTH(80)
+WGMMA_BOTH(96)
+WGMMA_BOTH(112)
+WGMMA_BOTH(128)
+WGMMA_BOTH(144)
+WGMMA_BOTH(160)
+WGMMA_BOTH(176)
+WGMMA_BOTH(192)
+WGMMA_BOTH(256)
+#undef WGMMA_BOTH
+#undef WGMMA
+
+#endif

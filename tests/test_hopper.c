@@ -1,0 +1,382 @@
+/*
+ * Hopper's kernels as the host sees them, on the stub of the driver: which problems they get and on which GPUs, what their tensor
+ * maps say, how many blocks share the work, and that a tensor which can have no map is still served.
+ */
+#define _GNU_SOURCE
+#include <stdio.h>
+#include <string.h>
+
+#include "cuda_rig.h"
+#include "test.h"
+
+/* ---- the table ---- */
+
+/* Of a dtype and dim there is a plain kernel and one for every feature, which give the same bits and run on the same GPUs. */
+TEST(hopper_lines_come_in_pairs) {
+    int lines = 0;
+    for (int n = 0; n < ATTN_ENTRIES; n++) {
+        const attn_cuda_entry *e = &attn__cuda_entries[n];
+        int others = 0, portable = 0;
+        if (!e->hopper) continue;
+        for (int k = 0; k < ATTN_ENTRIES; k++) {
+            const attn_cuda_entry *x = &attn__cuda_entries[k];
+            if (x->dtype != e->dtype || x->dim != e->dim) continue;
+            portable += !x->hopper;
+            CHECK_SAY(!x->hopper || x->bn == e->bn, "%s has other tiles than %s", x->name, e->name);
+            if (!x->hopper || x->all == e->all) continue;
+            others++;
+            /* otherwise a GPU might have room for the plain one alone, and give other bits for the rest */
+            CHECK_SAY(e->all || x->shared_bytes <= e->shared_bytes, "%s wants more memory than %s", x->name, e->name);
+        }
+        CHECK_SAY(others == 1 && portable > 0, "%s", e->name);
+        CHECK_SAY(e->arch == 90 && e->dim_v == e->dim && e->dim % 64 == 0 && e->shared_bytes <= 232448, "%s", e->name);
+        CHECK_SAY(e->bm <= 256 && e->bn <= 256 && e->bn % 16 == 0 && e->warps * 32 == 128 + 2 * e->bm, "%s", e->name);
+        lines++;
+    }
+    CHECK_SAY(lines >= 12, "%d lines", lines);
+    const attn_cuda_entry *e = entry_named("fwd_sm90_bf16_d128");
+    CHECK(e && e->shared_bytes == (2 * 128 * 128 + 2 * 128 * 256) * 2 + 256 && e->warps == 12);
+}
+
+/* The name of the plan's kernel, and of the one for rows that are not aligned. */
+static void check_names(attn_context *context, attn_problem p, const char *name, const char *all) {
+    attn_plan *plan;
+    for (int way = 0; way < 2; way++) {
+        if (way) p.softcap = 30;
+        if (!CHECK_OK(attn_plan_create(&plan, context, &p))) return;
+        const char *want = way ? all : name;
+        CHECK_SAY(strcmp(attn_plan_kernel(plan), want) == 0, "%s instead of %s", attn_plan_kernel(plan), want);
+        CHECK_SAY(strcmp(attn__cuda_entries[plan->gpu_kernel[0][1]].name, all) == 0, "%s instead of %s for odd rows",
+                  attn__cuda_entries[plan->gpu_kernel[0][1]].name, all);
+        attn_plan_destroy(plan);
+    }
+}
+
+/* A pair of dims goes to Hopper's lines whatever else is asked for, or never; and on no other GPU. */
+TEST(hopper_serves_its_dims_on_sm_90_alone) {
+    static const struct {
+        int32_t qk, v, bucket;
+        bool hopper;
+    } rows[] = {{1, 1, 32, false},      {32, 32, 32, false},    {33, 33, 64, true},    {64, 64, 64, true},
+                {64, 16, 64, true},     {16, 64, 64, true},     {65, 65, 96, false},   {96, 96, 96, false},
+                {97, 97, 128, true},    {128, 128, 128, true},  {64, 128, 128, true},  {129, 129, 192, false},
+                {192, 128, 192, false}, {192, 192, 192, false}, {193, 193, 256, true}, {256, 256, 256, true},
+                {257, 257, 512, false}};
+    static const int archs[] = {80, 86, 89, 90, 100, 103, 120};
+    for (size_t a = 0; a < sizeof archs / sizeof archs[0]; a++) {
+        stub_start();
+        stub.arch[0] = archs[a];
+        attn_context *context = cuda_context();
+        for (size_t n = 0; n < sizeof rows / sizeof rows[0]; n++) {
+            for (int half = 0; half < 2; half++) {
+                attn_problem p = problem(half ? ATTN_F16 : ATTN_BF16, 2, 4, 2, 100, 300, rows[n].qk);
+                char name[2][64];
+                bool aligned = rows[n].qk % 8 == 0 && rows[n].v % 8 == 0 && rows[n].bucket != 512;
+                p.dim_v = rows[n].v;
+                test_context("sm_%d, %s, dims %d and %d", archs[a], half ? "f16" : "bf16", p.dim_qk, p.dim_v);
+                for (int all = 0; all < 2; all++)
+                    snprintf(name[all], sizeof name[all], "fwd_sm%d_%s_d%d%s", rows[n].hopper && archs[a] == 90 ? 90 : 80,
+                             half ? "f16" : "bf16", rows[n].bucket,
+                             (all || !aligned) && rows[n].bucket != 512 ? "_all" : "");
+                check_names(context, p, name[0], name[1]);
+            }
+        }
+        attn_context_destroy(context);
+        CHECK(stub_live() == 0);
+        stub_stop();
+    }
+}
+
+/* ---- maps ---- */
+
+/* The launch of a Hopper kernel of that name, with its arguments. */
+static const attn_cuda_args90 *hopper_launch(const char *name, const stub_launch **launch) {
+    const stub_launch *l = forward_launch();
+    if (!CHECK(l && l->args_bytes == sizeof(attn_cuda_args90))) return NULL;
+    const attn_cuda_entry *e = entry_named(l->name);
+    CHECK_SAY(strcmp(l->name, name) == 0, "%s instead of %s", l->name, name);
+    CHECK(e->hopper && l->block[0] == 32u * (unsigned)e->warps && l->shared_bytes == e->shared_bytes);
+    *launch = l;
+    return (const attn_cuda_args90 *)(const void *)l->args;
+}
+
+/* Dims from the column on; strides are those of the tensor, where they count. */
+static void check_map(const char *name, const attn_tensor_map *map, const attn_tensor *t, const uint64_t dims[4],
+                      unsigned box_rows, int type) {
+    stub_map m;
+    memcpy(&m, map, sizeof m);
+    static const int order[3] = {1, 2, 0};
+    CHECK_SAY(m.address == t->data && m.type == type, "%s: %p, type %d", name, m.address, m.type);
+    CHECK_SAY(m.box[0] == 64 && m.box[1] == box_rows && m.box[2] == 1 && m.box[3] == 1, "%s: %u x %u", name, m.box[0],
+              m.box[1]);
+    for (int n = 0; n < 4; n++)
+        CHECK_SAY(m.dims[n] == dims[n], "%s: dim %d is %llu", name, n, (unsigned long long)m.dims[n]);
+    for (int n = 0; n < 3; n++)
+        CHECK_SAY(dims[n + 1] == 1 || m.strides[n] == 2 * (uint64_t)t->stride[order[n]], "%s: stride %d is %llu", name, n,
+                  (unsigned long long)m.strides[n]);
+}
+
+TEST(hopper_is_given_maps_of_the_tensors) {
+    static const struct {
+        attn_dtype dtype;
+        int32_t dim, dim_v, bm, bn;
+        const char *name;
+    } rows[] = {{ATTN_BF16, 64, 64, 128, 128, "fwd_sm90_bf16_d64"},
+                {ATTN_F16, 40, 128, 128, 128, "fwd_sm90_f16_d128"},
+                {ATTN_BF16, 256, 200, 128, 80, "fwd_sm90_bf16_d256"}};
+    for (size_t n = 0; n < sizeof rows / sizeof rows[0]; n++) {
+        const stub_launch *l;
+        rig r = {.p = problem(rows[n].dtype, 3, 4, 2, 33, 65, rows[n].dim)};
+        r.p.dim_v = rows[n].dim_v;
+        stub_start();
+        if (!rig_make_on(&r, 0)) return;
+        attn_context *context = cuda_context();
+        int type = rows[n].dtype == ATTN_F16 ? ATTN_CU_MAP_F16 : ATTN_CU_MAP_BF16;
+        uint64_t dim = (uint64_t)rows[n].dim, dim_v = (uint64_t)rows[n].dim_v;
+        r.f.k.stride[2] = 8192; /* heads further apart than rows */
+        r.f.k.data = stub_memory(STUB_DEVICE, 0, 1 << 20);
+        r.f.v.stride[1] = 0; /* every key the same one */
+        CHECK_OK(rig_plan_and_run(context, &r, 0, NULL));
+        const attn_cuda_args90 *x = hopper_launch(rows[n].name, &l);
+        if (!x) return;
+        CHECK(x->a.tma == ATTN_TMA_ALL && x->a.vector_ok);
+        check_map("q", &x->q, &r.f.q, (uint64_t[]){dim, 33, 4, 3}, (unsigned)rows[n].bm, type);
+        check_map("k", &x->k, &r.f.k, (uint64_t[]){dim, 65, 2, 3}, (unsigned)rows[n].bn, type);
+        check_map("v", &x->v, &r.f.v, (uint64_t[]){dim_v, 65, 2, 3}, (unsigned)rows[n].bn, type);
+        check_map("o", &x->o, &r.f.o, (uint64_t[]){dim_v, 33, 4, 3}, 64, type);
+        attn_context_destroy(context);
+        CHECK(stub_live() == 0);
+        stub_stop();
+        rig_free(&r);
+    }
+}
+
+/* Packed tensors are one batch; a cache has its slots; a rotated q lies in the workspace; one row, head or batch has no stride. */
+TEST(hopper_maps_follow_lengths_and_rotation) {
+    static int32_t cu_q[] = {0, 30, 50}, cu_kv[] = {0, 20, 90}, index[] = {4, 1}, used[] = {5, 6};
+    for (int way = 0; way < 4; way++) {
+        const stub_launch *l;
+        rig r = {.p = problem(ATTN_BF16, 2, 4, 2, 33, 70, 64)};
+        stub_start();
+        test_context("way %d", way);
+        if (way == 0) {
+            r.p.flags = ATTN_VARLEN_Q | ATTN_VARLEN_KV;
+            r.p.total_q = 51;
+            r.p.total_kv = 95;
+            r.f.cu_q = cu_q;
+            r.f.cu_kv = cu_kv;
+        } else if (way == 1) {
+            r.p.flags = ATTN_BATCH_INDEX;
+            r.p.cache_batch = 5;
+            r.f.batch_index = index;
+        } else if (way == 2) {
+            r.p.flags = ATTN_APPEND | ATTN_USED_KV | ATTN_ROTARY | ATTN_CAUSAL;
+            r.p.max_new = 1;
+            r.p.rotary_dim = 16;
+            r.p.rotary_len = 100;
+            r.f.used_kv = used;
+        } else {
+            r.p.batch = r.p.heads_q = r.p.heads_kv = r.p.max_q = r.p.max_kv = 1;
+        }
+        if (!rig_make_on(&r, 0)) return;
+        const int32_t *const own[] = {cu_q, cu_kv, index, used};
+        for (int n = 0; n < 4; n++) stub_adopt(STUB_DEVICE, 0, (void *)(uintptr_t)own[n], 3 * sizeof(int32_t));
+        attn_context *context = cuda_context();
+        if (way == 3) r.f.q.stride[0] = r.f.k.stride[1] = r.f.o.stride[2] = -7; /* not looked at */
+        CHECK_OK(rig_plan_and_run(context, &r, 0, NULL));
+        const attn_cuda_args90 *x = hopper_launch("fwd_sm90_bf16_d64", &l);
+        if (!x) return;
+        static const uint64_t q[4][4] = {{64, 51, 4, 1}, {64, 33, 4, 2}, {64, 33, 4, 2}, {64, 1, 1, 1}};
+        static const uint64_t k[4][4] = {{64, 95, 2, 1}, {64, 70, 2, 5}, {64, 70, 2, 2}, {64, 1, 1, 1}};
+        CHECK(x->a.tma == ATTN_TMA_ALL && (x->a.f.q.data != r.f.q.data) == (way == 2));
+        check_map("q", &x->q, &x->a.f.q, q[way], 128, ATTN_CU_MAP_BF16);
+        check_map("k", &x->k, &r.f.k, k[way], 128, ATTN_CU_MAP_BF16);
+        check_map("v", &x->v, &r.f.v, k[way], 128, ATTN_CU_MAP_BF16);
+        check_map("o", &x->o, &r.f.o, q[way], 64, ATTN_CU_MAP_BF16);
+        attn_context_destroy(context);
+        CHECK(stub_live() == 0);
+        stub_stop();
+        rig_free(&r);
+    }
+}
+
+/* Runs the plan; the kernel for every feature must be taken, with these maps and no others. */
+static void check_without(attn_plan *plan, const attn_buffers *f, int32_t tma) {
+    const stub_launch *l;
+    static const attn_tensor_map none;
+    stub_forget();
+    CHECK_OK(attn_run(plan, f, NULL));
+    const attn_cuda_args90 *x = hopper_launch("fwd_sm90_bf16_d64_all", &l);
+    if (!x) return;
+    CHECK_SAY(x->a.tma == tma, "bits %d instead of %d", x->a.tma, tma);
+    CHECK((tma & ATTN_TMA_Q) || memcmp(&x->q, &none, sizeof none) == 0);
+    CHECK((tma & ATTN_TMA_O) || memcmp(&x->o, &none, sizeof none) == 0);
+}
+
+TEST(hopper_serves_tensors_that_have_no_map) {
+    rig r = {.p = problem(ATTN_BF16, 2, 4, 2, 33, 65, 64)};
+    stub_start();
+    if (!rig_make_on(&r, 0)) return;
+    attn_context *context = cuda_context();
+    attn_plan *plan;
+    if (!CHECK_OK(attn_plan_create(&plan, context, &r.p))) return;
+    CHECK(strcmp(attn_plan_kernel(plan), "fwd_sm90_bf16_d64") == 0);
+    attn_buffers good = rig_forward_buffers(&r), f;
+    const void *const start[] = {good.q.data, good.k.data, good.v.data, good.o.data};
+    static const int32_t without[] = {ATTN_TMA_KV | ATTN_TMA_O, ATTN_TMA_Q | ATTN_TMA_O, ATTN_TMA_Q | ATTN_TMA_O,
+                                      ATTN_TMA_Q | ATTN_TMA_KV};
+    for (int n = 0; n < 4; n++) {
+        test_context("the driver refuses tensor %d", n);
+        stub.unmappable = start[n];
+        check_without(plan, &good, without[n]);
+        stub.unmappable = NULL;
+        test_context("tensor %d is not aligned", n);
+        f = good;
+        attn_tensor *t[] = {&f.q, &f.k, &f.v, &f.o};
+        t[n]->data = (char *)stub_memory(STUB_DEVICE, 0, 1 << 20) + 2;
+        check_without(plan, &f, without[n]);
+    }
+    test_context("keys backwards");
+    f = good;
+    f.k.data = (char *)f.k.data + 64 * f.k.stride[1] * 2;
+    f.k.stride[1] = -f.k.stride[1];
+    stub_forget();
+    check_without(plan, &f, ATTN_TMA_Q | ATTN_TMA_O);
+    CHECK(stub_calls("cuTensorMapEncodeTiled") <= 4); /* q and o, for either kernel */
+    test_context("sequences too far apart");
+    f = good;
+    f.v.stride[0] = INT64_C(1) << 39;
+    check_without(plan, &f, ATTN_TMA_Q | ATTN_TMA_O);
+    attn_plan_destroy(plan);
+    attn_context_destroy(context);
+    CHECK(stub_live() == 0);
+    stub_stop();
+    rig_free(&r);
+}
+
+/* A call that fails once is no error either: the other kernel gets what maps there are. */
+TEST(hopper_survives_each_map_that_fails) {
+    rig r = {.p = problem(ATTN_BF16, 2, 4, 2, 33, 65, 64)};
+    stub_start();
+    if (!rig_make_on(&r, 0)) return;
+    attn_context *context = cuda_context();
+    attn_plan *plan;
+    if (!CHECK_OK(attn_plan_create(&plan, context, &r.p))) return;
+    int found = 0;
+    const char *failed = "";
+    for (long n = 0; failed && n < 100; n++) {
+        stub_forget();
+        stub_fail(n, 719);
+        attn_status status = rig_run_plan(plan, &r, 0, NULL);
+        failed = stub_failed();
+        if (!failed || strcmp(failed, "cuTensorMapEncodeTiled") != 0) continue;
+        const stub_launch *l;
+        CHECK_OK(status);
+        const attn_cuda_args90 *x = hopper_launch("fwd_sm90_bf16_d64_all", &l);
+        CHECK(x && x->a.tma == ATTN_TMA_ALL); /* the second time it worked */
+        found++;
+    }
+    CHECK_SAY(found == 4, "%d maps", found);
+    stub_fail(-1, 0);
+    attn_plan_destroy(plan);
+    attn_context_destroy(context);
+    CHECK(stub_live() == 0);
+    stub_stop();
+    rig_free(&r);
+}
+
+/* Maps are of the tiles' dtype, and pages have none. */
+TEST(hopper_maps_only_what_is_of_its_dtype) {
+    static const struct {
+        attn_dtype q, kv, out;
+        int32_t page_size, tma;
+    } ways[] = {{ATTN_F16, ATTN_E4M3, ATTN_F16, 0, ATTN_TMA_Q | ATTN_TMA_O},
+                {ATTN_F16, ATTN_F16, ATTN_F32, 0, ATTN_TMA_Q | ATTN_TMA_KV},
+                {ATTN_E4M3, ATTN_E4M3, ATTN_F16, 0, ATTN_TMA_O},
+                {ATTN_F16, ATTN_F16, ATTN_F16, 16, ATTN_TMA_Q | ATTN_TMA_O}};
+    for (int way = 0; way < 4; way++) {
+        const stub_launch *l;
+        rig r = {.p = problem(ways[way].q, 2, 4, 2, 33, 64, 128)};
+        test_context("way %d", way);
+        stub_start();
+        r.p.kv_dtype = ways[way].kv;
+        r.p.out_dtype = ways[way].out;
+        r.p.page_size = ways[way].page_size;
+        r.p.num_pages = r.p.page_size ? 8 : 0;
+        if (!rig_make_on(&r, 0)) return;
+        attn_context *context = cuda_context();
+        CHECK_OK(rig_plan_and_run(context, &r, 0, NULL));
+        const attn_cuda_args90 *x = hopper_launch("fwd_sm90_f16_d128_all", &l);
+        CHECK_SAY(x && x->a.tma == ways[way].tma, "bits %d", x ? x->a.tma : -1);
+        attn_context_destroy(context);
+        CHECK(stub_live() == 0);
+        stub_stop();
+        rig_free(&r);
+    }
+}
+
+/* ---- work ---- */
+
+TEST(hopper_blocks_share_the_work) {
+    static const struct {
+        int32_t batch, heads, rows, keys;
+        uint32_t flags;
+        int64_t work;
+        unsigned blocks;
+    } cases[] = {
+        {2, 4, 33, 65, 0, 8, 8},                         /* a tile of each head */
+        {1, 1, 1, 1, 0, 1, 1},                           /* the least that there can be */
+        {1, 3, 5632, 10, 0, 3 * 44, 132},                /* just one each */
+        {1, 3, 5633, 10, 0, 3 * 45, 132},                /* the 133rd and on are somebody's second */
+        {1, 2, 1, 3000, 0, 2 * 6, 12},                   /* six chunks */
+        {50, 1, 130, 130, ATTN_CAUSAL, 2 * 25 * 2, 100}, /* two groups of 25 heads */
+        {49, 1, 130, 130, ATTN_CAUSAL, 2 * 25 * 2, 100}, /* the last one is short */
+    };
+    stub_start();
+    attn_context *context = cuda_context();
+    for (size_t n = 0; n < sizeof cases / sizeof cases[0]; n++) {
+        const stub_launch *l;
+        rig r = {.p = problem(ATTN_BF16, cases[n].batch, cases[n].heads, 1, cases[n].rows, cases[n].keys, 64)};
+        r.p.flags = cases[n].flags;
+        test_context("case %d", (int)n);
+        if (!rig_make_on(&r, 0)) return;
+        stub_forget();
+        CHECK_OK(rig_plan_and_run(context, &r, 0, NULL));
+        const attn_cuda_args90 *x = hopper_launch("fwd_sm90_bf16_d64", &l);
+        if (!x) return;
+        CHECK_SAY(x->a.work == cases[n].work, "%lld pieces", (long long)x->a.work);
+        CHECK_SAY(l->grid[0] == cases[n].blocks && l->grid[1] == 1 && l->grid[2] == 1, "%u blocks", l->grid[0]);
+        rig_free(&r);
+    }
+    attn_context_destroy(context);
+    CHECK(stub_live() == 0);
+    stub_stop();
+}
+
+/* Who launches by hand, as `attn tune` does, is told when the plain kernel cannot be had. */
+TEST(hopper_plain_kernel_is_not_launched_without_maps) {
+    rig r = {.p = problem(ATTN_BF16, 2, 4, 2, 33, 65, 64)};
+    stub_start();
+    if (!rig_make_on(&r, 0)) return;
+    attn_context *context = cuda_context();
+    attn_plan *plan;
+    if (!CHECK_OK(attn_plan_create(&plan, context, &r.p))) return;
+    attn_buffers f = rig_forward_buffers(&r);
+    stub_set_current(stub_context(0));
+    attn_cuda_run run = {.driver = context->cuda->state->driver, .entries = attn__cuda_entries, .sms = 132};
+    run.kernels = context->cuda->kernel;
+    run.forward = ATTN_ENTRY_fwd_sm90_bf16_d64;
+    for (int way = 0; way < 2; way++) {
+        stub.unmappable = way ? NULL : f.v.data;
+        stub_forget();
+        attn__cuda_map(&run, plan, &f);
+        attn_status status = attn__cuda_forward(&run, plan, &f);
+        CHECK_STATUS(status, way ? ATTN_OK : ATTN_DEVICE, way ? "" : "kernel=fwd_sm90_bf16_d64: wants maps");
+        CHECK((forward_launch() != NULL) == way);
+    }
+    attn_plan_destroy(plan);
+    attn_context_destroy(context);
+    CHECK(stub_live() == 0);
+    stub_stop();
+    rig_free(&r);
+}
