@@ -35,7 +35,8 @@ def read_table():
             continue
         if match[1] == "FWD90":
             dim, dim_v, bn, consumers, stages, qbuf = map(int, words[2:8])
-            shared = (qbuf * 64 * consumers * dim + stages * bn * (dim + dim_v)) * 2 + 256  # ATTN_HOPPER_BYTES of cuda.h
+            dim, dim_v = -(-dim // 64) * 64, -(-dim_v // 64) * 64
+            shared = (qbuf * 64 * consumers * dim + stages * bn * (dim + dim_v)) * 2 + 1024  # ATTN_HOPPER_BYTES of cuda.h
             entries[words[0]] = (words[0], 128 * (consumers + 1), shared, SHARED[90], 1, "90a")
             continue
         name, arch, dtype = words[0], int(words[1]), words[2]

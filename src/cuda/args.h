@@ -26,6 +26,7 @@ enum {
     ATTN_MERGE_PARTS = 48,           /* parts that one launch of merge takes */
     ATTN_MAP_COLS = 64,              /* columns of a tensor map's box: 128 bytes, which its swizzle is over */
     ATTN_MAP_O_ROWS = 64,            /* rows of o's box: what one warpgroup stores. q: the kernel's bm; k and v: its bn */
+    ATTN_HOPPER_NOTES = 1024,        /* bytes of shared memory that a Hopper kernel has besides its tiles */
     ATTN_TMA_Q = 1,                  /* bits of attn_cuda_args.tma */
     ATTN_TMA_KV = 2,
     ATTN_TMA_O = 4,
@@ -71,6 +72,7 @@ typedef struct attn_cuda_args {
     int32_t vector_ok;     /* every row of q, k, v and o starts at a multiple of 16 bytes */
     attn_tensor rotated_q; /* ATTN_ROTARY: where rotate_q writes, as f.q is later */
     attn_divider by_group, by_heads, by_share; /* by group, by heads_q, by heads_q / heads_kv */
+    attn_divider by_each; /* Hopper: by group * slots */
     int64_t work; /* Hopper: places [groups of heads][slot][head] that blocks share; the last group may be short of heads */
     int32_t tma;  /* Hopper: ATTN_TMA_...: which of the maps in attn_cuda_args90 can be used */
 } attn_cuda_args;

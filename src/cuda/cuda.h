@@ -69,9 +69,13 @@ extern const attn_cuda_entry attn__cuda_entries[ATTN_ENTRIES];
 /* args.scale_log2; 0 where the scale is too small for a float. */
 static inline float attn__scale_log2(const attn_problem *p) { return (float)(p->scale * ATTN_LOG2E); }
 
-/* Of a FWD90 line: buffers of Q, stages of K and V, and the barriers. */
+/* Of a FWD90 line: buffers of Q, stages of K and V, all in blocks of columns; notes. */
+#define ATTN_MAP_BLOCKS(dim) (((size_t)(dim) + ATTN_MAP_COLS - 1) / ATTN_MAP_COLS)
 #define ATTN_HOPPER_BYTES(bm, bn, dim, dimv, stages, qbuf)                                                                 \
-    (((size_t)(qbuf) * (bm) * (dim) + (size_t)(stages) * (bn) * ((dim) + (dimv))) * 2 + 256)
+    (((size_t)(qbuf) * (bm) * ATTN_MAP_BLOCKS(dim) +                                                                       \
+      (size_t)(stages) * (bn) * (ATTN_MAP_BLOCKS(dim) + ATTN_MAP_BLOCKS(dimv))) *                                          \
+         ATTN_MAP_COLS * 2 +                                                                                               \
+     ATTN_HOPPER_NOTES)
 
 /* Is there code of the kernel for this compute capability? sm_90a is for 9.0 and for nothing after it. */
 static inline bool attn__cuda_is_for(const attn_cuda_entry *e, int32_t arch) {

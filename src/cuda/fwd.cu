@@ -268,16 +268,16 @@ DEVICE void product_pv_wide(float o[MT][DT][4], uint32_t p[PV_STEPS][MT][4], uin
 }
 
 DEVICE void follow_maximum(float o[MT][DT][4], float s[MT][NT][4], float m[MT][2], float l[MT][2], bool &has_huge,
-                           const tile_place &at) {
+                           const tile_place &at, int32_t n) {
     float most[MT][2], factor[MT][2];
     if (!find_maximum(most, s, m)) return;
     has_huge = raise_maximum(factor, most, m, l, at.scale);
-    if (!FIRST || at.n != at.n_last) rescale(o, factor);
+    if (!FIRST || n != at.n_last) rescale(o, factor);
 }
 
 /* P of the steps [from, to). */
 DEVICE void make_p(uint32_t p[PV_STEPS][MT][4], float s[MT][NT][4], float m[MT][2], float l[MT][2], bool has_huge,
-                   const attn_cuda_args &a, const tile_place &at, int from, int to) {
+                   const attn_cuda_args &a, const tile_place &at, int32_t n, int from, int to) {
     float less[MT][2];
     subtract_maximum(less, s, m, at.scale, has_huge, from * NT / PV_STEPS, to * NT / PV_STEPS);
 #pragma unroll
@@ -285,7 +285,7 @@ DEVICE void make_p(uint32_t p[PV_STEPS][MT][4], float s[MT][NT][4], float m[MT][
 #pragma unroll
         for (int mt = 0; mt < MT; mt++) {
             exponentials(p[ks][mt], s[mt], at.scale, less[mt], l[mt], ks);
-            if (ALL && at.drops) drop(a, at, p[ks][mt], mt, ks);
+            if (ALL && at.drops) drop(a, at, n, p[ks][mt], mt, ks);
         }
 }
 
@@ -300,7 +300,7 @@ typedef struct walk {
 } walk;
 
 /* One tile; `partial` is a constant where this is called. */
-DEVICE void step(const attn_cuda_args &a, tile_place &at, walk &w, bool partial, float o[MT][DT][4], float m[MT][2],
+DEVICE void step(const attn_cuda_args &a, const tile_place &at, walk &w, bool partial, float o[MT][DT][4], float m[MT][2],
                  float l[MT][2], uint32_t q_kept[Q_KEPT][MT][4], uint32_t shared_q, uint32_t shared_k, uint32_t shared_v) {
     const int lane = here(threadIdx.x & 31), warp = threadIdx.x >> 5;
     float s[MT][NT][4];
@@ -331,18 +331,17 @@ DEVICE void step(const attn_cuda_args &a, tile_place &at, walk &w, bool partial,
     product_qk(s, q_kept, piece, w.f, e);
     cp_async_commit_group();
     if (WIDE) repair_scores(s, piece);
-    at.n = w.n;
-    scores(a, at, s);
-    if (partial) mask_scores(a, at, s);
+    scores(a, at, w.n, s);
+    if (partial) mask_scores(a, at, w.n, s);
     if (EAGER != 2) {
         if (EAGER == 0) load_v(a, at, shared_v, w.n, partial);
         cp_async_wait_all();
         __syncthreads(); /* 2 */
         if (ALL && EAGER == 1 && next >= 0) load_k(a, at, shared_k, next, false);
     }
-    follow_maximum(o, s, m, l, w.has_huge, at);
+    follow_maximum(o, s, m, l, w.has_huge, at, w.n);
     if (partial || WIDE) {
-        make_p(p, s, m, l, w.has_huge, a, at, 0, PV_STEPS);
+        make_p(p, s, m, l, w.has_huge, a, at, w.n, 0, PV_STEPS);
         if (holds_nonfinite(shared_v + now)) add_nonfinite(o, p, shared_v + now);
         if (WIDE)
             product_pv_wide(o, p, shared_v + now, lane);
@@ -351,7 +350,7 @@ DEVICE void step(const attn_cuda_args &a, tile_place &at, walk &w, bool partial,
     } else {
 #pragma unroll
         for (int ks = 0; ks < PV_STEPS; ks += PV_STEPS / HALVES) {
-            make_p(p, s, m, l, w.has_huge, a, at, ks, ks + PV_STEPS / HALVES);
+            make_p(p, s, m, l, w.has_huge, a, at, w.n, ks, ks + PV_STEPS / HALVES);
             product_pv(o, p, piece.v, w.f, e, ks, ks + PV_STEPS / HALVES);
         }
     }
@@ -367,7 +366,9 @@ KERNEL __launch_bounds__(THREADS, CTAS) VARIANT(const __grid_constant__ attn_cud
     const uint32_t shared_k = shared_q + BM * DIM * EB, shared_v = shared_k + BN * DIM * EB;
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     tile_place at;
-    if (!find_place(a, at, (blockIdx.y + (int64_t)blockIdx.z * gridDim.y) * a.group, blockIdx.x, true)) return;
+    const bool found = find_place(a, at, (blockIdx.y + (int64_t)blockIdx.z * gridDim.y) * a.group, blockIdx.x);
+    if (at.pad_from < at.pad_to) fill_rows(a, at.s.b, at.h, at.pad_from, at.pad_to, threadIdx.x, THREADS);
+    if (!found) return;
     find_keys(a, at);
 
     float o[MT][DT][4] = {}, m[MT][2], l[MT][2] = {};

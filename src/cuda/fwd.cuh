@@ -102,8 +102,6 @@ DEVICE uint32_t shared_piece(uint32_t piece, int d, int chunks) {
 DEVICE uint32_t shared_step(uint32_t piece, int step, int chunks) { return shared_piece(piece, 2 * step, chunks); }
 
 DEVICE uint32_t v_piece(uint32_t shared_v, int row, int chunk) { return shared_at(shared_v, row, chunk, V_CHUNKS); }
-DEVICE void block_barrier(void) { __syncthreads(); }
-DEVICE bool block_or(bool x) { return __syncthreads_or(x); }
 
 #include "rows.cuh"
 
@@ -288,6 +286,81 @@ DEVICE void load_k(const attn_cuda_args &a, const tile_place &at, uint32_t to, i
 
 DEVICE void load_v(const attn_cuda_args &a, const tile_place &at, uint32_t to, int32_t n, bool maybe_short) {
     load_kv(a, at, TILE_V, at.v, a.f.v.stride[1] * EB, to, n, V_CHUNKS, at.dv0, a.p.dim_v - at.dv0, maybe_short);
+}
+
+/* ---- infinities and NaN in V, where some pairs are masked; in float32 always, because lo of an infinity is NaN ---- */
+
+/* Does any thread see one in V? A barrier of the whole block. */
+DEVICE bool holds_nonfinite(uint32_t shared_v) {
+    uint32_t most = 0;
+    bool found = false;
+#pragma unroll 4
+    for (int n = threadIdx.x; n < BN * V_CHUNKS; n += THREADS) {
+        uint4 x = ld_shared_v4(shared_v + n * 16);
+        if (WIDE)
+            found |= nonfinite_word(x.x) | nonfinite_word(x.y) | nonfinite_word(x.z) | nonfinite_word(x.w);
+        else
+            most = larger_halves(larger_halves(larger_halves(larger_halves(most, x.x), x.y), x.z), x.w);
+    }
+    return __syncthreads_or(found || (!WIDE && nonfinite_word(most)));
+}
+
+/* Key first + j of the tile, for the rows that see it. */
+DEVICE void add_nonfinite_key(float o[MT][DT][4], const uint64_t sees[MT][2], int first, int j, uint32_t shared_v) {
+#pragma unroll
+    for (int dt = 0; dt < DT; dt++)
+#pragma unroll
+        for (int c = 0; c < 2; c++) {
+            int column = dt * 8 + (threadIdx.x & 3) * 2 + c;
+            uint32_t piece = v_piece(shared_v, first + j, column / PER_CHUNK);
+            uint32_t word = ld_shared_b32((piece + column % PER_CHUNK * EB) & ~3u);
+            uint16_t half_word = (uint16_t)(word >> 16 * c);
+            if (!(nonfinite_word(word) >> (WIDE ? 0 : c) & 1)) continue;
+            float v = WIDE ? __uint_as_float(word) : BF16 ? attn__from_bf16(half_word) : cvt_f32_f16(half_word);
+#pragma unroll
+            for (int mt = 0; mt < MT; mt++)
+#pragma unroll
+                for (int half = 0; half < 2; half++)
+                    if (sees[mt][half] >> j & 1) o[mt][dt][2 * half + c] += v;
+        }
+}
+
+/*
+ * A product gives 0 * NaN = NaN to a row that may not see the key. So what is not finite is taken out of V and added here to
+ * the rows that see it: such a term is p * v = v for any p > 0. Rare, so slow.
+ */
+DEVICE void add_nonfinite(float o[MT][DT][4], uint32_t p[PV_STEPS][MT][4], uint32_t shared_v) {
+    enum { PART = NT < 8 ? (int)NT : 8 }; /* 8-key tiles whose keys fit into 64 bits */
+    const int t = threadIdx.x & 3;
+#pragma unroll
+    for (int part = 0; part < NT; part += PART) {
+        uint64_t sees[MT][2]; /* bit j: the row sees key part * 8 + j */
+#pragma unroll
+        for (int mt = 0; mt < MT; mt++)
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                uint64_t bits = 0;
+#pragma unroll
+                for (int n = 0; n < PART; n++) {
+                    int nt = part + n;
+                    bool first = WIDE ? p[nt % PV_STEPS][mt][half] : p[nt / 2][mt][nt % 2 * 2 + half] & 0xffff;
+                    bool second = WIDE ? p[nt % PV_STEPS][mt][half + 2] : p[nt / 2][mt][nt % 2 * 2 + half] >> 16;
+                    bits |= (uint64_t)(first | second << 1) << (n * 8 + 2 * t);
+                }
+                bits |= __shfl_xor_sync(~0u, bits, 1);
+                sees[mt][half] = bits | __shfl_xor_sync(~0u, bits, 2);
+            }
+#pragma unroll 1
+        for (int j = 0; j < PART * 8; j++) add_nonfinite_key(o, sees, part * 8, j, shared_v);
+    }
+    __syncthreads();
+    for (int n = threadIdx.x; n < BN * V_CHUNKS * 4; n += THREADS) {
+        uint32_t word = ld_shared_b32(shared_v + n * 4);
+        int which = nonfinite_word(word);
+        if (which)
+            st_shared_b32(shared_v + n * 4, WIDE ? 0 : word & ((which & 1 ? 0 : 0xffffu) | (which & 2 ? 0 : 0xffff0000u)));
+    }
+    __syncthreads();
 }
 
 /* ---- O to memory ---- */

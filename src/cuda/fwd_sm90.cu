@@ -3,9 +3,15 @@
  * of this file.
  *
  * A block stays on its multiprocessor and works through places (64 rows for each of its consumers, one head) until none is left.
- * Its last warpgroup, the producer, fetches Q, K and V; the others, the consumers, have 64 rows each. They meet at
- * barriers in shared memory, a pair for each buffer: `full` (the bytes have arrived) and `empty` (every consumer is done with
- * it). Per tile of keys a consumer does
+ * Its warpgroups are the consumers, which multiply, and behind them the producers, four warps that see to it that they can:
+ *
+ *   loader     fetches Q, K and V, tile after tile, as buffers become empty
+ *   scheduler  finds places ahead of time (lines for every feature; in plain ones that is so little that everybody does it)
+ *   hands      run errands for the loader: V of a tile with a mask is cleaned of what no row may see; what the accelerator cannot
+ *              describe (pages, odd addresses) is gathered piece by piece
+ *
+ * They meet at barriers in shared memory, a pair for each buffer: `full` (the bytes are there) and `empty` (every consumer is
+ * done with it). Per tile of keys a consumer does
  *
  *     wait for K(n), take its turn
  *     S = Q K(n)^T             begins
@@ -17,11 +23,10 @@
  *     wait for O               V(n + 1) is empty; O follows where a maximum moved; P is packed
  *
  * Turns (named barriers) keep consumers out of step: while one is at its softmax another one's products have the tensor cores.
- * The results go through the consumer's own rows of Q in shared memory. Lines with all = 1 know every feature; their producer
- * fetches what the accelerator cannot describe (pages, odd addresses, other dtypes) piece by piece with all its threads. Both kinds
- * give the same bits.
+ * The results go through the consumer's own rows of Q in shared memory. All lines of a dtype and dim give the same bits.
  */
 #include <float.h>
+#include <stddef.h>
 
 #include "score.cuh"
 #include "wgmma.cuh"
@@ -69,65 +74,90 @@ enum {
     PV_STEPS = BN / 16,
     EB = 2,
     PER_CHUNK = 8,
-    QK_CHUNKS = DIM / 8,
-    V_CHUNKS = DV / 8,
-    Q_BYTES = BM * DIM * EB,
-    K_BYTES = BN * DIM * EB,
-    V_BYTES = BN * DV * EB,
-    /* 65,536 registers: less for the producer, and all the rest for the consumers */
-    PRODUCER_REGISTERS = ALL              ? 64
-                         : CONSUMERS == 3 ? 32
-                                          : 40,
-    CONSUMER_REGISTERS = ALL              ? 216
-                         : CONSUMERS == 3 ? 160
-                                          : 232
+    QK_BLOCKS = (DIM + ATTN_MAP_COLS - 1) / ATTN_MAP_COLS,
+    V_BLOCKS = (DV + ATTN_MAP_COLS - 1) / ATTN_MAP_COLS,
+    ROW = 128, /* bytes of a row of a block of columns */
+    Q_BYTES = BM * QK_BLOCKS * ROW,
+    K_BYTES = BN * QK_BLOCKS * ROW,
+    V_BYTES = BN * V_BLOCKS * ROW,
+    TILES = 2 * STAGES, /* notes on tiles: a consumer whose first thread has let go of a tile may still read that of it */
+    ERRANDS = 4,
+    PLACES = 2,
+    HANDS = ALL ? 64 : 96, /* threads */
+    /* 65,536 registers, 512 for each lane of four warps: some for the producers, the rest for the consumers */
+    PRODUCER_REGISTERS = CONSUMERS == 3 ? 32 : DV > 192 && !ALL ? 40 : 56,
+    CONSUMER_REGISTERS = ((CONSUMERS == 3 ? 512 : 504) - PRODUCER_REGISTERS) / CONSUMERS / 8 * 8
 };
-enum { BARRIER_TURN = 1, BARRIER_ROWS = 4, BARRIER_STORE = 5, BARRIER_PRODUCER = 8 }; /* numbers of named barriers */
-
-/* ---- shared memory: Q, K, V, each in blocks of 64 columns; barriers ---- */
-
-/* Where a 16-byte piece lies: blocks of 64 columns of all rows, pieces permuted by the row. */
-DEVICE uint32_t piece_at(uint32_t tile, int rows, int row, int chunk) {
-    return tile + (chunk >> 3) * rows * 128 + row * 128 + (((chunk ^ row) & 7) << 4);
-}
-DEVICE uint32_t v_piece(uint32_t shared_v, int row, int chunk) { return piece_at(shared_v, BN, row, chunk); }
-DEVICE void block_barrier(void) { bar_sync(BARRIER_ROWS, THREADS); }
-/* Votes and shuffles say nothing new, but tell the compiler that all lanes agree: it has to know where products are under way. */
-DEVICE bool block_or(bool x) { return __any_sync(~0u, bar_red_or(BARRIER_ROWS, THREADS, x)); }
-DEVICE int32_t agreed(int32_t x) { return __shfl_sync(~0u, x, 0); }
+static_assert(DV <= DIM, "O leaves through the rows of Q");
+enum { BARRIER_TURN = 1, BARRIER_STORE = 4, BARRIER_HANDS = 7 }; /* numbers of named barriers; as many as consumers */
 
 #include "rows.cuh"
 
+/* ---- shared memory: Q, K, V, each in blocks of 64 columns of all rows; barriers; what producers tell ---- */
+
+typedef struct tile {
+    int32_t n;
+    bool partial; /* has a mask */
+    bool last;    /* of its place */
+} tile;
+
+enum { ERRAND_END, ERRAND_CLEAN, ERRAND_Q, ERRAND_K, ERRAND_V };
+typedef struct errand {
+    int32_t what;
+    int32_t n;       /* tile of keys */
+    uint32_t to;     /* the buffer */
+    uint32_t full;   /* its barrier */
+    uint32_t number; /* of the place */
+    int32_t clean;   /* ERRAND_V: as well */
+} errand;
+
+typedef struct notes {
+    uint64_t q_full[QBUF], q_empty[QBUF], k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
+    uint64_t errand_full[ERRANDS], errand_empty[ERRANDS], place_full[PLACES], place_empty[PLACES];
+    errand errands[ERRANDS];
+    tile tiles[TILES];
+    uint32_t dirty[2]; /* number of the last place, even or odd, some V of which was not finite: one more than that */
+    int32_t is_seen[QBUF]; /* does any row of the place see any key? */
+    int32_t is_end[PLACES];
+    tile_place places[PLACES];
+} notes;
+static_assert(sizeof(notes) <= ATTN_HOPPER_NOTES, "give the notes more room");
+
 typedef struct buffers {
     uint32_t q, k, v;
-    uint32_t q_full, q_empty, k_full, k_empty, v_full, v_empty;
+    notes *notes;
 } buffers;
+#define BARRIER(b, field, n) ((b).v + (uint32_t)(STAGES * V_BYTES + offsetof(notes, field) + 8 * (n)))
 
-DEVICE buffers find_buffers(uint32_t shared) {
+DEVICE buffers find_buffers(uint8_t *shared) {
     buffers b;
-    b.q = shared;
+    b.q = cvta_shared(shared);
     b.k = b.q + QBUF * Q_BYTES;
     b.v = b.k + STAGES * K_BYTES;
-    b.q_full = b.v + STAGES * V_BYTES;
-    b.q_empty = b.q_full + 8 * QBUF;
-    b.k_full = b.q_empty + 8 * QBUF;
-    b.k_empty = b.k_full + 8 * STAGES;
-    b.v_full = b.k_empty + 8 * STAGES;
-    b.v_empty = b.v_full + 8 * STAGES;
+    b.notes = (notes *)(shared + QBUF * Q_BYTES + STAGES * (K_BYTES + V_BYTES));
     return b;
 }
 
 DEVICE void make_barriers(const buffers &b) {
     for (int n = 0; n < QBUF; n++) {
-        mbarrier_init(b.q_full + 8 * n, 1);
-        mbarrier_init(b.q_empty + 8 * n, CONSUMERS);
+        mbarrier_init(BARRIER(b, q_full, n), 1);
+        mbarrier_init(BARRIER(b, q_empty, n), CONSUMERS);
     }
     for (int n = 0; n < STAGES; n++) {
-        mbarrier_init(b.k_full + 8 * n, 1);
-        mbarrier_init(b.v_full + 8 * n, 1);
-        mbarrier_init(b.k_empty + 8 * n, CONSUMERS);
-        mbarrier_init(b.v_empty + 8 * n, CONSUMERS);
+        mbarrier_init(BARRIER(b, k_full, n), 1);
+        mbarrier_init(BARRIER(b, v_full, n), 1);
+        mbarrier_init(BARRIER(b, k_empty, n), CONSUMERS);
+        mbarrier_init(BARRIER(b, v_empty, n), CONSUMERS);
     }
+    for (int n = 0; n < ERRANDS; n++) {
+        mbarrier_init(BARRIER(b, errand_full, n), 1);
+        mbarrier_init(BARRIER(b, errand_empty, n), 1);
+    }
+    for (int n = 0; n < PLACES; n++) {
+        mbarrier_init(BARRIER(b, place_full, n), 1);
+        mbarrier_init(BARRIER(b, place_empty, n), CONSUMERS + 1);
+    }
+    b.notes->dirty[0] = b.notes->dirty[1] = 0;
     fence_mbarrier_init();
 }
 
@@ -142,30 +172,264 @@ DEVICE void turn_ring(ring &r, uint32_t size) {
     }
 }
 
-/* ---- work ---- */
+/* ---- places ---- */
 
 /*
- * Place i of this block; false if there is nothing to do at it. Blocks take places in turn, forwards and backwards: the long ones,
- * which come first, and the short ones then add up to the same for each.
+ * Blocks take places in turn, forwards and backwards: the long ones, which come first, and the short ones then add up to the same
+ * for each. Place i of a block is number i * blocks + (its number, from this end or the other), counted as [groups of heads][slot][head].
  */
-DEVICE bool find_work(const attn_cuda_args &a, tile_place &at, int64_t i, bool fills) {
-    int64_t n = i * gridDim.x + (i & 1 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
-    if (n >= a.work) return false;
-    uint32_t each = (uint32_t)a.group * (uint32_t)a.slots;
-    int64_t group = n / each;
-    return find_place(a, at, group * a.group, (uint32_t)(n - group * each), fills);
+
+/* Plain lines: all lengths alike. Here is the block's next place. */
+typedef struct path {
+    int64_t first;   /* head of its group */
+    uint32_t index;  /* in the group */
+    uint32_t number; /* of the place, counted by this block */
+} path;
+
+DEVICE void enter_group(const attn_cuda_args &a, path &w) {
+    uint32_t groups = attn__divide(w.index, a.by_each);
+    w.first += (int64_t)groups * a.group;
+    w.index -= groups * (uint32_t)(a.group * a.slots);
 }
-DEVICE int64_t work_end(const attn_cuda_args &a) { return (a.work + gridDim.x - 1) / gridDim.x; }
+DEVICE path first_path(const attn_cuda_args &a) {
+    path w = {0, blockIdx.x, 0};
+    enter_group(a, w);
+    return w;
+}
+DEVICE void next_path(const attn_cuda_args &a, path &w) {
+    w.index += w.number & 1 ? 2 * blockIdx.x + 1 : 2 * (gridDim.x - blockIdx.x) - 1;
+    w.number++;
+    enter_group(a, w);
+}
 
-/* ---- the producer ---- */
+DEVICE bool plain_place(const attn_cuda_args &a, const path &w, tile_place &at) {
+    const int64_t heads = (int64_t)a.p.batch * a.p.heads_q, left = heads - w.first;
+    if (left <= 0) return false;
+    const bool whole = left >= a.group;
+    const uint32_t size = whole ? (uint32_t)a.group : (uint32_t)left;
+    const uint32_t slot = whole ? attn__divide(w.index, a.by_group) : w.index / size;
+    if (slot >= (uint32_t)a.row_tiles) return false;
+    const uint32_t head = (uint32_t)w.first + w.index - slot * size; /* plain lines: batch * heads_q is below 2^31 */
+    at.s = {};
+    at.s.b = at.s.slot = (int32_t)attn__divide(head, a.by_heads);
+    at.s.sq = a.p.max_q;
+    at.s.sk = a.p.max_kv;
+    at.h = (int32_t)head - at.s.b * a.p.heads_q;
+    at.kv_head = (int32_t)attn__divide((uint32_t)at.h, a.by_share);
+    at.row = (a.row_tiles - 1 - (int32_t)slot) * BM;
+    at.rows = attn__min32(BM, at.s.sq - at.row);
+    at.mask = attn__seq_mask(&a.p, &at.s);
+    int32_t from, to;
+    attn__mask_rows(&at.mask, at.row, at.row + at.rows, &from, &to);
+    attn__mask_rows_all(&at.mask, at.row, at.row + at.rows, &at.all_from, &at.all_to);
+    at.n_first = from / BN;
+    at.n_last = to > from ? (to - 1) / BN : -1;
+    at.from = 0;
+    at.to = at.s.sk;
+    at.split = at.natural = at.drops = false;
+    at.dv0 = at.chunk = 0;
+    at.scale = a.scale_log2;
+    at.raw = at.o_factor = 1;
+    at.least = a.least;
+    return true;
+}
 
-/* A tile piece by piece, with all threads of the producer. row0: query row, or cache position. */
+/* The scheduler, one warp: each lane looks at a place of its own, 32 places ahead of time. Padding is filled on the way. */
+DEVICE void schedule(const attn_cuda_args &a, const buffers &b) {
+    const int64_t end = (a.work + gridDim.x - 1) / gridDim.x;
+    const uint32_t lane = threadIdx.x & 31, each = (uint32_t)a.group * (uint32_t)a.slots;
+    ring r = {};
+    for (int64_t base = 0;; base += 32) {
+        const int64_t i = base + lane, n = i * gridDim.x + (i & 1 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
+        tile_place at;
+        at.pad_from = at.pad_to = 0;
+        const int64_t group = n / each;
+        const bool is_end = i == end;
+        bool found = n < a.work && i < end && find_place(a, at, group * a.group, (uint32_t)(n - group * each));
+        for (uint32_t left = __ballot_sync(~0u, at.pad_from < at.pad_to); left; left &= left - 1) {
+            const int from = __ffs(left) - 1;
+            fill_rows(a, __shfl_sync(~0u, at.s.b, from), __shfl_sync(~0u, at.h, from),
+                      __shfl_sync(~0u, at.pad_from, from), __shfl_sync(~0u, at.pad_to, from), lane, 32);
+        }
+        for (uint32_t left = __ballot_sync(~0u, found || is_end); left; left &= left - 1) {
+            if ((int)lane == __ffs(left) - 1) {
+                mbarrier_wait_parity(BARRIER(b, place_empty, r.at), r.parity ^ 1);
+                b.notes->is_end[r.at] = is_end;
+                if (found) b.notes->places[r.at] = at;
+                mbarrier_arrive(BARRIER(b, place_full, r.at));
+            }
+            __syncwarp();
+            turn_ring(r, PLACES);
+        }
+        if (base + 32 > end) return;
+    }
+}
+
+/* The next place, for everybody but the scheduler; NULL at the end. `own` has room for it. */
+typedef struct stroll {
+    path w;
+    ring r;
+    uint32_t number; /* of the place */
+} stroll;
+DEVICE stroll start_stroll(const attn_cuda_args &a) {
+    stroll s = {};
+    if (!ALL) s.w = first_path(a);
+    return s;
+}
+DEVICE bool at_place(const attn_cuda_args &a, const buffers &b, const stroll &s, tile_place &own) {
+    if (!ALL) return plain_place(a, s.w, own);
+    mbarrier_wait_parity(BARRIER(b, place_full, s.r.at), s.r.parity);
+    return !__any_sync(~0u, b.notes->is_end[s.r.at]);
+}
+/* lets_go: this thread does, for its warpgroup or for the loader. */
+DEVICE void leave_place(const attn_cuda_args &a, const buffers &b, stroll &s, bool lets_go) {
+    s.number++;
+    if (ALL) {
+        if (lets_go) mbarrier_arrive(BARRIER(b, place_empty, s.r.at));
+        turn_ring(s.r, PLACES);
+    } else {
+        next_path(a, s.w);
+    }
+}
+#define PLACE(b, s, own) (ALL ? (b).notes->places[(s).r.at] : (own))
+
+/* ---- the loader, one warp ---- */
+
+/* Tiles top, top - 1, ... top - 31 of a place: which are wanted, which have a mask. Bit 0 is top. */
+typedef struct outlook {
+    int32_t top;
+    uint32_t wanted, partial;
+} outlook;
+
+DEVICE outlook look(const attn_cuda_args &a, const tile_place &at, int32_t top) {
+    const int32_t n = top - (int32_t)(threadIdx.x & 31);
+    int kind = ATTN_TILE_SKIP;
+    if (n >= at.n_first) {
+        kind = n * BN < at.all_from || n * BN + BN > at.all_to ? ATTN_TILE_PARTIAL : ATTN_TILE_FULL;
+        if (ALL && a.ranges) {
+            int by_range =
+                attn__mask_tile(&at.mask, at.row, at.row + at.rows, n * BN, n * BN + BN, range_of(a, at, n));
+            if (by_range == ATTN_TILE_SKIP || kind == ATTN_TILE_FULL) kind = by_range;
+        }
+    }
+    return {top, __ballot_sync(~0u, kind != ATTN_TILE_SKIP), __ballot_sync(~0u, kind == ATTN_TILE_PARTIAL)};
+}
+
+/* The next tile; n is -1 when there is none. */
+DEVICE tile next_tile_of(const attn_cuda_args &a, const tile_place &at, outlook &o) {
+    tile t = {-1, false, false};
+    if (!ALL) { /* all of them, one after the other */
+        if (o.top < at.n_first) return t;
+        t.n = o.top--;
+        t.partial = t.n * BN < at.all_from || t.n * BN + BN > at.all_to;
+        return t;
+    }
+    while (!o.wanted && o.top - 32 >= at.n_first) o = look(a, at, o.top - 32);
+    if (!o.wanted) return t;
+    const int bit = __ffs(o.wanted) - 1;
+    t.n = o.top - bit;
+    t.partial = o.partial >> bit & 1;
+    o.wanted &= o.wanted - 1;
+    return t;
+}
+
+DEVICE void fetch_blocks(const attn_tensor_map *map, uint32_t to, uint32_t full, int blocks, int rows, int32_t row, int32_t head,
+                         int32_t batch) {
+    mbarrier_arrive_expect_tx(full, blocks * rows * ROW);
+#pragma unroll 1
+    for (int c = 0; c < blocks; c++)
+        cp_async_bulk_tensor_4d_load(to + c * rows * ROW, map, full, c * ATTN_MAP_COLS, row, head, batch);
+}
+
+typedef struct loader {
+    ring q, kv, errands;
+    uint32_t tile;
+} loader;
+
+/* Where an errand is written; to be handed over by its barrier errand_full. */
+DEVICE uint32_t new_errand(const buffers &b, loader &me, errand e) {
+    const uint32_t n = me.errands.at;
+    mbarrier_wait_parity(BARRIER(b, errand_empty, n), me.errands.parity ^ 1);
+    b.notes->errands[n] = e;
+    turn_ring(me.errands, ERRANDS);
+    return BARRIER(b, errand_full, n);
+}
+
+/* One thread. */
+DEVICE void load_q(const attn_cuda_args90 &x, const buffers &b, loader &me, const tile_place &at, uint32_t number, bool is_seen) {
+    const attn_cuda_args &a = x.a;
+    const uint32_t to = b.q + me.q.at * Q_BYTES, full = BARRIER(b, q_full, me.q.at);
+    const bool packed = a.p.flags & ATTN_VARLEN_Q;
+    mbarrier_wait_parity(BARRIER(b, q_empty, me.q.at), me.q.parity ^ 1);
+    b.notes->is_seen[me.q.at] = is_seen;
+    if (ALL && !(a.tma & ATTN_TMA_Q))
+        mbarrier_arrive(new_errand(b, me, {ERRAND_Q, 0, to, full, number, false}));
+    else
+        fetch_blocks(&x.q, to, full, QK_BLOCKS, BM, (int)(packed ? at.s.q_row : 0) + at.row, at.h, packed ? 0 : at.s.b);
+}
+
+/* One thread. V of a tile with a mask goes by the hands, unless the mask is no more than the end of the tensor. */
+DEVICE void load_kv(const attn_cuda_args90 &x, const buffers &b, loader &me, const tile_place &at, uint32_t number, tile t) {
+    const attn_cuda_args &a = x.a;
+    const uint32_t s = me.kv.at, k = b.k + s * K_BYTES, v = b.v + s * V_BYTES;
+    const uint32_t k_full = BARRIER(b, k_full, s), v_full = BARRIER(b, v_full, s);
+    const bool gathers = ALL && !(a.tma & ATTN_TMA_KV), packed = a.p.flags & ATTN_VARLEN_KV;
+    const bool clean = t.partial && (ALL || (a.p.flags & (ATTN_CAUSAL | ATTN_WINDOW)));
+    const int32_t row = (int)(packed ? at.s.kv_row : 0) + at.s.leftpad + t.n * BN, batch = packed ? 0 : at.s.slot;
+    mbarrier_wait_parity(BARRIER(b, k_empty, s), me.kv.parity ^ 1);
+    b.notes->tiles[me.tile % TILES] = t;
+    if (gathers)
+        mbarrier_arrive(new_errand(b, me, {ERRAND_K, t.n, k, k_full, number, false}));
+    else
+        fetch_blocks(&x.k, k, k_full, QK_BLOCKS, BN, row, at.kv_head, batch);
+    mbarrier_wait_parity(BARRIER(b, v_empty, s), me.kv.parity ^ 1);
+    if (gathers)
+        mbarrier_arrive(new_errand(b, me, {ERRAND_V, t.n, v, v_full, number, clean}));
+    else
+        fetch_blocks(&x.v, v, clean ? new_errand(b, me, {ERRAND_CLEAN, t.n, v, v_full, number, true}) : v_full, V_BLOCKS, BN,
+                     row, at.kv_head, batch);
+}
+
+DEVICE void load(const attn_cuda_args90 &x, const buffers &b) {
+    const attn_cuda_args &a = x.a;
+    const bool first = (threadIdx.x & 31) == 0;
+    stroll s = start_stroll(a);
+    tile_place own;
+    loader me = {};
+    for (; at_place(a, b, s, own); leave_place(a, b, s, first)) {
+        const tile_place &at = PLACE(b, s, own);
+        outlook o = look(a, at, at.n_last);
+        tile t = next_tile_of(a, at, o);
+        if (first) load_q(x, b, me, at, s.number, t.n >= 0);
+        turn_ring(me.q, QBUF);
+        while (t.n >= 0) {
+            const tile next = next_tile_of(a, at, o);
+            t.last = next.n < 0;
+            if (first) load_kv(x, b, me, at, s.number, t);
+            turn_ring(me.kv, STAGES);
+            me.tile++;
+            t = next;
+        }
+        __syncwarp();
+    }
+    if (first) mbarrier_arrive(new_errand(b, me, {ERRAND_END, 0, 0, 0, 0, false}));
+}
+
+/* ---- the hands ---- */
+
+/* Where a 16-byte piece lies: blocks of 64 columns of all rows, pieces permuted by the row. */
+DEVICE uint32_t piece_at(uint32_t tile, int rows, int row, int chunk) {
+    return tile + (chunk >> 3) * rows * ROW + row * ROW + (((chunk ^ row) & 7) << 4);
+}
+
+/* A tile piece by piece. row0: query row, or cache position; rows from `valid` on become zero. */
 DEVICE void gather_tile(const attn_cuda_args &a, const tile_place &at, const attn_tensor &t, bool is_q, uint32_t to,
-                        int rows, int chunks, int32_t row0, int valid, int dim) {
+                        int rows, int blocks, int32_t row0, int valid, int dim, int hand) {
     const attn_dtype dtype = is_q ? a.p.dtype : a.p.kv_dtype;
     const bool whole = a.vector_ok && dtype == (attn_dtype)DTYPE;
-    for (int n = threadIdx.x - THREADS; n < rows * chunks; n += 128) {
-        int row = n / chunks, c = n % chunks, count = row < valid ? chunk_count(c, dim) : 0;
+#pragma unroll 2
+    for (int n = hand; n < rows * blocks * 8; n += HANDS) {
+        int row = n / (blocks * 8), c = n % (blocks * 8), count = row < valid ? chunk_count(c, dim) : 0;
         uint4 x = make_uint4(0, 0, 0, 0);
         if (count) {
             int64_t from = c * PER_CHUNK + (is_q ? attn__q_offset(&a.p, &t, &at.s, row0 + row, at.h)
@@ -175,67 +439,54 @@ DEVICE void gather_tile(const attn_cuda_args &a, const tile_place &at, const att
         }
         st_shared_v4(piece_at(to, rows, row, c), x);
     }
-    fence_proxy_async();
-    bar_sync(BARRIER_PRODUCER, 128);
 }
 
-/* One thread of the producer, the only one that works in plain kernels. */
-DEVICE bool is_leader(void) { return threadIdx.x == THREADS; }
+DEVICE uint32_t finite_part(uint32_t x) {
+    const int which = nonfinite_word(x);
+    return x & ((which & 1 ? 0 : 0xffffu) | (which & 2 ? 0 : 0xffff0000u));
+}
 
-DEVICE void fetch_q(const attn_cuda_args90 &x, const tile_place &at, uint32_t to, uint32_t full) {
-    const attn_cuda_args &a = x.a;
-    if (ALL && !(a.tma & ATTN_TMA_Q)) {
-        gather_tile(a, at, a.f.q, true, to, BM, QK_CHUNKS, at.row, at.rows, a.p.dim_qk);
-        if (is_leader()) mbarrier_arrive(full);
-        return;
+/*
+ * A product gives 0 * NaN = NaN to a row that may not see the key. So what is not finite becomes zero in V, and the place is noted
+ * as one whose results have to be put right (add_nonfinite). Rows from `valid` on are not of this sequence, and become zero too.
+ */
+DEVICE void clean_v(const buffers &b, const errand &e, int valid, int hand) {
+    bool found = false;
+#pragma unroll 4
+    for (int n = hand; n < V_BYTES / 16; n += HANDS) {
+        const uint32_t at = e.to + n * 16;
+        const uint4 x = ld_shared_v4(at);
+        if (ALL && n / (ROW / 16) % BN >= valid) {
+            st_shared_v4(at, make_uint4(0, 0, 0, 0));
+        } else if (nonfinite_word(larger_halves(larger_halves(larger_halves(larger_halves(0, x.x), x.y), x.z), x.w))) {
+            st_shared_v4(at, make_uint4(finite_part(x.x), finite_part(x.y), finite_part(x.z), finite_part(x.w)));
+            found = true;
+        }
     }
-    if (!is_leader()) return;
-    const bool packed = a.p.flags & ATTN_VARLEN_Q;
-    mbarrier_arrive_expect_tx(full, Q_BYTES);
-#pragma unroll 1
-    for (int c = 0; c < DIM / 64; c++)
-        cp_async_bulk_tensor_4d_load(to + c * BM * 128, &x.q, full, c * 64, (int)(packed ? at.s.q_row : 0) + at.row, at.h,
-                                     packed ? 0 : at.s.b);
+    if (found) b.notes->dirty[e.number & 1] = e.number + 1;
 }
 
-/* Tile n of K or V. */
-DEVICE void fetch_kv(const attn_cuda_args90 &x, const tile_place &at, bool is_k, uint32_t to, uint32_t full, int32_t n) {
-    const attn_cuda_args &a = x.a;
-    const int chunks = is_k ? QK_CHUNKS : V_CHUNKS;
-    if (ALL && !(a.tma & ATTN_TMA_KV)) {
-        gather_tile(a, at, is_k ? a.f.k : a.f.v, false, to, BN, chunks, at.s.leftpad + n * BN, at.s.sk - n * BN,
-                    is_k ? a.p.dim_qk : a.p.dim_v);
-        if (is_leader()) mbarrier_arrive(full);
-        return;
-    }
-    if (!is_leader()) return;
-    const bool packed = a.p.flags & ATTN_VARLEN_KV;
-    mbarrier_arrive_expect_tx(full, is_k ? K_BYTES : V_BYTES);
-#pragma unroll 1
-    for (int c = 0; c < chunks / 8; c++)
-        cp_async_bulk_tensor_4d_load(to + c * BN * 128, is_k ? &x.k : &x.v, full, c * 64,
-                                     (int)(packed ? at.s.kv_row : 0) + at.s.leftpad + n * BN, at.kv_head,
-                                     packed ? 0 : at.s.slot);
-}
-
-DEVICE void produce(const attn_cuda_args90 &x, const buffers &b) {
-    const attn_cuda_args &a = x.a;
-    ring q = {}, kv = {};
-    for (int64_t i = 0; i < work_end(a); i++) {
-        tile_place at;
-        bool partial;
-        if (!find_work(a, at, i, false)) continue;
-        int32_t n = next_tile(a, at, at.n_last, &partial);
-        if (n < 0) continue;
-        mbarrier_wait_parity(b.q_empty + 8 * q.at, q.parity ^ 1);
-        fetch_q(x, at, b.q + q.at * Q_BYTES, b.q_full + 8 * q.at);
-        turn_ring(q, QBUF);
-        for (; n >= 0; n = next_tile(a, at, n - 1, &partial)) {
-            mbarrier_wait_parity(b.k_empty + 8 * kv.at, kv.parity ^ 1);
-            fetch_kv(x, at, true, b.k + kv.at * K_BYTES, b.k_full + 8 * kv.at, n);
-            mbarrier_wait_parity(b.v_empty + 8 * kv.at, kv.parity ^ 1);
-            fetch_kv(x, at, false, b.v + kv.at * V_BYTES, b.v_full + 8 * kv.at, n);
-            turn_ring(kv, STAGES);
+DEVICE void run_errands(const attn_cuda_args &a, const buffers &b) {
+    const int hand = threadIdx.x - (THREADS + 128 - HANDS);
+    for (ring r = {};; turn_ring(r, ERRANDS)) {
+        mbarrier_wait_parity(BARRIER(b, errand_full, r.at), r.parity);
+        const errand e = b.notes->errands[r.at];
+        if (e.what == ERRAND_END) return;
+        const tile_place &at = b.notes->places[e.number % PLACES]; /* of lines for every feature only */
+        const int32_t left = ALL ? at.s.sk - e.n * BN : BN;
+        if (ALL && e.what == ERRAND_Q)
+            gather_tile(a, at, a.f.q, true, e.to, BM, QK_BLOCKS, at.row, at.rows, a.p.dim_qk, hand);
+        if (ALL && e.what == ERRAND_K)
+            gather_tile(a, at, a.f.k, false, e.to, BN, QK_BLOCKS, at.s.leftpad + e.n * BN, left, a.p.dim_qk, hand);
+        if (ALL && e.what == ERRAND_V)
+            gather_tile(a, at, a.f.v, false, e.to, BN, V_BLOCKS, at.s.leftpad + e.n * BN, left, a.p.dim_v, hand);
+        if (ALL && e.what == ERRAND_V && e.clean) bar_sync(BARRIER_HANDS, HANDS);
+        if (e.clean) clean_v(b, e, left, hand);
+        fence_proxy_async();
+        bar_sync(BARRIER_HANDS, HANDS);
+        if (hand == 0) {
+            mbarrier_arrive(e.full);
+            mbarrier_arrive(BARRIER(b, errand_empty, r.at));
         }
     }
 }
@@ -246,8 +497,8 @@ DEVICE void produce(const attn_cuda_args90 &x, const buffers &b) {
 #define EACH_WIDTH(kind)                                                                                                   \
     WIDTH(64, kind)                                                                                                        \
     WIDTH(80, kind)                                                                                                        \
-    WIDTH(96, kind) WIDTH(112, kind) WIDTH(128, kind) WIDTH(144, kind) WIDTH(160, kind) WIDTH(176, kind) WIDTH(192, kind)  \
-        WIDTH(256, kind)
+    WIDTH(96, kind)                                                                                                        \
+    WIDTH(112, kind) WIDTH(128, kind) WIDTH(144, kind) WIDTH(160, kind) WIDTH(176, kind) WIDTH(192, kind) WIDTH(256, kind)
 #define WIDTH(n, kind)                                                                                                     \
     if (columns == n) {                                                                                                    \
         if (BF16)                                                                                                          \
@@ -264,7 +515,7 @@ DEVICE void begin_qk(float s[MT][NT][4], uint64_t q, uint64_t k) {
     wgmma_fence();
 #pragma unroll
     for (int c = 0; c < DIM / 16; c++) {
-        const uint32_t to_q = c / 4 * BM * 128 + c % 4 * 32, to_k = c / 4 * BN * 128 + c % 4 * 32;
+        const uint32_t to_q = c / 4 * BM * ROW + c % 4 * 32, to_k = c / 4 * BN * ROW + c % 4 * 32;
         product_ss(BN, s[0][0], wgmma_step(q, to_q), wgmma_step(k, to_k), c > 0);
     }
     wgmma_commit_group();
@@ -273,65 +524,35 @@ DEVICE void begin_qk(float s[MT][NT][4], uint64_t q, uint64_t k) {
 DEVICE void begin_pv(float o[MT][DT][4], uint32_t p[PV_STEPS][MT][4], uint64_t v) {
     wgmma_fence();
 #pragma unroll
-    for (int ks = 0; ks < PV_STEPS; ks++) product_rs(DV, o[0][0], p[ks][0], wgmma_step(v, ks * 16 * 128), 1);
+    for (int ks = 0; ks < PV_STEPS; ks++) product_rs(DV, o[0][0], p[ks][0], wgmma_step(v, ks * 16 * ROW), 1);
     wgmma_commit_group();
 }
 
-/* What a consumer holds between two tiles. */
+/* What a consumer holds. */
 typedef struct consumer {
     int number;
     ring q, k, v;
+    uint32_t tile;            /* number of the next one, counted over all places */
+    int32_t all_from, all_to; /* keys that all of its rows see */
     bool has_huge;
-    bool partial; /* was the last tile of S one with a mask? */
-    int32_t n;    /* its number */
+    uint64_t of_q, of_k, of_v; /* operands, in the first buffer */
 } consumer;
 
 DEVICE bool is_first_thread(void) { return (threadIdx.x & 127) == 0; }
 DEVICE void take_turn(const consumer &me) { bar_sync(BARRIER_TURN + me.number, 256); }
 DEVICE void pass_turn(const consumer &me) { bar_arrive(BARRIER_TURN + (me.number + 1) % CONSUMERS, 256); }
-
-/* In memory and by itself: rare, and no place for registers that products write to. */
-static __device__ __noinline__ void add_nonfinite_in_memory(float (*o)[DT][4], uint32_t (*p)[MT][4], uint32_t shared_v) {
-    add_nonfinite(o, p, shared_v);
-}
-
-/*
- * V of a tile with a mask, before its product: rows that do not belong to the sequence become zero, and what is not finite goes
- * another way (add_nonfinite). All consumers do this together, outside of their turns.
- */
-DEVICE void prepare_v(const attn_cuda_args &a, const tile_place &at, const consumer &me, float o[MT][DT][4],
-                      uint32_t p[PV_STEPS][MT][4], uint32_t shared_v) {
-    const int left = at.s.sk - me.n * BN;
-    if (left < BN && !(ALL && !(a.tma & ATTN_TMA_KV))) { /* a gathered tile ends in zeros */
-        for (int n = threadIdx.x; n < (BN - left) * V_CHUNKS; n += THREADS)
-            st_shared_v4(v_piece(shared_v, left + n / V_CHUNKS, n % V_CHUNKS), make_uint4(0, 0, 0, 0));
-        block_barrier();
-    }
-    if (holds_nonfinite(shared_v)) {
-        float o_copy[MT][DT][4];
-        uint32_t p_copy[PV_STEPS][MT][4];
-#pragma unroll
-        for (int n = 0; n < DT * 4; n++) o_copy[0][n / 4][n % 4] = o[0][n / 4][n % 4];
-#pragma unroll
-        for (int n = 0; n < PV_STEPS * 4; n++) p_copy[n / 4][0][n % 4] = p[n / 4][0][n % 4];
-        add_nonfinite_in_memory(o_copy, p_copy, shared_v);
-#pragma unroll
-        for (int n = 0; n < DT * 4; n++) o[0][n / 4][n % 4] = o_copy[0][n / 4][n % 4];
-    }
-    fence_proxy_async();
-    block_barrier();
-}
+/* A vote says nothing new, but tells the compiler that all lanes agree: it has to know where products are under way. */
+DEVICE bool says(bool x) { return ALL ? __any_sync(~0u, x) : x; }
 
 /* Exponentials of S, in place; O is left to whoever waits for it: the answer is whether it has to be rescaled. */
-DEVICE bool softmax(const attn_cuda_args &a, tile_place &at, consumer &me, float s[MT][NT][4], float m[MT][2],
-                    float l[MT][2], float factor[MT][2]) {
+DEVICE bool softmax(const attn_cuda_args &a, const tile_place &at, bool &has_huge, float s[MT][NT][4], float m[MT][2],
+                    float l[MT][2], float factor[MT][2], int32_t n, bool special, bool partial) {
     float most[MT][2], less[MT][2];
-    at.n = me.n;
-    scores(a, at, s);
-    if (me.partial) mask_scores(a, at, s);
+    if (special) scores(a, at, n, s);
+    if (special && partial) mask_scores(a, at, n, s);
     bool raise = find_maximum(most, s, m);
-    if (raise) me.has_huge = raise_maximum(factor, most, m, l, at.scale);
-    subtract_maximum(less, s, m, at.scale, me.has_huge, 0, NT);
+    if (raise) has_huge = raise_maximum(factor, most, m, l, at.scale);
+    subtract_maximum(less, s, m, at.scale, has_huge, 0, NT);
 #pragma unroll
     for (int nt = 0; nt < NT; nt++)
 #pragma unroll
@@ -344,29 +565,122 @@ DEVICE bool softmax(const attn_cuda_args &a, tile_place &at, consumer &me, float
     return raise;
 }
 
-DEVICE void pack_p(const attn_cuda_args &a, const tile_place &at, uint32_t p[PV_STEPS][MT][4], float s[MT][NT][4]) {
+DEVICE void pack_p(const attn_cuda_args &a, const tile_place &at, int32_t n, uint32_t p[PV_STEPS][MT][4], float s[MT][NT][4],
+                   bool special) {
 #pragma unroll
     for (int ks = 0; ks < PV_STEPS; ks++) {
 #pragma unroll
         for (int e = 0; e < 4; e++)
             p[ks][0][e] = pack(s[0][2 * ks + e / 2][e % 2 * 2], s[0][2 * ks + e / 2][e % 2 * 2 + 1]);
-        if (ALL && at.drops) drop(a, at, p[ks][0], 0, ks);
+        if (ALL && special && at.drops) drop(a, at, n, p[ks][0], 0, ks);
+    }
+}
+
+/* The tile at hand: in plain lines they simply come one after the other. */
+DEVICE tile tile_here(const tile_place &at, const buffers &b, const consumer &me, int32_t n) {
+    if (ALL) return b.notes->tiles[me.tile % TILES];
+    return {n, n * BN < me.all_from || n * BN + BN > me.all_to, n == at.n_first};
+}
+
+DEVICE void wait_for_k(const buffers &b, const consumer &me) {
+    mbarrier_wait_parity(BARRIER(b, k_full, me.k.at), me.k.parity);
+}
+DEVICE void let_go_of_k(const buffers &b, consumer &me) {
+    if (is_first_thread()) mbarrier_arrive(BARRIER(b, k_empty, me.k.at));
+    turn_ring(me.k, STAGES);
+    me.tile++;
+}
+DEVICE void let_go_of_v(const buffers &b, consumer &me) {
+    if (is_first_thread()) mbarrier_arrive(BARRIER(b, v_empty, me.v.at));
+    turn_ring(me.v, STAGES);
+}
+
+/* S of tile t and P V of the one before it. `special`, a constant where this is called: scores or mask have something to do. */
+DEVICE void step(const attn_cuda_args &a, const tile_place &at, consumer &me, const buffers &b, float o[MT][DT][4],
+                 float s[MT][NT][4], uint32_t p[PV_STEPS][MT][4], float m[MT][2], float l[MT][2], tile t, bool special) {
+    float factor[MT][2];
+    take_turn(me);
+    begin_qk(s, me.of_q, wgmma_step(me.of_k, me.k.at * K_BYTES));
+    mbarrier_wait_parity(BARRIER(b, v_full, me.v.at), me.v.parity);
+    begin_pv(o, p, wgmma_step(me.of_v, me.v.at * V_BYTES));
+    pass_turn(me);
+    wgmma_wait_group(1);
+    let_go_of_k(b, me);
+    bool raise = softmax(a, at, me.has_huge, s, m, l, factor, t.n, special, says(t.partial));
+    wgmma_wait_group(0);
+    let_go_of_v(b, me);
+    if (raise) rescale(o, factor);
+    pack_p(a, at, t.n, p, s, special);
+}
+
+/* All tiles of one place. Says whether V held something that is not finite. */
+DEVICE bool walk(const attn_cuda_args &a, const tile_place &at, consumer &me, const buffers &b, float o[MT][DT][4],
+                 float m[MT][2], float l[MT][2], uint32_t number) {
+    float s[MT][NT][4], factor[MT][2];
+    uint32_t p[PV_STEPS][MT][4];
+    wait_for_k(b, me);
+    tile t = tile_here(at, b, me, at.n_last);
+    take_turn(me);
+    begin_qk(s, me.of_q, wgmma_step(me.of_k, me.k.at * K_BYTES));
+    pass_turn(me);
+    wgmma_wait_group(0);
+    let_go_of_k(b, me);
+    softmax(a, at, me.has_huge, s, m, l, factor, t.n, true, says(t.partial));
+    pack_p(a, at, t.n, p, s, true);
+    while (!says(t.last)) {
+        wait_for_k(b, me);
+        t = tile_here(at, b, me, t.n - 1);
+        if (says(t.partial || (ALL && (at.natural || at.drops || at.raw != 1))))
+            step(a, at, me, b, o, s, p, m, l, t, true);
+        else
+            step(a, at, me, b, o, s, p, m, l, t, false);
+    }
+    mbarrier_wait_parity(BARRIER(b, v_full, me.v.at), me.v.parity);
+    begin_pv(o, p, wgmma_step(me.of_v, me.v.at * V_BYTES));
+    wgmma_wait_group(0);
+    const bool dirty = b.notes->dirty[number & 1] == number + 1;
+    let_go_of_v(b, me);
+    return dirty;
+}
+
+/* ---- the end of a place ---- */
+
+/*
+ * Eight rows from row i on, element by element: partial results, other dtypes, odd addresses. As floats they are in the 16 rows of
+ * Q that are the warp's, so that no register of O is touched here, where ptxas does not see that the products are complete.
+ */
+static __device__ __noinline__ void store_rows(const attn_cuda_args &a, const tile_place &at, uint32_t rows, int32_t i0) {
+    const attn_dtype dtype = at.split ? ATTN_F32 : a.p.out_dtype;
+    void *const data = at.split ? a.part_o : a.f.o.data;
+    for (int32_t i = i0; i < attn__min32(i0 + 8, at.s.sq); i++) {
+        const int64_t to = at.split ? part_index(a, at.s, i, at.h, at.chunk) * a.p.dim_v
+                                    : attn__q_offset(&a.p, &a.f.o, &at.s, i, at.h);
+        for (int32_t c = threadIdx.x & 31; c < a.p.dim_v; c += 32)
+            store_number(dtype, data, to + c,
+                         __uint_as_float(ld_shared_b32(rows + c / 64 * BM * ROW + (i - i0) * 2 * ROW + c % 64 * 4)));
     }
 }
 
 /* O from registers to memory, through the warp's rows of Q. The first thread of the consumer gives Q back. */
 DEVICE void store_o(const attn_cuda_args90 &x, const tile_place &at, const consumer &me, float o[MT][DT][4],
-                    uint32_t shared_q, uint32_t q_empty, bool has_q) {
+                    uint32_t shared_q, uint32_t q_empty) {
     const attn_cuda_args &a = x.a;
-    const int lane = threadIdx.x & 31, first = (threadIdx.x >> 5) * 16;
-    const bool whole = !at.split && a.vector_ok && a.p.out_dtype == (attn_dtype)DTYPE && a.p.dim_v % PER_CHUNK == 0;
-    if (!whole || !has_q) {
-        float copy[MT][DT][4];
+    const int lane = threadIdx.x & 31, first = (threadIdx.x >> 5) * 16, row0 = me.number * 64;
+    if (ALL && (at.split || !a.vector_ok || a.p.out_dtype != (attn_dtype)DTYPE || a.p.dim_v % PER_CHUNK)) {
+        const uint32_t rows = shared_q + first * ROW;
 #pragma unroll
-        for (int n = 0; n < DT * 4; n++) copy[0][n / 4][n % 4] = o[0][n / 4][n % 4];
-        store_from_memory(a, at, copy);
+        for (int half = 0; half < 2; half++) {
+#pragma unroll
+            for (int x = 0; x < DT * 2; x++)
+                st_shared_b32(rows + x / 16 * BM * ROW + (lane >> 2) * 2 * ROW + (x / 2 % 8 * 8 + (lane & 3) * 2 + x % 2) * 4,
+                              __float_as_uint(o[0][x / 2][2 * half + x % 2]));
+            __syncwarp();
+            store_rows(a, at, rows, at.row + first + half * 8);
+            __syncwarp();
+        }
+        fence_proxy_async();
         bar_sync(BARRIER_STORE + me.number, 128);
-        if (has_q && is_first_thread()) mbarrier_arrive(q_empty);
+        if (is_first_thread()) mbarrier_arrive(q_empty);
         return;
     }
 #pragma unroll
@@ -375,15 +689,14 @@ DEVICE void store_o(const attn_cuda_args90 &x, const tile_place &at, const consu
         for (int dt = 0; dt < DT; dt++)
             st_shared_b32(piece_at(shared_q, BM, first + half * 8 + (lane >> 2), dt) + (lane & 3) * 4,
                           pack(o[0][dt][2 * half], o[0][dt][2 * half + 1]));
-    const int row0 = me.number * 64;
-    if ((a.tma & ATTN_TMA_O) && row0 + 64 <= at.rows) {
+    if (!ALL || ((a.tma & ATTN_TMA_O) && row0 + 64 <= at.rows)) {
+        const bool packed = a.p.flags & ATTN_VARLEN_Q;
         fence_proxy_async();
         bar_sync(BARRIER_STORE + me.number, 128);
         if (!is_first_thread()) return;
-        const bool packed = a.p.flags & ATTN_VARLEN_Q;
 #pragma unroll 1
-        for (int c = 0; c < DV / 64; c++)
-            cp_async_bulk_tensor_4d_store(&x.o, shared_q + c * BM * 128 + row0 * 128, c * 64,
+        for (int c = 0; c < V_BLOCKS; c++)
+            cp_async_bulk_tensor_4d_store(&x.o, shared_q + c * BM * ROW + row0 * ROW, c * ATTN_MAP_COLS,
                                           (int)(packed ? at.s.q_row : 0) + at.row + row0, at.h, packed ? 0 : at.s.b);
         cp_async_bulk_commit_group();
         cp_async_bulk_wait_group_read();
@@ -392,8 +705,8 @@ DEVICE void store_o(const attn_cuda_args90 &x, const tile_place &at, const consu
     }
     __syncwarp();
 #pragma unroll 1
-    for (int n = lane; n < 16 * V_CHUNKS; n += 32) {
-        int row = first + n / V_CHUNKS, c = n % V_CHUNKS;
+    for (int n = lane; n < 16 * V_BLOCKS * 8; n += 32) {
+        int row = first + n / (V_BLOCKS * 8), c = n % (V_BLOCKS * 8);
         uint4 y = ld_shared_v4(piece_at(shared_q, BM, row, c));
         if (row < at.rows && c * PER_CHUNK < a.p.dim_v)
             *(uint4 *)((uint8_t *)a.f.o.data +
@@ -404,82 +717,77 @@ DEVICE void store_o(const attn_cuda_args90 &x, const tile_place &at, const consu
     if (is_first_thread()) mbarrier_arrive(q_empty);
 }
 
-/* All tiles of one place; me.n is the first of them. */
-DEVICE void walk(const attn_cuda_args &a, tile_place &at, consumer &me, const buffers &b, float o[MT][DT][4],
-                 float m[MT][2], float l[MT][2]) {
-    float s[MT][NT][4], factor[MT][2];
-    uint32_t p[PV_STEPS][MT][4];
-    const uint64_t q = wgmma_k_major(b.q + me.q.at * Q_BYTES + me.number * 64 * 128), k = wgmma_k_major(b.k),
-                   v = wgmma_mn_major(b.v, BN * 128);
-    mbarrier_wait_parity(b.q_full + 8 * me.q.at, me.q.parity);
-    mbarrier_wait_parity(b.k_full + 8 * me.k.at, me.k.parity);
-    take_turn(me);
-    begin_qk(s, q, wgmma_step(k, me.k.at * K_BYTES));
-    pass_turn(me);
-    wgmma_wait_group(0);
-    if (is_first_thread()) mbarrier_arrive(b.k_empty + 8 * me.k.at);
-    turn_ring(me.k, STAGES);
-    softmax(a, at, me, s, m, l, factor);
-    pack_p(a, at, p, s);
-    for (;;) {
-        bool partial;
-        int32_t next = agreed(next_tile(a, at, me.n - 1, &partial));
-        mbarrier_wait_parity(b.v_full + 8 * me.v.at, me.v.parity);
-        if (me.partial) prepare_v(a, at, me, o, p, b.v + me.v.at * V_BYTES);
-        if (next < 0) break;
-        mbarrier_wait_parity(b.k_full + 8 * me.k.at, me.k.parity);
-        take_turn(me);
-        begin_qk(s, q, wgmma_step(k, me.k.at * K_BYTES));
-        begin_pv(o, p, wgmma_step(v, me.v.at * V_BYTES));
-        pass_turn(me);
-        wgmma_wait_group(1);
-        if (is_first_thread()) mbarrier_arrive(b.k_empty + 8 * me.k.at);
-        turn_ring(me.k, STAGES);
-        me.n = next;
-        me.partial = __any_sync(~0u, partial);
-        bool raise = softmax(a, at, me, s, m, l, factor);
-        wgmma_wait_group(0);
-        if (is_first_thread()) mbarrier_arrive(b.v_empty + 8 * me.v.at);
-        turn_ring(me.v, STAGES);
-        if (raise) rescale(o, factor);
-        pack_p(a, at, p, s);
-    }
-    begin_pv(o, p, wgmma_step(v, me.v.at * V_BYTES));
-    wgmma_wait_group(0);
-    if (is_first_thread()) mbarrier_arrive(b.v_empty + 8 * me.v.at);
-    turn_ring(me.v, STAGES);
+/*
+ * What clean_v took out of V, added to the results of those rows that see it: such a term is p * v = v for any p > 0. Rare, so slow: the
+ * threads of a consumer stand along the columns, and look at V in memory again.
+ */
+static __device__ __noinline__ void add_nonfinite(const attn_cuda_args &a, const tile_place &at, int32_t row0) {
+    const int32_t rows = attn__min32(at.row + at.rows, row0 + 64);
+    const attn_dtype dtype = at.split ? ATTN_F32 : a.p.out_dtype;
+    void *const data = at.split ? a.part_o : a.f.o.data;
+    for (int32_t j = at.n_first * BN; j < attn__min32(at.s.sk, (at.n_last + 1) * BN); j++)
+        for (int32_t c = threadIdx.x & 127; c < a.p.dim_v; c += 128) {
+            const int64_t from = cache_offset(a, a.f.v, at.s, at.s.leftpad + j, at.kv_head) + c;
+            const float v = (float)attn__load(a.p.kv_dtype, a.f.v.data, from) * at.o_factor;
+            if (fabsf(v) < INFINITY || (CLIPS && (j < at.from || j >= at.to))) continue;
+            const int32_t *flash = at.mask.vectors ? attn__flash_at(&a.p, &a.f, at.s.b, at.kv_head, j) : NULL;
+            for (int32_t i = row0; i < rows; i++) {
+                if (!attn__mask_allowed(&at.mask, i, j, flash)) continue;
+                if (ALL && at.drops && dropped_pair(at, a.p.heads_q, i, j & ~1) >> (j & 1) & 1) continue;
+                const int64_t to = c + (at.split ? part_index(a, at.s, i, at.h, at.chunk) * a.p.dim_v
+                                                 : attn__q_offset(&a.p, &a.f.o, &at.s, i, at.h));
+                attn__store(dtype, data, to, attn__load(dtype, data, to) + v);
+            }
+        }
 }
 
 DEVICE void consume(const attn_cuda_args90 &x, const buffers &b) {
     const attn_cuda_args &a = x.a;
     consumer me = {};
-    me.number = threadIdx.x >> 7;
+    me.number = __shfl_sync(~0u, threadIdx.x >> 7, 0);
+    me.of_k = wgmma_k_major(b.k);
+    me.of_v = wgmma_mn_major(b.v, BN * ROW);
     if (me.number == CONSUMERS - 1) bar_arrive(BARRIER_TURN, 256); /* the first turn is the first consumer's */
-    for (int64_t i = 0; i < work_end(a); i++) {
-        tile_place at;
-        if (!find_work(a, at, i, true)) continue;
-        float o[MT][DT][4] = {}, m[MT][2], l[MT][2] = {};
-        m[0][0] = m[0][1] = at.least;
+    stroll s = start_stroll(a);
+    tile_place own;
+    for (; at_place(a, b, s, own); leave_place(a, b, s, is_first_thread())) {
+        const tile_place &at = PLACE(b, s, own);
+        const int32_t row0 = at.row + me.number * 64;
+        float o[MT][DT][4] = {}, m[MT][2] = {{at.least, at.least}}, l[MT][2] = {};
         me.has_huge = true;
-        me.n = agreed(next_tile(a, at, at.n_last, &me.partial));
-        me.partial = __any_sync(~0u, me.partial);
-        const bool has_q = me.n >= 0;
-        if (has_q) walk(a, at, me, b, o, m, l);
+        me.of_q = wgmma_k_major(b.q + me.q.at * Q_BYTES + me.number * 64 * ROW);
+        if (!ALL) attn__mask_rows_all(&at.mask, row0, attn__min32(row0 + 64, at.s.sq), &me.all_from, &me.all_to);
+        mbarrier_wait_parity(BARRIER(b, q_full, me.q.at), me.q.parity);
+        bool dirty = false;
+        if (says(ALL ? b.notes->is_seen[me.q.at] : at.n_last >= 0)) dirty = walk(a, at, me, b, o, m, l, s.number);
         finish(a, at, o, m, l);
-        store_o(x, at, me, o, b.q + me.q.at * Q_BYTES, b.q_empty + 8 * me.q.at, has_q);
-        if (has_q) turn_ring(me.q, QBUF);
+        store_o(x, at, me, o, b.q + me.q.at * Q_BYTES, BARRIER(b, q_empty, me.q.at));
+        turn_ring(me.q, QBUF);
+        if (dirty) {
+            const tile_place copy = at;
+            if (is_first_thread()) cp_async_bulk_wait_group();
+            fence_proxy_async_global();
+            bar_sync(BARRIER_STORE + me.number, 128);
+            add_nonfinite(a, copy, row0);
+        }
+        if (ALL) bar_sync(BARRIER_STORE + me.number, 128); /* nobody looks at the place any more */
     }
     if (is_first_thread()) cp_async_bulk_wait_group();
 }
 
 KERNEL __launch_bounds__(THREADS + 128, 1) VARIANT(const __grid_constant__ attn_cuda_args90 x) {
     extern __shared__ __align__(1024) uint8_t shared[];
-    const buffers b = find_buffers(cvta_shared(shared));
+    const buffers b = find_buffers(shared);
     if (threadIdx.x == 0) make_barriers(b);
     __syncthreads();
     if (threadIdx.x >= THREADS) {
         setmaxnreg_dec(PRODUCER_REGISTERS);
-        if (ALL || is_leader()) produce(x, b);
+        if (threadIdx.x < THREADS + 32)
+            load(x, b);
+        else if (ALL && threadIdx.x < THREADS + 64)
+            schedule(x.a, b);
+        else
+            run_errands(x.a, b);
     } else {
         setmaxnreg_inc(CONSUMER_REGISTERS);
         consume(x, b);

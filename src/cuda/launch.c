@@ -56,6 +56,7 @@ static attn_cuda_args make_args(const attn_cuda_run *run, const attn_plan *plan,
     a.vector_ok = run->vector_ok;
     a.tma = run->tma;
     a.by_group = attn__divider(a.group);
+    a.by_each = attn__divider((int32_t)attn__min64((int64_t)a.group * a.slots, INT32_MAX));
     a.by_heads = attn__divider(p->heads_q);
     a.by_share = attn__divider(p->heads_q / p->heads_kv);
     if (p->flags & ATTN_ROTARY) a.rotated_q = attn__cuda_rotated_q(plan, f);

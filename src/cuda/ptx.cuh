@@ -12,6 +12,11 @@ PTX int here(int x) {
     return x;
 }
 
+PTX float here_float(float x) {
+    asm volatile("" : "+f"(x));
+    return x;
+}
+
 PTX const uint8_t *here_pointer(const uint8_t *x) {
     asm volatile("" : "+l"(x));
     return x;

@@ -4,14 +4,17 @@
  * 2t, 2t + 1.
  *
  * The kernel's file says before this one: DTYPE, DV, BM, BN (tile), ALL, THREADS (that work on rows; warp w has the rows from
- * MT * 16 * w on), MT, NT, DT, PV_STEPS, EB, PER_CHUNK, V_CHUNKS; where a 16-byte piece of V lies (v_piece), a barrier of those
- * threads (block_barrier), and one that answers whether any of them says yes (block_or).
+ * MT * 16 * w on), MT, NT, DT, PV_STEPS, EB, PER_CHUNK.
  */
 #ifndef ATTN_ROWS_CUH
 #define ATTN_ROWS_CUH
 
 #define HUGE_SCORE 4194304.0f /* 2^22: from here on the rounding of a score is no longer small */
-enum { WIDE = DTYPE == ATTN_F32, BF16 = DTYPE == ATTN_BF16 };
+enum {
+    WIDE = DTYPE == ATTN_F32,
+    BF16 = DTYPE == ATTN_BF16,
+    CLIPS = ATTN_CUDA_CHUNK % BN != 0 /* a tile of keys may reach into the next chunk */
+};
 
 DEVICE uint32_t pack(float low, float high) { return BF16 ? cvt_rn_bf16x2(low, high) : cvt_rn_f16x2(low, high); }
 
@@ -26,8 +29,9 @@ typedef struct tile_place {
     int32_t all_from, all_to; /* keys that every row sees, FlashMask aside */
     const uint8_t *k, *v;     /* portable kernels, rows at a fixed distance: where key 0 is */
     int32_t chunk;            /* split: which chunk of keys */
+    int32_t from, to;         /* CLIPS: keys that count */
+    int32_t pad_from, pad_to; /* rows that are padding, for whoever finds the place to fill: even one with nothing to do */
     int32_t dv0;              /* first dim of V that the block computes */
-    int32_t n;                /* the tile of keys at hand */
     bool split, drops;
     bool natural;   /* softcap, ALiBi or bias: scores are made in base e first */
     float scale;    /* to base 2, descales included, positive: the factor of a score on its way into exp2 */
@@ -37,14 +41,15 @@ typedef struct tile_place {
     attn_philox philox;
 } tile_place;
 
-/* Rows [from, to) of sequence b are padding of a padded batch: o = 0, lse = -inf. */
-static __device__ __noinline__ void fill_padding(const attn_cuda_args &a, int32_t b, int32_t h, int32_t from, int32_t to) {
+/* o = 0 and lse = -inf for the rows of a padded batch that are padding. */
+static __device__ __noinline__ void fill_rows(const attn_cuda_args &a, int32_t b, int32_t h, int32_t from, int32_t to,
+                                              int thread, int threads) {
     attn_seq s = {};
     s.b = b;
     for (int32_t i = from; i < to; i++) {
         int64_t row = attn__q_offset(&a.p, &a.f.o, &s, i, h);
-        for (int32_t x = threadIdx.x; x < a.p.dim_v; x += THREADS) attn__store(a.p.out_dtype, a.f.o.data, row + x, 0);
-        if (threadIdx.x == 0 && a.f.lse) ((float *)a.f.lse)[attn__lse_index(&a.p, &s, i, h)] = -INFINITY;
+        for (int32_t x = thread; x < a.p.dim_v; x += threads) attn__store(a.p.out_dtype, a.f.o.data, row + x, 0);
+        if (thread == 0 && a.f.lse) ((float *)a.f.lse)[attn__lse_index(&a.p, &s, i, h)] = -INFINITY;
     }
 }
 
@@ -62,10 +67,10 @@ DEVICE attn_seq sequence_at(const attn_cuda_args &a, int32_t b) {
 
 /*
  * Work is ordered for the L2 cache: `group` heads at a time, from head `first` on; among them the last rows, which see the most
- * keys under a causal mask, come first: number `index` of the group. Returns false when there is nothing to do there. Rows that
- * are padding are filled on the way, if the caller `fills`.
+ * keys under a causal mask, come first: number `index` of the group. Returns false when there is nothing to do there.
  */
-DEVICE bool find_place(const attn_cuda_args &a, tile_place &at, int64_t first, uint32_t index, bool fills) {
+DEVICE bool find_place(const attn_cuda_args &a, tile_place &at, int64_t first, uint32_t index) {
+    at.pad_from = at.pad_to = 0;
     int64_t left = (int64_t)a.p.batch * a.p.heads_q - first, bh;
     if (left <= 0) return false;
     uint32_t size = left < a.group ? (uint32_t)left : (uint32_t)a.group, part = 0;
@@ -84,8 +89,10 @@ DEVICE bool find_place(const attn_cuda_args &a, tile_place &at, int64_t first, u
     at.split = is_split(a, at.s);
     int32_t tile = a.row_tiles - 1 - slot;
     bool padded = !(a.p.flags & ATTN_VARLEN_Q) && at.dv0 == 0;
-    int32_t pad_from = attn__max32(at.s.sq, tile * BM), pad_to = attn__min32(a.p.max_q, tile * BM + BM);
-    if (fills && padded && tile >= 0 && pad_from < pad_to) fill_padding(a, at.s.b, at.h, pad_from, pad_to);
+    if (padded && tile >= 0) {
+        at.pad_from = attn__max32(at.s.sq, tile * BM);
+        at.pad_to = attn__min32(a.p.max_q, tile * BM + BM);
+    }
     at.chunk = at.split ? slot : 0;
     at.row = at.split ? 0 : tile * BM;
     if (at.row < 0 || at.row >= at.s.sq) return false;
@@ -93,12 +100,18 @@ DEVICE bool find_place(const attn_cuda_args &a, tile_place &at, int64_t first, u
     at.mask = attn__seq_mask(&a.p, &at.s);
     int32_t from, to;
     attn__mask_rows(&at.mask, at.row, at.row + at.rows, &from, &to);
+    attn__mask_rows_all(&at.mask, at.row, at.row + at.rows, &at.all_from, &at.all_to);
     if (at.split) {
         if (slot && (slot >= a.chunks || slot * ATTN_CUDA_CHUNK >= at.s.sk)) return false; /* fold does not look there */
         from = attn__max32(from, at.chunk * ATTN_CUDA_CHUNK);
         to = attn__min32(to, at.chunk * ATTN_CUDA_CHUNK + ATTN_CUDA_CHUNK);
     }
-    attn__mask_rows_all(&at.mask, at.row, at.row + at.rows, &at.all_from, &at.all_to);
+    if (CLIPS) {
+        at.from = from;
+        at.to = to;
+        at.all_from = attn__max32(at.all_from, from);
+        at.all_to = attn__min32(at.all_to, to);
+    }
     at.n_first = from / BN;
     at.n_last = to > from ? (to - 1) / BN : -1;
     at.natural = ALL && (a.p.softcap > 0 || (a.p.flags & (ATTN_ALIBI | ATTN_BIAS)));
@@ -164,11 +177,11 @@ DEVICE int chunk_count(int chunk, int dim) {
     _Pragma("unroll") for (int mt = 0; mt < MT; mt++) _Pragma("unroll") for (int nt = 0; nt < NT; nt++)                    \
         _Pragma("unroll") for (int e = 0; e < 4; e++)
 
-/* Row and key of element e of accumulator [mt][nt]; see the layout in fwd.cu. */
+/* Row and key of element e of accumulator [mt][nt], in tile n of keys. */
 DEVICE int32_t row_of(const tile_place &at, int mt, int half) {
     return at.row + ((threadIdx.x >> 5) * MT + mt) * 16 + half * 8 + (threadIdx.x >> 2 & 7);
 }
-DEVICE int32_t key_of(const tile_place &at, int nt, int e) { return at.n * BN + nt * 8 + (threadIdx.x & 3) * 2 + (e & 1); }
+DEVICE int32_t key_of(int32_t n, int nt, int e) { return n * BN + nt * 8 + (threadIdx.x & 3) * 2 + (e & 1); }
 
 /* A bias as float; the dtype is the same for all, so this branches once. */
 DEVICE float bias_number(attn_dtype dtype, const void *data, int64_t at) {
@@ -178,22 +191,32 @@ DEVICE float bias_number(attn_dtype dtype, const void *data, int64_t at) {
     return dtype == ATTN_BF16 ? attn__from_bf16(x) : cvt_f32_f16(x);
 }
 
+/*
+ * cap * tanh(x / cap) = cap - 2 cap / (1 + e^(2 x / cap)). Off by a few units of the last place of cap, which 16-bit P does not
+ * notice; float32 does.
+ */
+DEVICE float capped(float x, float cap, float inverse) {
+    if (WIDE) return cap * tanhf(x / cap);
+    return __fmaf_rn(-2 * cap, rcp_approx(1 + ex2_approx(x * inverse)), cap);
+}
+
 /* Steps 2 to 4 of attn.h, as score() of score.cuh, a step at a time for all elements of the thread. */
-DEVICE void feature_scores(const attn_cuda_args &a, const tile_place &at, float s[MT][NT][4]) {
-    const float cap = (float)a.p.softcap, slope = a.p.flags & ATTN_ALIBI ? a.f.alibi[at.s.b * a.f.alibi_stride + at.h] : 0;
-    const int32_t offset = at.s.sk - at.s.sq;
+DEVICE void feature_scores(const attn_cuda_args &a, const tile_place &at, int32_t n, float s[MT][NT][4]) {
+    const float slope = a.p.flags & ATTN_ALIBI ? a.f.alibi[at.s.b * a.f.alibi_stride + at.h] : 0;
     if (a.p.softcap > 0) {
-        EACH_SCORE(mt, nt, e) s[mt][nt][e] = cap * tanhf(s[mt][nt][e] / cap);
+        const float cap = (float)a.p.softcap, inverse = (float)(2 * ATTN_LOG2E) * rcp_approx(cap);
+        EACH_SCORE(mt, nt, e) s[mt][nt][e] = capped(s[mt][nt][e], cap, inverse);
     }
     if (a.p.flags & ATTN_ALIBI) {
+        const int32_t offset = at.s.sk - at.s.sq;
         EACH_SCORE(mt, nt, e) {
-            int32_t distance = abs(row_of(at, mt, e >> 1) + offset - key_of(at, nt, e));
+            int32_t distance = abs(row_of(at, mt, e >> 1) + offset - key_of(n, nt, e));
             s[mt][nt][e] = fmaf(-slope, (float)distance, s[mt][nt][e]);
         }
     }
     if (a.p.flags & ATTN_BIAS) {
         EACH_SCORE(mt, nt, e) {
-            int32_t i = row_of(at, mt, e >> 1), j = key_of(at, nt, e);
+            int32_t i = row_of(at, mt, e >> 1), j = key_of(n, nt, e);
             if (i >= at.s.sq || j >= at.s.sk) continue;
             s[mt][nt][e] += bias_number(a.p.bias_dtype, a.f.bias.data, attn__matrix_at(&a.f.bias, at.s.b, at.h, i, j));
         }
@@ -202,19 +225,19 @@ DEVICE void feature_scores(const attn_cuda_args &a, const tile_place &at, float 
 }
 
 /* The numbers of semantics 1 to 4; times `scale` they are in base 2. */
-DEVICE void scores(const attn_cuda_args &a, const tile_place &at, float s[MT][NT][4]) {
+DEVICE void scores(const attn_cuda_args &a, const tile_place &at, int32_t n, float s[MT][NT][4]) {
     if (ALL && at.raw != 1) {
         EACH_SCORE(mt, nt, e) s[mt][nt][e] = __fmul_rn(s[mt][nt][e], at.raw);
     }
-    if (ALL && at.natural) feature_scores(a, at, s);
+    if (ALL && at.natural) feature_scores(a, at, n, s);
 }
 
-DEVICE void flash_scores(const attn_cuda_args &a, const tile_place &at, float s[MT][NT][4]) {
+DEVICE void flash_scores(const attn_cuda_args &a, const tile_place &at, int32_t n, float s[MT][NT][4]) {
 #pragma unroll
     for (int nt = 0; nt < NT; nt++)
 #pragma unroll
         for (int c = 0; c < 2; c++) {
-            int32_t j = key_of(at, nt, c);
+            int32_t j = key_of(n, nt, c);
             if (j >= at.s.sk) continue;
             attn_flash flash = attn__flash_load(&at.mask, attn__flash_at(&a.p, &a.f, at.s.b, at.kv_head, j));
 #pragma unroll
@@ -226,21 +249,25 @@ DEVICE void flash_scores(const attn_cuda_args &a, const tile_place &at, float s[
 }
 
 /* -inf where a pair is not allowed. */
-DEVICE void mask_scores(const attn_cuda_args &a, const tile_place &at, float s[MT][NT][4]) {
+DEVICE void mask_scores(const attn_cuda_args &a, const tile_place &at, int32_t n, float s[MT][NT][4]) {
 #pragma unroll
     for (int mt = 0; mt < MT; mt++)
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             int32_t first, end;
             attn__mask_row(&at.mask, row_of(at, mt, half), &first, &end);
-            const uint32_t from = (uint32_t)(key_of(at, 0, 0) - first), count = (uint32_t)attn__max32(end - first, 0);
+            if (CLIPS) {
+                first = attn__max32(first, at.from);
+                end = attn__min32(end, at.to);
+            }
+            const uint32_t from = (uint32_t)(key_of(n, 0, 0) - first), count = (uint32_t)attn__max32(end - first, 0);
 #pragma unroll
             for (int nt = 0; nt < NT; nt++)
 #pragma unroll
                 for (int c = 0; c < 2; c++) /* first <= key < end in one comparison */
                     if (from + (nt * 8 + c) >= count) s[mt][nt][2 * half + c] = -INFINITY;
         }
-    if (ALL && at.mask.vectors) flash_scores(a, at, s);
+    if (ALL && at.mask.vectors) flash_scores(a, at, n, s);
 }
 
 /* Dropout of the two neighbours (2t, 2t + 1) of one row: bit 0 and 1 of the answer say which are dropped. */
@@ -252,13 +279,13 @@ DEVICE int dropped_pair(const tile_place &at, int32_t heads, int32_t i, int32_t 
 }
 
 /* Zeroes what is dropped in the fragment of step ks. */
-DEVICE void drop(const attn_cuda_args &a, const tile_place &at, uint32_t p[4], int mt, int ks) {
+DEVICE void drop(const attn_cuda_args &a, const tile_place &at, int32_t n, uint32_t p[4], int mt, int ks) {
     enum { PARTS = WIDE ? 1 : 2 };
 #pragma unroll
     for (int part = 0; part < PARTS; part++)
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            int which = dropped_pair(at, a.p.heads_q, row_of(at, mt, half), key_of(at, WIDE ? ks : 2 * ks + part, 0));
+            int which = dropped_pair(at, a.p.heads_q, row_of(at, mt, half), key_of(n, WIDE ? ks : 2 * ks + part, 0));
             if (WIDE) {
                 if (which & 1) p[half] = 0;
                 if (which & 2) p[half + 2] = 0;
@@ -268,7 +295,7 @@ DEVICE void drop(const attn_cuda_args &a, const tile_place &at, uint32_t p[4], i
         }
 }
 
-/* ---- infinities and NaN in V, where some pairs are masked; in float32 always, because lo of an infinity is NaN ---- */
+/* ---- infinities and NaN in V ---- */
 
 /* In one word of a tile: bit 0 for its number (float32) or its low half, bit 1 for its high half. */
 DEVICE int nonfinite_word(uint32_t x) {
@@ -279,79 +306,6 @@ DEVICE int nonfinite_word(uint32_t x) {
 
 /* The larger of the halves, each by itself; signs do not count. */
 DEVICE uint32_t larger_halves(uint32_t most, uint32_t x) { return __vmaxu2(most, x & 0x7fff7fff); }
-
-/* Does any thread see one in V? A barrier of the whole block. */
-DEVICE bool holds_nonfinite(uint32_t shared_v) {
-    uint32_t most = 0;
-    bool found = false;
-#pragma unroll 4
-    for (int n = threadIdx.x; n < BN * V_CHUNKS; n += THREADS) {
-        uint4 x = ld_shared_v4(shared_v + n * 16);
-        if (WIDE)
-            found |= nonfinite_word(x.x) | nonfinite_word(x.y) | nonfinite_word(x.z) | nonfinite_word(x.w);
-        else
-            most = larger_halves(larger_halves(larger_halves(larger_halves(most, x.x), x.y), x.z), x.w);
-    }
-    return block_or(found || (!WIDE && nonfinite_word(most)));
-}
-
-/* Key first + j of the tile, for the rows that see it. */
-DEVICE void add_nonfinite_key(float o[MT][DT][4], const uint64_t sees[MT][2], int first, int j, uint32_t shared_v) {
-#pragma unroll
-    for (int dt = 0; dt < DT; dt++)
-#pragma unroll
-        for (int c = 0; c < 2; c++) {
-            int column = dt * 8 + (threadIdx.x & 3) * 2 + c;
-            uint32_t piece = v_piece(shared_v, first + j, column / PER_CHUNK);
-            uint32_t word = ld_shared_b32((piece + column % PER_CHUNK * EB) & ~3u);
-            uint16_t half_word = (uint16_t)(word >> 16 * c);
-            if (!(nonfinite_word(word) >> (WIDE ? 0 : c) & 1)) continue;
-            float v = WIDE ? __uint_as_float(word) : BF16 ? attn__from_bf16(half_word) : cvt_f32_f16(half_word);
-#pragma unroll
-            for (int mt = 0; mt < MT; mt++)
-#pragma unroll
-                for (int half = 0; half < 2; half++)
-                    if (sees[mt][half] >> j & 1) o[mt][dt][2 * half + c] += v;
-        }
-}
-
-/*
- * A product gives 0 * NaN = NaN to a row that may not see the key. So what is not finite is taken out of V and added here to
- * the rows that see it: such a term is p * v = v for any p > 0. Rare, so slow.
- */
-DEVICE void add_nonfinite(float o[MT][DT][4], uint32_t p[PV_STEPS][MT][4], uint32_t shared_v) {
-    enum { PART = NT < 8 ? (int)NT : 8 }; /* 8-key tiles whose keys fit into 64 bits */
-    const int t = threadIdx.x & 3;
-#pragma unroll
-    for (int part = 0; part < NT; part += PART) {
-        uint64_t sees[MT][2]; /* bit j: the row sees key part * 8 + j */
-#pragma unroll
-        for (int mt = 0; mt < MT; mt++)
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
-                uint64_t bits = 0;
-#pragma unroll
-                for (int n = 0; n < PART; n++) {
-                    int nt = part + n;
-                    bool first = WIDE ? p[nt % PV_STEPS][mt][half] : p[nt / 2][mt][nt % 2 * 2 + half] & 0xffff;
-                    bool second = WIDE ? p[nt % PV_STEPS][mt][half + 2] : p[nt / 2][mt][nt % 2 * 2 + half] >> 16;
-                    bits |= (uint64_t)(first | second << 1) << (n * 8 + 2 * t);
-                }
-                bits |= __shfl_xor_sync(~0u, bits, 1);
-                sees[mt][half] = bits | __shfl_xor_sync(~0u, bits, 2);
-            }
-#pragma unroll 1
-        for (int j = 0; j < PART * 8; j++) add_nonfinite_key(o, sees, part * 8, j, shared_v);
-    }
-    block_barrier();
-    for (int n = threadIdx.x; n < BN * V_CHUNKS * 4; n += THREADS) {
-        uint32_t word = ld_shared_b32(shared_v + n * 4);
-        int which = nonfinite_word(word);
-        if (which)
-            st_shared_b32(shared_v + n * 4, WIDE ? 0 : word & ((which & 1 ? 0 : 0xffffu) | (which & 2 ? 0 : 0xffff0000u)));
-    }
-    block_barrier();
-}
 
 /* ---- O to memory ---- */
 
@@ -504,7 +458,8 @@ DEVICE void finish(const attn_cuda_args &a, const tile_place &at, float o[MT][DT
         x += __shfl_xor_sync(~0u, x, 1);
         x += __shfl_xor_sync(~0u, x, 2);
         float factor = share_of(at.o_factor, x);
-        if (t % (2 * MT) == r) sum = x, most = m[r / 2][r % 2];
+        const float largest = here_float(m[r / 2][r % 2]); /* a choice between the two must not put them into memory */
+        if (t % (2 * MT) == r) sum = x, most = largest;
 #pragma unroll
         for (int x = 0; x < 2 * DT; x++) {
             float *number = &o[r / 2][x / 2][r % 2 * 2 + x % 2];

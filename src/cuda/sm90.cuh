@@ -66,6 +66,8 @@ PTX void cp_async_bulk_wait_group_read(void) { asm volatile("cp.async.bulk.wait_
 PTX void cp_async_bulk_wait_group(void) { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 /* What this thread wrote to shared memory is seen by cp.async.bulk and wgmma. */
 PTX void fence_proxy_async(void) { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+/* The same for global memory, both ways. */
+PTX void fence_proxy_async_global(void) { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
 /* ---- registers of a warpgroup ---- */
 

@@ -36,6 +36,7 @@ PTX void cp_async_bulk_commit_group(void) { emulate_bulk_commit(); }
 PTX void cp_async_bulk_wait_group_read(void) { emulate_bulk_wait(1); }
 PTX void cp_async_bulk_wait_group(void) { emulate_bulk_wait(0); }
 PTX void fence_proxy_async(void) { emulate_fence_proxy_async(); }
+PTX void fence_proxy_async_global(void) {} /* stores are complete at their wait */
 
 /* ---- registers of a warpgroup ---- */
 
