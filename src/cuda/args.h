@@ -33,6 +33,10 @@ enum {
     ATTN_TMA_ALL = 7
 };
 
+/* Flags with which sequences have lengths, rows or keys of their own. */
+#define ATTN_OWN_LENGTHS                                                                                                   \
+    (ATTN_BATCH_INDEX | ATTN_VARLEN_Q | ATTN_USED_Q | ATTN_VARLEN_KV | ATTN_USED_KV | ATTN_APPEND | ATTN_LEFTPAD)
+
 /* x / by for x < 2^31 as a multiplication: a block has a few of them to do before it can begin. */
 typedef struct attn_divider {
     uint32_t magic, shift;

@@ -158,6 +158,11 @@ static bool wants_all(const attn_problem *p) {
            p->flashmask_vectors || p->page_size || p->kv_dtype != p->dtype || p->out_dtype != p->dtype;
 }
 
+/* May sequences have lengths of their own, or be split? Hopper's plain kernels work all sequences alike. */
+static bool varies(const attn_problem *p) {
+    return (p->flags & ATTN_OWN_LENGTHS) || p->max_q <= ATTN_CUDA_SPLIT_ROWS;
+}
+
 /* Of the rows that take the problem that of the least dim, and of several the last; fwd_any, the largest, takes them all. */
 static const attn_kernel *choose(const attn_problem *p, const attn_gpu *gpu, bool all) {
     const attn_kernel *chosen = &kernels[0];
@@ -165,7 +170,7 @@ static const attn_kernel *choose(const attn_problem *p, const attn_gpu *gpu, boo
     for (int32_t n = 0; n < KERNELS; n++) {
         const attn_cuda_entry *e = kernels[n].impl;
         bool any = e == &attn__cuda_entries[ATTN_ENTRY_fwd_any];
-        bool fits = any || (e->dtype == tile_dtype(p) && e->dim >= dim && (e->all || !all));
+        bool fits = any || (e->dtype == tile_dtype(p) && e->dim >= dim && (e->all || !(all || (e->hopper && varies(p)))));
         if (kernels[n].op != p->op || !fits || !attn__cuda_runs_on(e, gpu)) continue;
         if (chosen->op != p->op || e->dim <= ((const attn_cuda_entry *)chosen->impl)->dim) chosen = &kernels[n];
     }

@@ -289,6 +289,18 @@ DEVICE void make_p(uint32_t p[PV_STEPS][MT][4], float s[MT][NT][4], float m[MT][
         }
 }
 
+/* The next tile of keys from n downwards that is not skipped, or -1; and whether it needs the mask. */
+DEVICE int32_t next_tile(const attn_cuda_args &a, const tile_place &at, int32_t n, bool *partial) {
+    for (; n >= at.n_first; n--) {
+        *partial = n * BN < at.all_from || n * BN + BN > at.all_to;
+        if (!ALL || !a.ranges) return n; /* without FlashMask every tile from n_first to n_last has something allowed */
+        int tile_class = attn__mask_tile(&at.mask, at.row, at.row + at.rows, n * BN, n * BN + BN, range_of(a, at, n));
+        *partial = tile_class == ATTN_TILE_PARTIAL;
+        if (tile_class != ATTN_TILE_SKIP) return n;
+    }
+    return -1;
+}
+
 /* The state of the walk over the keys. */
 typedef struct walk {
     int32_t n;      /* the tile at hand; -1: none */

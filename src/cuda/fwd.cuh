@@ -365,6 +365,36 @@ DEVICE void add_nonfinite(float o[MT][DT][4], uint32_t p[PV_STEPS][MT][4], uint3
 
 /* ---- O to memory ---- */
 
+/* Element by element: float32, partial results, other dtypes, odd addresses. */
+enum { STORE_UNROLL = WIDE ? 128 : 1 };
+DEVICE void store_elements(const attn_cuda_args &a, const tile_place &at, const float (*o)[DT][4]) {
+    const int t = threadIdx.x & 3;
+#pragma unroll STORE_UNROLL
+    for (int mt = 0; mt < MT; mt++)
+#pragma unroll STORE_UNROLL
+        for (int half = 0; half < 2; half++) {
+            int32_t i = row_of(at, mt, half);
+            if (i >= at.s.sq) continue;
+            attn_dtype dtype = at.split ? ATTN_F32 : a.p.out_dtype;
+            void *data = at.split ? a.part_o : a.f.o.data;
+            int64_t row = at.split ? part_index(a, at.s, i, at.h, at.chunk) * a.p.dim_v
+                                   : attn__q_offset(&a.p, &a.f.o, &at.s, i, at.h);
+#pragma unroll STORE_UNROLL
+            for (int dt = 0; dt < DT; dt++)
+#pragma unroll
+                for (int c = 0; c < 2; c++) {
+                    int column = at.dv0 + dt * 8 + 2 * t + c;
+                    if (column < a.p.dim_v) store_number(dtype, data, row + column, o[mt][dt][2 * half + c]);
+                }
+        }
+}
+
+/* For 16-bit numbers this is rare, and would be a third of the code: o goes by memory, so that it can stand by itself. */
+static __device__ __noinline__ void store_from_memory(const attn_cuda_args &a, const tile_place &at,
+                                                      const float (*o)[DT][4]) {
+    store_elements(a, at, o);
+}
+
 /* 16-bit results go through the warp's own rows of shared Q, to leave in pieces of 16 bytes. */
 DEVICE void store_o(const attn_cuda_args &a, const tile_place &at, float o[MT][DT][4], uint32_t shared_q) {
     if (WIDE) {

@@ -111,7 +111,7 @@ typedef struct errand {
     int32_t clean;   /* ERRAND_V: as well */
 } errand;
 
-typedef struct notes {
+typedef struct shared_notes {
     uint64_t q_full[QBUF], q_empty[QBUF], k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
     uint64_t errand_full[ERRANDS], errand_empty[ERRANDS], place_full[PLACES], place_empty[PLACES];
     errand errands[ERRANDS];
@@ -120,21 +120,21 @@ typedef struct notes {
     int32_t is_seen[QBUF]; /* does any row of the place see any key? */
     int32_t is_end[PLACES];
     tile_place places[PLACES];
-} notes;
-static_assert(sizeof(notes) <= ATTN_HOPPER_NOTES, "give the notes more room");
+} shared_notes;
+static_assert(sizeof(shared_notes) <= ATTN_HOPPER_NOTES, "give the notes more room");
 
 typedef struct buffers {
     uint32_t q, k, v;
-    notes *notes;
+    shared_notes *notes;
 } buffers;
-#define BARRIER(b, field, n) ((b).v + (uint32_t)(STAGES * V_BYTES + offsetof(notes, field) + 8 * (n)))
+#define BARRIER(b, field, n) ((b).v + (uint32_t)(STAGES * V_BYTES + offsetof(shared_notes, field) + 8 * (n)))
 
 DEVICE buffers find_buffers(uint8_t *shared) {
     buffers b;
     b.q = cvta_shared(shared);
     b.k = b.q + QBUF * Q_BYTES;
     b.v = b.k + STAGES * K_BYTES;
-    b.notes = (notes *)(shared + QBUF * Q_BYTES + STAGES * (K_BYTES + V_BYTES));
+    b.notes = (shared_notes *)(shared + QBUF * Q_BYTES + STAGES * (K_BYTES + V_BYTES));
     return b;
 }
 

@@ -26,6 +26,18 @@ static int32_t heads_side_by_side(const attn_problem *p) {
     return (int32_t)attn__ceil_div(heads, groups ? groups : 1);
 }
 
+/*
+ * Hopper's blocks take places in turn, forwards and backwards. Under a causal mask each then gets the same sum if a group has an even
+ * number of places for every block; about 28 heads are enough for the last group's short rows, and few enough for the cache.
+ */
+static int32_t heads_of_hopper(const attn_problem *p, int64_t row_tiles, int64_t blocks) {
+    enum { HEADS = 28 };
+    int64_t heads = (int64_t)p->batch * p->heads_q, even = blocks > 0 ? 2 * blocks : 1, rounds = (HEADS * row_tiles + even / 2) / even;
+    if (!(p->flags & ATTN_CAUSAL) || heads == 0 || row_tiles == 0) return 1;
+    int64_t group = (even * (rounds ? rounds : 1) + row_tiles / 2) / row_tiles;
+    return (int32_t)(group < 1 ? 1 : group < heads ? group : heads);
+}
+
 static attn_cuda_args make_args(const attn_cuda_run *run, const attn_plan *plan, const attn_buffers *f) {
     const attn_problem *p = &plan->problem;
     attn_cuda_args a;
@@ -50,13 +62,13 @@ static attn_cuda_args make_args(const attn_cuda_run *run, const attn_plan *plan,
     a.row_tiles = (int32_t)attn__ceil_div(p->max_q, forward->bm);
     a.slots = attn__max32(a.row_tiles, a.chunks);
     a.dv_blocks = (int32_t)attn__ceil_div(p->dim_v, forward->dim_v);
-    a.group = heads_side_by_side(p);
+    a.group = forward->hopper ? heads_of_hopper(p, a.row_tiles, run->sms) : heads_side_by_side(p);
     a.scale_log2 = attn__scale_log2(p);
     a.least = a.scale_log2 > 1 ? -FLT_MAX / a.scale_log2 : -FLT_MAX;
     a.vector_ok = run->vector_ok;
     a.tma = run->tma;
     a.by_group = attn__divider(a.group);
-    a.by_each = attn__divider((int32_t)attn__min64((int64_t)a.group * a.slots, INT32_MAX));
+    a.by_each = attn__divider(attn__max32(a.group * a.slots, 1));
     a.by_heads = attn__divider(p->heads_q);
     a.by_share = attn__divider(p->heads_q / p->heads_kv);
     if (p->flags & ATTN_ROTARY) a.rotated_q = attn__cuda_rotated_q(plan, f);

@@ -55,9 +55,7 @@ static __device__ __noinline__ void fill_rows(const attn_cuda_args &a, int32_t b
 
 /* Most problems have lengths all alike, and one test skips what reads the others. */
 DEVICE attn_seq sequence_at(const attn_cuda_args &a, int32_t b) {
-    const uint32_t own =
-        ATTN_BATCH_INDEX | ATTN_VARLEN_Q | ATTN_USED_Q | ATTN_VARLEN_KV | ATTN_USED_KV | ATTN_APPEND | ATTN_LEFTPAD;
-    if (a.p.flags & own) return sequence(a, b);
+    if (a.p.flags & ATTN_OWN_LENGTHS) return sequence(a, b);
     attn_seq s = {};
     s.b = s.slot = b;
     s.sq = a.p.max_q;
@@ -137,18 +135,6 @@ DEVICE const attn_flash_range *range_of(const attn_cuda_args &a, const tile_plac
     return a.ranges ? flash_range(a, at.s.b, at.kv_head, n) : NULL;
 }
 
-/* The next tile of keys from n downwards that is not skipped, or -1; and whether it needs the mask. */
-DEVICE int32_t next_tile(const attn_cuda_args &a, const tile_place &at, int32_t n, bool *partial) {
-    for (; n >= at.n_first; n--) {
-        *partial = n * BN < at.all_from || n * BN + BN > at.all_to;
-        if (!ALL || !a.ranges) return n; /* without FlashMask every tile from n_first to n_last has something allowed */
-        int tile_class = attn__mask_tile(&at.mask, at.row, at.row + at.rows, n * BN, n * BN + BN, range_of(a, at, n));
-        *partial = tile_class == ATTN_TILE_PARTIAL;
-        if (tile_class != ATTN_TILE_SKIP) return n;
-    }
-    return -1;
-}
-
 /* ---- pieces of rows, by elements ---- */
 
 /* One piece of a row by elements: any dtype, any alignment. */
@@ -192,21 +178,37 @@ DEVICE float bias_number(attn_dtype dtype, const void *data, int64_t at) {
 }
 
 /*
- * cap * tanh(x / cap) = cap - 2 cap / (1 + e^(2 x / cap)). Off by a few units of the last place of cap, which 16-bit P does not
- * notice; float32 does.
+ * cap * tanh(x / cap): with y = x / cap near zero x (1 - y^2 / 3 + 2 y^4 / 15 - ...), which is exact to a float up to |y| = 0.3 and
+ * needs no special function; further out cap - 2 cap / (1 + e^(2 y)), off by a few units of the last place of cap. Float32, whose
+ * P would notice, has it exact.
  */
+DEVICE bool is_near(float y) { return fabsf(y) <= 0.3f; }
+DEVICE float capped_near(float x, float y) {
+    const float t = y * y;
+    const float u = fmaf(t, fmaf(t, fmaf(t, 62.0f / 2835, -17.0f / 315), 2.0f / 15), -1.0f / 3);
+    return fmaf(x * t, u, x);
+}
 DEVICE float capped(float x, float cap, float inverse) {
     if (WIDE) return cap * tanhf(x / cap);
-    return __fmaf_rn(-2 * cap, rcp_approx(1 + ex2_approx(x * inverse)), cap);
+    const float y = x * inverse, far = fmaf(-2 * cap, rcp_approx(1 + ex2_approx(y * (float)(2 * ATTN_LOG2E))), cap);
+    return is_near(y) ? capped_near(x, y) : far;
+}
+
+DEVICE void cap_scores(float s[MT][NT][4], float cap) {
+    const float inverse = rcp_approx(cap);
+    bool far = WIDE;
+    EACH_SCORE(mt, nt, e) far |= !is_near(s[mt][nt][e] * inverse);
+    if (!__any_sync(~0u, far)) { /* most often */
+        EACH_SCORE(mt, nt, e) s[mt][nt][e] = capped_near(s[mt][nt][e], s[mt][nt][e] * inverse);
+    } else {
+        EACH_SCORE(mt, nt, e) s[mt][nt][e] = capped(s[mt][nt][e], cap, inverse);
+    }
 }
 
 /* Steps 2 to 4 of attn.h, as score() of score.cuh, a step at a time for all elements of the thread. */
 DEVICE void feature_scores(const attn_cuda_args &a, const tile_place &at, int32_t n, float s[MT][NT][4]) {
     const float slope = a.p.flags & ATTN_ALIBI ? a.f.alibi[at.s.b * a.f.alibi_stride + at.h] : 0;
-    if (a.p.softcap > 0) {
-        const float cap = (float)a.p.softcap, inverse = (float)(2 * ATTN_LOG2E) * rcp_approx(cap);
-        EACH_SCORE(mt, nt, e) s[mt][nt][e] = capped(s[mt][nt][e], cap, inverse);
-    }
+    if (a.p.softcap > 0) cap_scores(s, (float)a.p.softcap);
     if (a.p.flags & ATTN_ALIBI) {
         const int32_t offset = at.s.sk - at.s.sq;
         EACH_SCORE(mt, nt, e) {
@@ -316,36 +318,6 @@ DEVICE void store_number(attn_dtype dtype, void *data, int64_t at, float x) {
         ((uint16_t *)data)[at] = attn__to_bf16(x);
     else
         ((uint16_t *)data)[at] = (uint16_t)cvt_rn_f16x2(x, 0);
-}
-
-/* Element by element: float32, partial results, other dtypes, odd addresses. */
-enum { STORE_UNROLL = WIDE ? 128 : 1 };
-DEVICE void store_elements(const attn_cuda_args &a, const tile_place &at, const float (*o)[DT][4]) {
-    const int t = threadIdx.x & 3;
-#pragma unroll STORE_UNROLL
-    for (int mt = 0; mt < MT; mt++)
-#pragma unroll STORE_UNROLL
-        for (int half = 0; half < 2; half++) {
-            int32_t i = row_of(at, mt, half);
-            if (i >= at.s.sq) continue;
-            attn_dtype dtype = at.split ? ATTN_F32 : a.p.out_dtype;
-            void *data = at.split ? a.part_o : a.f.o.data;
-            int64_t row = at.split ? part_index(a, at.s, i, at.h, at.chunk) * a.p.dim_v
-                                   : attn__q_offset(&a.p, &a.f.o, &at.s, i, at.h);
-#pragma unroll STORE_UNROLL
-            for (int dt = 0; dt < DT; dt++)
-#pragma unroll
-                for (int c = 0; c < 2; c++) {
-                    int column = at.dv0 + dt * 8 + 2 * t + c;
-                    if (column < a.p.dim_v) store_number(dtype, data, row + column, o[mt][dt][2 * half + c]);
-                }
-        }
-}
-
-/* For 16-bit numbers this is rare, and would be a third of the code: o goes by memory, so that it can stand by itself. */
-static __device__ __noinline__ void store_from_memory(const attn_cuda_args &a, const tile_place &at,
-                                                      const float (*o)[DT][4]) {
-    store_elements(a, at, o);
 }
 
 /* ---- softmax ---- */

@@ -50,6 +50,8 @@ static copy copies[MOST_COPIES];
 static int copy_count;
 static line lines[LINES];
 static unsigned waited[WARPS][MOST_BARRIERS]; /* phases that a lane of the warp has seen to be over */
+static unsigned fenced[WARPS][MOST_BARRIERS]; /* the same at its last fence: it may pass that on */
+static unsigned passed_on[MOST_BARRIERS][MOST_BARRIERS]; /* by those that arrived at this mbarrier, to those that wait for it */
 static struct named {
     int arrived, threads;
     unsigned generation;
@@ -88,7 +90,15 @@ void emulate_check_fenced(uint32_t at, const char *who) {
     }
 }
 
-void emulate_fence_proxy_async(void) { fences[threadIdx.x]++; }
+void emulate_fence_proxy_async(void) {
+    fences[threadIdx.x]++;
+    memcpy(fenced[threadIdx.x / 32], waited[threadIdx.x / 32], sizeof fenced[0]);
+}
+
+static void take_over(unsigned *into, const unsigned *from) {
+    for (int n = 0; n < MOST_BARRIERS; n++)
+        if (into[n] < from[n]) into[n] = from[n];
+}
 
 /* ---- mbarriers ---- */
 
@@ -146,6 +156,7 @@ void emulate_mbarrier_arrive(uint32_t at, int bytes) {
                      n, at - EMULATE_SHARED_BASE, b->arrivals, b->phase);
     b->bytes += bytes;
     b->missing--;
+    take_over(passed_on[n], fenced[threadIdx.x / 32]);
     if (b->missing == 0 && b->bytes == 0 && bytes_under_way(n) == 0) end_phase(b);
     emulate_pause();
 }
@@ -161,6 +172,7 @@ static int is_phase_over(const emulate_wait *w) {
     }
     if ((b->phase & 1) == w->until) return 0;
     waited[threadIdx.x / 32][n] = b->phase;
+    take_over(waited[threadIdx.x / 32], passed_on[n]);
     return 1;
 }
 
@@ -409,6 +421,8 @@ void emulate_hopper_begin(unsigned threads) {
     if (emulate_tracks_writes) { /* the block before had barriers; what it left must not be found */
         memset(lines, 0, sizeof lines);
         memset(waited, 0, sizeof waited);
+        memset(fenced, 0, sizeof fenced);
+        memset(passed_on, 0, sizeof passed_on);
         memset(written, 0, sizeof written);
         memset(fences, 0, sizeof fences);
     }

@@ -5,7 +5,8 @@
  * Nothing is done earlier than the kernel has waited for it, and what is under way is guarded:
  *
  *   - a load fills its target with 0xff (NaN) when it is issued and with the numbers when somebody waits for its barrier; nobody
- *     may write there meanwhile, and a product may read them only if a lane of its warp has waited for that phase itself;
+ *     may write there meanwhile, and a product may read them only if a lane of its warp has waited for that phase itself, or for
+ *     an mbarrier at which somebody has arrived who had, and fenced;
  *   - a store is compared with shared memory, and written, when its thread waits for it;
  *   - a product takes note of its operands when the first thread issues it, and of its registers when each thread does. It is done
  *     when the warpgroup waits for it, from the same operands, or the kernel fails; until then its accumulators are NaN;
