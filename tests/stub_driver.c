@@ -407,16 +407,21 @@ static int stub_cuTensorMapEncodeTiled(void *map, int type, unsigned rank, void 
     return 0;
 }
 
+/* The size of a kernel's one parameter, which a driver finds in its image. */
+static size_t args_of(const char *kernel) {
+    if (strcmp(kernel, "merge") == 0) return sizeof(attn_cuda_merge);
+    if (strcmp(kernel, "rotary") == 0) return sizeof(attn_cuda_rotary);
+    return strncmp(kernel, "fwd_sm90", 8) == 0 ? sizeof(attn_cuda_args90) : sizeof(attn_cuda_args);
+}
+
 static int stub_cuLaunchKernel(attn_cu_function function, unsigned grid_x, unsigned grid_y, unsigned grid_z,
                                unsigned block_x, unsigned block_y, unsigned block_z, unsigned shared_bytes,
                                attn_cu_stream stream, void **parameters, void **extra) {
     BEGIN(cuLaunchKernel);
-    if (!function || !depth || parameters || !extra || (uintptr_t)extra[0] != ATTN_CU_LAUNCH_BUFFER ||
-        (uintptr_t)extra[2] != ATTN_CU_LAUNCH_SIZE || (uintptr_t)extra[4] != ATTN_CU_LAUNCH_END)
-        return INVALID_VALUE;
+    if (!function || !depth || !parameters || extra) return INVALID_VALUE;
     if (!grid_x || grid_x > INT32_MAX || !grid_y || grid_y > 65535 || grid_z != 1 || !block_x || block_x > 1024)
         return INVALID_VALUE;
-    size_t bytes = *(const size_t *)extra[3];
+    size_t bytes = args_of(((attn_cu_kernel)(void *)function)->name);
     if (bytes > STUB_ARGS || shared_bytes > (unsigned)stub.shared_bytes[stack[depth - 1]->device]) return INVALID_VALUE;
     stub_launch launch = {.name = ((attn_cu_kernel)(void *)function)->name,
                           .grid = {grid_x, grid_y, grid_z},
@@ -425,7 +430,7 @@ static int stub_cuLaunchKernel(attn_cu_function function, unsigned grid_x, unsig
                           .stream = stream,
                           .context = stack[depth - 1],
                           .args_bytes = bytes};
-    memcpy(launch.args, extra[1], bytes);
+    memcpy(launch.args, parameters[0], bytes);
     double ms = stub.kernel ? stub.kernel(&launch) : 1;
     pthread_mutex_lock(&mutex);
     if (launch_count < STUB_LAUNCHES) launches[launch_count++] = launch;

@@ -624,17 +624,17 @@ TEST(cuda_grids_reach_past_two_billion_blocks) {
     for (size_t n = 0; n < sizeof counts / sizeof counts[0]; n++) {
         stub_forget();
         test_context("%lld blocks", (long long)counts[n]);
-        CHECK_OK(attn__cuda_launch(&run, ATTN_ENTRY_probs, counts[n], 0, 32, 0, &args, sizeof args));
+        CHECK_OK(attn__cuda_launch(&run, ATTN_ENTRY_probs, counts[n], 0, 32, 0, &args));
         if (!CHECK(stub_launches() == 1)) return;
         const stub_launch *l = stub_launch_at(0);
         int64_t blocks = (int64_t)l->grid[0] * l->grid[1];
         CHECK(blocks >= counts[n] && blocks - counts[n] < l->grid[1] && l->grid[0] <= INT32_MAX);
-        CHECK(l->args_bytes == sizeof args && memcmp(l->args, &args, sizeof args) == 0);
+        CHECK(l->args_bytes == sizeof args && memcmp(l->args, &args) == 0);
     }
     stub_forget();
-    CHECK_OK(attn__cuda_launch(&run, ATTN_ENTRY_probs, 0, 0, 32, 0, &args, sizeof args));
+    CHECK_OK(attn__cuda_launch(&run, ATTN_ENTRY_probs, 0, 0, 32, 0, &args));
     CHECK(stub_launches() == 0);
-    CHECK_STATUS(attn__cuda_launch(&run, ATTN_ENTRY_probs, INT64_C(1) << 50, 0, 32, 0, &args, sizeof args), ATTN_INVALID,
+    CHECK_STATUS(attn__cuda_launch(&run, ATTN_ENTRY_probs, INT64_C(1) << 50, 0, 32, 0, &args), ATTN_INVALID,
                  "more than a grid can have");
     attn_context_destroy(context);
     stub_stop();

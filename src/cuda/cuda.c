@@ -333,7 +333,7 @@ static attn_status plan_cuda(attn_plan *plan) {
 /* ---- run ---- */
 
 attn_status attn__cuda_launch(const attn_cuda_run *run, int entry, int64_t blocks, int64_t groups, int32_t threads,
-                              size_t shared_bytes, const void *args, size_t args_bytes) {
+                              size_t shared_bytes, const void *args) {
     const int64_t most = INT32_MAX, most_y = 65535;
     if (blocks <= 0) return ATTN_OK;
     int64_t x = blocks, y = groups < most_y ? groups : most_y, z = groups ? attn__ceil_div(groups, y) : 1;
@@ -341,13 +341,12 @@ attn_status attn__cuda_launch(const attn_cuda_run *run, int entry, int64_t block
         y = attn__ceil_div(blocks, most);
         x = attn__ceil_div(blocks, y);
     }
-    void *extra[] = {(void *)(uintptr_t)ATTN_CU_LAUNCH_BUFFER, (void *)(uintptr_t)args,
-                     (void *)(uintptr_t)ATTN_CU_LAUNCH_SIZE, &args_bytes, (void *)(uintptr_t)ATTN_CU_LAUNCH_END};
+    void *parameters[] = {(void *)(uintptr_t)args}; /* the driver knows its size, and what it is aligned to */
     RETURN_IF(x > most || y > most_y || z > most_y, ATTN_INVALID, "batch: %lld blocks of %s are more than a grid can have",
               (long long)blocks, run->entries[entry].name);
     int error =
         run->driver->cuLaunchKernel((attn_cu_function)(void *)run->kernels[entry], (unsigned)x, (unsigned)y, (unsigned)z,
-                                    (unsigned)threads, 1, 1, (unsigned)shared_bytes, run->stream, NULL, extra);
+                                    (unsigned)threads, 1, 1, (unsigned)shared_bytes, run->stream, parameters, NULL);
     if (!error) return ATTN_OK;
     char call[80];
     snprintf(call, sizeof call, "cuLaunchKernel of %s", run->entries[entry].name);

@@ -213,7 +213,7 @@ attn_tensor attn__cuda_rotated_q(const attn_plan *plan, const attn_buffers *f);
  * kernel leaves at once when it is past its count. No blocks: nothing is launched.
  */
 attn_status attn__cuda_launch(const attn_cuda_run *run, int kernel, int64_t blocks, int64_t groups, int32_t threads,
-                              size_t shared_bytes, const void *args, size_t args_bytes);
+                              size_t shared_bytes, const void *args);
 
 /* launch.c. Forward and append; plan->chunks says how many chunks there are, 0 for no split. */
 attn_status attn__cuda_forward(const attn_cuda_run *run, const attn_plan *plan, const attn_buffers *f);

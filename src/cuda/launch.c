@@ -9,9 +9,8 @@
 #include <string.h>
 
 /* Launches a piece with so many warps, each of which works by itself. */
-static attn_status launch_warps(const attn_cuda_run *run, int entry, int64_t warps, const void *args, size_t args_bytes) {
-    return attn__cuda_launch(run, entry, attn__ceil_div(warps, ATTN_CUDA_WARPS), 0, 32 * ATTN_CUDA_WARPS, 0, args,
-                             args_bytes);
+static attn_status launch_warps(const attn_cuda_run *run, int entry, int64_t warps, const void *args) {
+    return attn__cuda_launch(run, entry, attn__ceil_div(warps, ATTN_CUDA_WARPS), 0, 32 * ATTN_CUDA_WARPS, 0, args);
 }
 
 /*
@@ -79,15 +78,15 @@ static attn_cuda_args make_args(const attn_cuda_run *run, const attn_plan *plan,
 static attn_status launch_before(const attn_cuda_run *run, attn_cuda_args *a) {
     const attn_problem *p = &a->p;
     if (p->flags & ATTN_APPEND)
-        RETURN_IF_ERROR(launch_warps(run, ATTN_ENTRY_append, (int64_t)p->batch * p->heads_kv * p->max_new, a, sizeof *a));
+        RETURN_IF_ERROR(launch_warps(run, ATTN_ENTRY_append, (int64_t)p->batch * p->heads_kv * p->max_new, a));
     if (p->op != ATTN_FORWARD) return ATTN_OK;
     if (p->flags & ATTN_ROTARY) {
-        RETURN_IF_ERROR(launch_warps(run, ATTN_ENTRY_rotate_q, (int64_t)p->batch * p->heads_q * p->max_q, a, sizeof *a));
+        RETURN_IF_ERROR(launch_warps(run, ATTN_ENTRY_rotate_q, (int64_t)p->batch * p->heads_q * p->max_q, a));
         a->f.q = a->rotated_q;
     }
     if (p->flashmask_vectors)
         RETURN_IF_ERROR(
-            launch_warps(run, ATTN_ENTRY_ranges, (int64_t)p->batch * p->flashmask_heads * a->range_tiles, a, sizeof *a));
+            launch_warps(run, ATTN_ENTRY_ranges, (int64_t)p->batch * p->flashmask_heads * a->range_tiles, a));
     return ATTN_OK;
 }
 
@@ -106,7 +105,7 @@ static attn_status launch_hopper(const attn_cuda_run *run, const attn_cuda_args 
     RETURN_IF(!forward->all && a->tma != ATTN_TMA_ALL, ATTN_DEVICE,
               "kernel=%s: wants maps of all tensors, and the driver made none for some (bits %d)", forward->name, a->tma);
     return attn__cuda_launch(run, run->forward, x.a.work < run->sms ? x.a.work : run->sms, 0, 32 * forward->warps,
-                             forward->shared_bytes, &x, sizeof x);
+                             forward->shared_bytes, &x);
 }
 
 /* One of the others: a block to each piece of work. */
@@ -115,8 +114,7 @@ static attn_status launch_blocks(const attn_cuda_run *run, const attn_cuda_args 
     int64_t heads = (int64_t)a->p.batch * a->p.heads_q;
     bool any = forward->dtype == ATTN_DTYPE_DEFAULT; /* fwd_any numbers its blocks itself */
     int64_t groups = any ? 0 : attn__ceil_div(heads, a->group), each = (any ? heads : a->group) * (int64_t)a->slots;
-    return attn__cuda_launch(run, run->forward, each * a->dv_blocks, groups, 32 * forward->warps, forward->shared_bytes, a,
-                             sizeof *a);
+    return attn__cuda_launch(run, run->forward, each * a->dv_blocks, groups, 32 * forward->warps, forward->shared_bytes, a);
 }
 
 /* Attention itself. */
@@ -126,10 +124,10 @@ static attn_status launch_rows(const attn_cuda_run *run, const attn_cuda_args *a
     RETURN_IF_ERROR(run->entries[run->forward].hopper ? launch_hopper(run, a) : launch_blocks(run, a));
     if (a->chunks)
         RETURN_IF_ERROR(
-            launch_warps(run, ATTN_ENTRY_fold, heads * a->part_rows * attn__ceil_div(p->dim_v, 32), a, sizeof *a));
+            launch_warps(run, ATTN_ENTRY_fold, heads * a->part_rows * attn__ceil_div(p->dim_v, 32), a));
     if (!a->f.probs.data) return ATTN_OK;
     return attn__cuda_launch(run, ATTN_ENTRY_probs, heads * attn__ceil_div(p->max_q, ATTN_ANY_ROWS), 0,
-                             32 * ATTN_CUDA_WARPS, 0, a, sizeof *a);
+                             32 * ATTN_CUDA_WARPS, 0, a);
 }
 
 attn_status attn__cuda_forward(const attn_cuda_run *run, const attn_plan *plan, const attn_buffers *f) {
@@ -137,7 +135,7 @@ attn_status attn__cuda_forward(const attn_cuda_run *run, const attn_plan *plan, 
     RETURN_IF_ERROR(launch_before(run, &a));
     if (a.p.op != ATTN_FORWARD) return ATTN_OK;
     if (a.p.max_q > 0) RETURN_IF_ERROR(launch_rows(run, &a));
-    return a.p.flags & ATTN_VARLEN_Q ? launch_warps(run, ATTN_ENTRY_fill, a.p.total_q, &a, sizeof a) : ATTN_OK;
+    return a.p.flags & ATTN_VARLEN_Q ? launch_warps(run, ATTN_ENTRY_fill, a.p.total_q, &a) : ATTN_OK;
 }
 
 /* ---- pieces ---- */
@@ -181,7 +179,7 @@ attn_status attn__cuda_merge(const attn_cuda_run *run, const attn_merge_args *ar
     attn_status status = ATTN_OK;
     for (int32_t first = 0; first < args->parts && status == ATTN_OK;) {
         first += take_parts(&m, args, first);
-        status = launch_warps(run, ATTN_ENTRY_merge, rows, &m, sizeof m);
+        status = launch_warps(run, ATTN_ENTRY_merge, rows, &m);
     }
     int error = state ? run->driver->cuMemFreeAsync(state, run->stream) : 0;
     return error && status == ATTN_OK ? attn__driver_fail(run->driver, error, "cuMemFreeAsync") : status;
@@ -196,5 +194,5 @@ attn_status attn__cuda_rotary(const attn_cuda_run *run, const attn_rotary_args *
     RETURN_IF(!count_rows(args->batch, args->heads, args->rows, &rows), ATTN_INVALID,
               "rows=%d: so many rows of %d sequences and %d heads are more than a grid can have", args->rows, args->batch,
               args->heads);
-    return launch_warps(run, ATTN_ENTRY_rotary, rows, &c, sizeof c);
+    return launch_warps(run, ATTN_ENTRY_rotary, rows, &c);
 }

@@ -91,10 +91,10 @@ EXPORT int cuTensorMapEncodeTiled(void *map, int type, unsigned rank, void *addr
 EXPORT int cuLaunchKernel(attn_cu_function function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
                           unsigned block_y, unsigned block_z, unsigned shared_bytes, attn_cu_stream stream,
                           void **parameters, void **extra) {
-    (void)stream, (void)parameters;
-    if (block_y != 1 || block_z != 1 || !extra) return 1; /* CUDA_ERROR_INVALID_VALUE */
+    (void)stream, (void)extra;
+    if (block_y != 1 || block_z != 1 || !parameters) return 1; /* CUDA_ERROR_INVALID_VALUE */
     pthread_mutex_lock(&launching);
-    emulate_launch(kernels[(uintptr_t)function - 1].run, extra[1], grid_x, grid_y, grid_z, block_x, shared_bytes);
+    emulate_launch(kernels[(uintptr_t)function - 1].run, parameters[0], grid_x, grid_y, grid_z, block_x, shared_bytes);
     pthread_mutex_unlock(&launching);
     return 0;
 }
