@@ -620,7 +620,7 @@ TEST(cuda_grids_reach_past_two_billion_blocks) {
     attn_cuda_run run = {
         .driver = context->cuda->state->driver, .entries = attn__cuda_entries, .kernels = context->cuda->kernel};
     static const int64_t counts[] = {1, INT32_MAX, INT64_C(1) << 31, (INT64_C(1) << 31) + 5, INT64_C(123456789012)};
-    int args = 7;
+    attn_cuda_args args = {.part_rows = 7};
     for (size_t n = 0; n < sizeof counts / sizeof counts[0]; n++) {
         stub_forget();
         test_context("%lld blocks", (long long)counts[n]);
@@ -629,7 +629,7 @@ TEST(cuda_grids_reach_past_two_billion_blocks) {
         const stub_launch *l = stub_launch_at(0);
         int64_t blocks = (int64_t)l->grid[0] * l->grid[1];
         CHECK(blocks >= counts[n] && blocks - counts[n] < l->grid[1] && l->grid[0] <= INT32_MAX);
-        CHECK(l->args_bytes == sizeof args && memcmp(l->args, &args) == 0);
+        CHECK(l->args_bytes == sizeof args && memcmp(l->args, &args, sizeof args) == 0);
     }
     stub_forget();
     CHECK_OK(attn__cuda_launch(&run, ATTN_ENTRY_probs, 0, 0, 32, 0, &args));
