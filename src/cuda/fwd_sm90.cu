@@ -544,14 +544,20 @@ DEVICE void pass_turn(const consumer &me) { bar_arrive(BARRIER_TURN + (me.number
 /* A vote says nothing new, but tells the compiler that all lanes agree: it has to know where products are under way. */
 DEVICE bool says(bool x) { return ALL ? __any_sync(~0u, x) : x; }
 
-/* Exponentials of S, in place; O is left to whoever waits for it: the answer is whether it has to be rescaled. */
-DEVICE bool softmax(const attn_cuda_args &a, const tile_place &at, bool &has_huge, float s[MT][NT][4], float m[MT][2],
-                    float l[MT][2], float factor[MT][2], int32_t n, bool special, bool partial) {
-    float most[MT][2], less[MT][2];
+/* Scores become those of the features and the mask, and m and l follow their maximum; O has yet to, by `factor`, if the answer is yes. */
+DEVICE bool follow_scores(const attn_cuda_args &a, const tile_place &at, bool &has_huge, float s[MT][NT][4], float m[MT][2],
+                          float l[MT][2], float factor[MT][2], int32_t n, bool special, bool partial) {
+    float most[MT][2];
     if (special) scores(a, at, n, s);
     if (special && partial) mask_scores(a, at, n, s);
     bool raise = find_maximum(most, s, m);
     if (raise) has_huge = raise_maximum(factor, most, m, l, at.scale);
+    return raise;
+}
+
+/* Exponentials of S, in place. */
+DEVICE void exponentials(const tile_place &at, bool has_huge, float s[MT][NT][4], float m[MT][2], float l[MT][2]) {
+    float less[MT][2];
     subtract_maximum(less, s, m, at.scale, has_huge, 0, NT);
 #pragma unroll
     for (int nt = 0; nt < NT; nt++)
@@ -562,7 +568,6 @@ DEVICE bool softmax(const attn_cuda_args &a, const tile_place &at, bool &has_hug
             y[1] = ex2_approx(__fmaf_rn(y[1], at.scale, -less[0][half]));
             l[0][half] += y[0] + y[1];
         }
-    return raise;
 }
 
 DEVICE void pack_p(const attn_cuda_args &a, const tile_place &at, int32_t n, uint32_t p[PV_STEPS][MT][4], float s[MT][NT][4],
@@ -606,7 +611,8 @@ DEVICE void step(const attn_cuda_args &a, const tile_place &at, consumer &me, co
     pass_turn(me);
     wgmma_wait_group(1);
     let_go_of_k(b, me);
-    bool raise = softmax(a, at, me.has_huge, s, m, l, factor, t.n, special, says(t.partial));
+    bool raise = follow_scores(a, at, me.has_huge, s, m, l, factor, t.n, special, says(t.partial));
+    exponentials(at, me.has_huge, s, m, l);
     wgmma_wait_group(0);
     let_go_of_v(b, me);
     if (raise) rescale(o, factor);
@@ -625,7 +631,8 @@ DEVICE bool walk(const attn_cuda_args &a, const tile_place &at, consumer &me, co
     pass_turn(me);
     wgmma_wait_group(0);
     let_go_of_k(b, me);
-    softmax(a, at, me.has_huge, s, m, l, factor, t.n, true, says(t.partial));
+    follow_scores(a, at, me.has_huge, s, m, l, factor, t.n, true, says(t.partial));
+    exponentials(at, me.has_huge, s, m, l);
     pack_p(a, at, t.n, p, s, true);
     while (!says(t.last)) {
         wait_for_k(b, me);
