@@ -7,8 +7,8 @@
  *
  *   loader     fetches Q, K and V, tile after tile, as buffers become empty
  *   scheduler  finds places ahead of time (lines for every feature; in plain ones that is so little that everybody does it)
- *   hands      run errands for the loader: V of a tile with a mask is cleaned of what no row may see; what the accelerator cannot
- *              describe (pages, odd addresses) is gathered piece by piece
+ *   hands      run errands for the loader: what the accelerator cannot describe (pages, odd addresses) is gathered piece by piece, and
+ *              V is cleaned where that turns out to be needed
  *
  * They meet at barriers in shared memory, a pair for each buffer: `full` (the bytes are there) and `empty` (every consumer is
  * done with it). Per tile of keys a consumer does
@@ -24,6 +24,10 @@
  *
  * Turns (named barriers) keep consumers out of step: while one is at its softmax another one's products have the tensor cores.
  * The results go through the consumer's own rows of Q in shared memory. All lines of a dtype and dim give the same bits.
+ *
+ * A masked pair has P = 0, and 0 * V is 0, unless V is an infinity or NaN. Then O is not finite, and the place is worked once
+ * more after all others, in a second, careful pass: V of tiles with a mask goes through the hands, which take out what is not
+ * finite, and it is added in the end to the rows that do see it. The first pass pays no more than a look at O.
  */
 #include <float.h>
 #include <stddef.h>
@@ -83,13 +87,14 @@ enum {
     TILES = 2 * STAGES, /* notes on tiles: a consumer whose first thread has let go of a tile may still read that of it */
     ERRANDS = 4,
     PLACES = 2,
+    AGAIN = 256,
     HANDS = ALL ? 64 : 96, /* threads */
     /* 65,536 registers, 512 for each lane of four warps: some for the producers, the rest for the consumers */
     PRODUCER_REGISTERS = CONSUMERS == 3 ? 32 : DV > 192 && !ALL ? 40 : 56,
     CONSUMER_REGISTERS = ((CONSUMERS == 3 ? 512 : 504) - PRODUCER_REGISTERS) / CONSUMERS / 8 * 8
 };
 static_assert(DV <= DIM, "O leaves through the rows of Q");
-enum { BARRIER_TURN = 1, BARRIER_STORE = 4, BARRIER_HANDS = 7 }; /* numbers of named barriers; as many as consumers */
+enum { BARRIER_TURN = 1, BARRIER_STORE = 4, BARRIER_HANDS = 7, BARRIER_PASS = 8 }; /* numbers of named barriers; as many as consumers */
 
 #include "rows.cuh"
 
@@ -119,6 +124,8 @@ typedef struct shared_notes {
     uint32_t dirty[2]; /* number of the last place, even or odd, some V of which was not finite: one more than that */
     int32_t is_seen[QBUF]; /* does any row of the place see any key? */
     int32_t is_end[PLACES];
+    int32_t is_any_again;
+    uint8_t is_again[AGAIN]; /* places, by number, that have to be worked again; several may share one */
     tile_place places[PLACES];
 } shared_notes;
 static_assert(sizeof(shared_notes) <= ATTN_HOPPER_NOTES, "give the notes more room");
@@ -158,6 +165,8 @@ DEVICE void make_barriers(const buffers &b) {
         mbarrier_init(BARRIER(b, place_empty, n), CONSUMERS + 1);
     }
     b.notes->dirty[0] = b.notes->dirty[1] = 0;
+    b.notes->is_any_again = 0;
+    for (int n = 0; n < AGAIN; n++) b.notes->is_again[n] = 0;
     fence_mbarrier_init();
 }
 
@@ -234,52 +243,82 @@ DEVICE bool plain_place(const attn_cuda_args &a, const path &w, tile_place &at) 
     return true;
 }
 
-/* The scheduler, one warp: each lane looks at a place of its own, 32 places ahead of time. Padding is filled on the way. */
-DEVICE void schedule(const attn_cuda_args &a, const buffers &b) {
-    const int64_t end = (a.work + gridDim.x - 1) / gridDim.x;
-    const uint32_t lane = threadIdx.x & 31, each = (uint32_t)a.group * (uint32_t)a.slots;
-    ring r = {};
-    for (int64_t base = 0;; base += 32) {
-        const int64_t i = base + lane, n = i * gridDim.x + (i & 1 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
-        tile_place at;
-        at.pad_from = at.pad_to = 0;
-        const int64_t group = n / each;
-        const bool is_end = i == end;
-        bool found = n < a.work && i < end && find_place(a, at, group * a.group, (uint32_t)(n - group * each));
-        for (uint32_t left = __ballot_sync(~0u, at.pad_from < at.pad_to); left; left &= left - 1) {
-            const int from = __ffs(left) - 1;
-            fill_rows(a, __shfl_sync(~0u, at.s.b, from), __shfl_sync(~0u, at.h, from),
-                      __shfl_sync(~0u, at.pad_from, from), __shfl_sync(~0u, at.pad_to, from), lane, 32);
-        }
-        for (uint32_t left = __ballot_sync(~0u, found || is_end); left; left &= left - 1) {
-            if ((int)lane == __ffs(left) - 1) {
-                mbarrier_wait_parity(BARRIER(b, place_empty, r.at), r.parity ^ 1);
-                b.notes->is_end[r.at] = is_end;
-                if (found) b.notes->places[r.at] = at;
-                mbarrier_arrive(BARRIER(b, place_full, r.at));
-            }
-            __syncwarp();
-            turn_ring(r, PLACES);
-        }
-        if (base + 32 > end) return;
-    }
+/* Is this the second pass, and is there one? To be asked by consumers, loader and scheduler when they are through with the first. */
+DEVICE bool goes_again(const buffers &b) {
+    bar_sync(BARRIER_PASS, THREADS + (ALL ? 64 : 32));
+    return b.notes->is_any_again;
 }
 
-/* The next place, for everybody but the scheduler; NULL at the end. `own` has room for it. */
+/* 32 places, one to a lane, from place `base` of this block on: which of them have something to do. Padding is filled on the way. */
+DEVICE uint32_t find_places(const attn_cuda_args &a, tile_place &at, int64_t base, int64_t end, bool careful) {
+    const uint32_t lane = threadIdx.x & 31, each = (uint32_t)a.group * (uint32_t)a.slots;
+    const int64_t i = base + lane, n = i * gridDim.x + (i & 1 ? gridDim.x - 1 - blockIdx.x : blockIdx.x), group = n / each;
+    at.pad_from = at.pad_to = 0;
+    const bool found = i < end && n < a.work && find_place(a, at, group * a.group, (uint32_t)(n - group * each));
+    for (uint32_t left = __ballot_sync(~0u, !careful && at.pad_from < at.pad_to); left; left &= left - 1) {
+        const int from = __ffs(left) - 1;
+        fill_rows(a, __shfl_sync(~0u, at.s.b, from), __shfl_sync(~0u, at.h, from), __shfl_sync(~0u, at.pad_from, from),
+                  __shfl_sync(~0u, at.pad_to, from), lane, 32);
+    }
+    return __ballot_sync(~0u, found);
+}
+
+/* One lane tells of its place, or of the end. */
+DEVICE void tell(const buffers &b, const ring &r, const tile_place &at, bool is_end) {
+    mbarrier_wait_parity(BARRIER(b, place_empty, r.at), r.parity ^ 1);
+    b.notes->is_end[r.at] = is_end;
+    if (!is_end) b.notes->places[r.at] = at;
+    mbarrier_arrive(BARRIER(b, place_full, r.at));
+}
+
+/* The scheduler, one warp. */
+DEVICE void schedule(const attn_cuda_args &a, const buffers &b) {
+    const int64_t end = (a.work + gridDim.x - 1) / gridDim.x;
+    const uint32_t lane = threadIdx.x & 31;
+    ring r = {};
+    bool careful = false;
+    do {
+        uint32_t number = 0;
+        tile_place at;
+        for (int64_t base = 0; base < end; base += 32)
+            for (uint32_t left = find_places(a, at, base, end, careful); left; left &= left - 1, number++) {
+                if (careful && !b.notes->is_again[number % AGAIN]) continue;
+                if ((int)lane == __ffs(left) - 1) tell(b, r, at, false);
+                __syncwarp();
+                turn_ring(r, PLACES);
+            }
+        if (lane == 0) tell(b, r, at, true);
+        __syncwarp();
+        turn_ring(r, PLACES);
+        if (careful) return;
+        careful = true;
+    } while (goes_again(b));
+}
+
+/* Where consumers and loader are. */
 typedef struct stroll {
-    path w;
-    ring r;
-    uint32_t number; /* of the place */
+    path w;          /* plain lines */
+    ring r;          /* the others */
+    uint32_t number; /* of the place, counted over both passes */
+    bool careful;    /* second pass */
 } stroll;
 DEVICE stroll start_stroll(const attn_cuda_args &a) {
     stroll s = {};
     if (!ALL) s.w = first_path(a);
     return s;
 }
-DEVICE bool at_place(const attn_cuda_args &a, const buffers &b, const stroll &s, tile_place &own) {
-    if (!ALL) return plain_place(a, s.w, own);
-    mbarrier_wait_parity(BARRIER(b, place_full, s.r.at), s.r.parity);
-    return !__any_sync(~0u, b.notes->is_end[s.r.at]);
+/* Is there a place? `own` has room for it. */
+DEVICE bool at_place(const attn_cuda_args &a, const buffers &b, stroll &s, tile_place &own) {
+    if (ALL) {
+        mbarrier_wait_parity(BARRIER(b, place_full, s.r.at), s.r.parity);
+        return !__any_sync(~0u, b.notes->is_end[s.r.at]);
+    }
+    bool found = plain_place(a, s.w, own);
+    while (s.careful && found && !b.notes->is_again[s.w.number % AGAIN]) {
+        next_path(a, s.w);
+        found = plain_place(a, s.w, own);
+    }
+    return found;
 }
 /* lets_go: this thread does, for its warpgroup or for the loader. */
 DEVICE void leave_place(const attn_cuda_args &a, const buffers &b, stroll &s, bool lets_go) {
@@ -290,6 +329,14 @@ DEVICE void leave_place(const attn_cuda_args &a, const buffers &b, stroll &s, bo
     } else {
         next_path(a, s.w);
     }
+}
+/* At the end of a pass: is there another one? */
+DEVICE bool start_again(const attn_cuda_args &a, const buffers &b, stroll &s, bool lets_go) {
+    if (s.careful) return false;
+    leave_place(a, b, s, lets_go); /* the one that told of the end */
+    s.careful = true;
+    if (!ALL) s.w = first_path(a);
+    return goes_again(b);
 }
 #define PLACE(b, s, own) (ALL ? (b).notes->places[(s).r.at] : (own))
 
@@ -368,13 +415,15 @@ DEVICE void load_q(const attn_cuda_args90 &x, const buffers &b, loader &me, cons
         fetch_blocks(&x.q, to, full, QK_BLOCKS, BM, (int)(packed ? at.s.q_row : 0) + at.row, at.h, packed ? 0 : at.s.b);
 }
 
-/* One thread. V of a tile with a mask goes by the hands, unless the mask is no more than the end of the tensor. */
-DEVICE void load_kv(const attn_cuda_args90 &x, const buffers &b, loader &me, const tile_place &at, uint32_t number, tile t) {
+/* One thread. */
+DEVICE void load_kv(const attn_cuda_args90 &x, const buffers &b, loader &me, const tile_place &at, const stroll &stroll,
+                    tile t) {
     const attn_cuda_args &a = x.a;
     const uint32_t s = me.kv.at, k = b.k + s * K_BYTES, v = b.v + s * V_BYTES;
     const uint32_t k_full = BARRIER(b, k_full, s), v_full = BARRIER(b, v_full, s);
     const bool gathers = ALL && !(a.tma & ATTN_TMA_KV), packed = a.p.flags & ATTN_VARLEN_KV;
-    const bool clean = t.partial && (ALL || (a.p.flags & (ATTN_CAUSAL | ATTN_WINDOW)));
+    const bool clean = stroll.careful && t.partial;
+    const uint32_t number = stroll.number;
     const int32_t row = (int)(packed ? at.s.kv_row : 0) + at.s.leftpad + t.n * BN, batch = packed ? 0 : at.s.slot;
     mbarrier_wait_parity(BARRIER(b, k_empty, s), me.kv.parity ^ 1);
     b.notes->tiles[me.tile % TILES] = t;
@@ -390,28 +439,34 @@ DEVICE void load_kv(const attn_cuda_args90 &x, const buffers &b, loader &me, con
                      row, at.kv_head, batch);
 }
 
+/* The whole warp. */
+DEVICE void load_place(const attn_cuda_args90 &x, const buffers &b, loader &me, const stroll &s, const tile_place &at) {
+    const attn_cuda_args &a = x.a;
+    const bool first = (threadIdx.x & 31) == 0;
+    outlook o = look(a, at, at.n_last);
+    tile t = next_tile_of(a, at, o);
+    if (first) load_q(x, b, me, at, s.number, t.n >= 0);
+    turn_ring(me.q, QBUF);
+    while (t.n >= 0) {
+        const tile next = next_tile_of(a, at, o);
+        t.last = next.n < 0;
+        if (first) load_kv(x, b, me, at, s, t);
+        turn_ring(me.kv, STAGES);
+        me.tile++;
+        t = next;
+    }
+    __syncwarp();
+}
+
 DEVICE void load(const attn_cuda_args90 &x, const buffers &b) {
     const attn_cuda_args &a = x.a;
     const bool first = (threadIdx.x & 31) == 0;
     stroll s = start_stroll(a);
     tile_place own;
     loader me = {};
-    for (; at_place(a, b, s, own); leave_place(a, b, s, first)) {
-        const tile_place &at = PLACE(b, s, own);
-        outlook o = look(a, at, at.n_last);
-        tile t = next_tile_of(a, at, o);
-        if (first) load_q(x, b, me, at, s.number, t.n >= 0);
-        turn_ring(me.q, QBUF);
-        while (t.n >= 0) {
-            const tile next = next_tile_of(a, at, o);
-            t.last = next.n < 0;
-            if (first) load_kv(x, b, me, at, s.number, t);
-            turn_ring(me.kv, STAGES);
-            me.tile++;
-            t = next;
-        }
-        __syncwarp();
-    }
+    do {
+        for (; at_place(a, b, s, own); leave_place(a, b, s, first)) load_place(x, b, me, s, PLACE(b, s, own));
+    } while (start_again(a, b, s, first));
     if (first) mbarrier_arrive(new_errand(b, me, {ERRAND_END, 0, 0, 0, 0, false}));
 }
 
@@ -748,6 +803,40 @@ static __device__ __noinline__ void add_nonfinite(const attn_cuda_args &a, const
         }
 }
 
+/* Does any of these numbers of the thread miss to be finite? Infinite sums of finite ones cost no more than time. */
+DEVICE bool holds_nonfinite(float o[MT][DT][4]) {
+    float sum[2] = {};
+#pragma unroll
+    for (int n = 0; n < DT * 4; n++) sum[n & 1] += fabsf(o[0][n / 4][n % 4]);
+    return !(sum[0] + sum[1] < INFINITY);
+}
+
+/* One place. masks: some may be masked by more than the end of the tensor, beyond which all is zero. */
+DEVICE void work_at(const attn_cuda_args90 &x, const buffers &b, consumer &me, const stroll &s, const tile_place &at,
+                    bool masks) {
+    const attn_cuda_args &a = x.a;
+    const int32_t row0 = at.row + me.number * 64;
+    float o[MT][DT][4] = {}, m[MT][2] = {{at.least, at.least}}, l[MT][2] = {};
+    bool dirty = false;
+    me.has_huge = true;
+    me.of_q = wgmma_k_major(b.q + me.q.at * Q_BYTES + me.number * 64 * ROW);
+    if (!ALL) attn__mask_rows_all(&at.mask, row0, attn__min32(row0 + 64, at.s.sq), &me.all_from, &me.all_to);
+    mbarrier_wait_parity(BARRIER(b, q_full, me.q.at), me.q.parity);
+    if (says(ALL ? b.notes->is_seen[me.q.at] : at.n_last >= 0)) dirty = walk(a, at, me, b, o, m, l, s.number);
+    if (masks && !s.careful && holds_nonfinite(o)) b.notes->is_again[s.number % AGAIN] = b.notes->is_any_again = 1;
+    finish(a, at, o, m, l);
+    store_o(x, at, me, o, b.q + me.q.at * Q_BYTES, BARRIER(b, q_empty, me.q.at));
+    turn_ring(me.q, QBUF);
+    if (dirty) {
+        const tile_place copy = at;
+        if (is_first_thread()) cp_async_bulk_wait_group();
+        fence_proxy_async_global();
+        bar_sync(BARRIER_STORE + me.number, 128);
+        add_nonfinite(a, copy, row0);
+    }
+    if (ALL) bar_sync(BARRIER_STORE + me.number, 128); /* nobody looks at the place any more */
+}
+
 DEVICE void consume(const attn_cuda_args90 &x, const buffers &b) {
     const attn_cuda_args &a = x.a;
     consumer me = {};
@@ -755,31 +844,14 @@ DEVICE void consume(const attn_cuda_args90 &x, const buffers &b) {
     me.of_k = wgmma_k_major(b.k);
     me.of_v = wgmma_mn_major(b.v, BN * ROW);
     if (me.number == CONSUMERS - 1) bar_arrive(BARRIER_TURN, 256); /* the first turn is the first consumer's */
+    const bool masks = ALL || (a.p.flags & (ATTN_CAUSAL | ATTN_WINDOW)); /* other than by the end of the tensor */
     stroll s = start_stroll(a);
     tile_place own;
-    for (; at_place(a, b, s, own); leave_place(a, b, s, is_first_thread())) {
-        const tile_place &at = PLACE(b, s, own);
-        const int32_t row0 = at.row + me.number * 64;
-        float o[MT][DT][4] = {}, m[MT][2] = {{at.least, at.least}}, l[MT][2] = {};
-        me.has_huge = true;
-        me.of_q = wgmma_k_major(b.q + me.q.at * Q_BYTES + me.number * 64 * ROW);
-        if (!ALL) attn__mask_rows_all(&at.mask, row0, attn__min32(row0 + 64, at.s.sq), &me.all_from, &me.all_to);
-        mbarrier_wait_parity(BARRIER(b, q_full, me.q.at), me.q.parity);
-        bool dirty = false;
-        if (says(ALL ? b.notes->is_seen[me.q.at] : at.n_last >= 0)) dirty = walk(a, at, me, b, o, m, l, s.number);
-        finish(a, at, o, m, l);
-        store_o(x, at, me, o, b.q + me.q.at * Q_BYTES, BARRIER(b, q_empty, me.q.at));
-        turn_ring(me.q, QBUF);
-        if (dirty) {
-            const tile_place copy = at;
-            if (is_first_thread()) cp_async_bulk_wait_group();
-            fence_proxy_async_global();
-            bar_sync(BARRIER_STORE + me.number, 128);
-            add_nonfinite(a, copy, row0);
-        }
-        if (ALL) bar_sync(BARRIER_STORE + me.number, 128); /* nobody looks at the place any more */
-    }
-    if (is_first_thread()) cp_async_bulk_wait_group();
+    do {
+        for (; at_place(a, b, s, own); leave_place(a, b, s, is_first_thread()))
+            work_at(x, b, me, s, PLACE(b, s, own), masks);
+        if (is_first_thread()) cp_async_bulk_wait_group();
+    } while (start_again(a, b, s, is_first_thread()));
 }
 
 KERNEL __launch_bounds__(THREADS + 128, 1) VARIANT(const __grid_constant__ attn_cuda_args90 x) {
