@@ -25,9 +25,9 @@
  * Turns (named barriers) keep consumers out of step: while one is at its softmax another one's products have the tensor cores.
  * The results go through the consumer's own rows of Q in shared memory. All lines of a dtype and dim give the same bits.
  *
- * A masked pair has P = 0, and 0 * V is 0, unless V is an infinity or NaN. Then O is not finite, and the place is worked once
- * more after all others, in a second, careful pass: V of tiles with a mask goes through the hands, which take out what is not
- * finite, and it is added in the end to the rows that do see it. The first pass pays no more than a look at O.
+ * A masked pair has P = 0, and 0 * V is 0, unless V is an infinity or NaN. Then O is not finite, and the block does all its places
+ * once more in a second, careful pass: V of tiles with a mask goes through the hands, which take out what is not finite, and it is
+ * added in the end to the rows that do see it. The first pass pays no more than a look at O.
  */
 #include <float.h>
 #include <stddef.h>
@@ -84,10 +84,10 @@ enum {
     Q_BYTES = BM * QK_BLOCKS * ROW,
     K_BYTES = BN * QK_BLOCKS * ROW,
     V_BYTES = BN * V_BLOCKS * ROW,
+    EARLY_Q = QBUF == 1 && !ALL, /* Q is let go of after the last S, and O does not go through its rows */
     TILES = 2 * STAGES, /* notes on tiles: a consumer whose first thread has let go of a tile may still read that of it */
     ERRANDS = 4,
     PLACES = 2,
-    AGAIN = 256,
     HANDS = ALL ? 64 : 96, /* threads */
     /* 65,536 registers, 512 for each lane of four warps: some for the producers, the rest for the consumers */
     PRODUCER_REGISTERS = CONSUMERS == 3 ? 32 : DV > 192 && !ALL ? 40 : 56,
@@ -96,6 +96,7 @@ enum {
 static_assert(DV <= DIM, "O leaves through the rows of Q");
 enum { BARRIER_TURN = 1, BARRIER_STORE = 4, BARRIER_HANDS = 7, BARRIER_PASS = 8 }; /* numbers of named barriers; as many as consumers */
 
+enum { NATURAL = 0 }; /* softcap, ALiBi, bias and dropout are the portable kernels' */
 #include "rows.cuh"
 
 /* ---- shared memory: Q, K, V, each in blocks of 64 columns of all rows; barriers; what producers tell ---- */
@@ -124,8 +125,7 @@ typedef struct shared_notes {
     uint32_t dirty[2]; /* number of the last place, even or odd, some V of which was not finite: one more than that */
     int32_t is_seen[QBUF]; /* does any row of the place see any key? */
     int32_t is_end[PLACES];
-    int32_t is_any_again;
-    uint8_t is_again[AGAIN]; /* places, by number, that have to be worked again; several may share one */
+    int32_t is_again; /* some O was not finite: a second pass */
     tile_place places[PLACES];
 } shared_notes;
 static_assert(sizeof(shared_notes) <= ATTN_HOPPER_NOTES, "give the notes more room");
@@ -165,8 +165,7 @@ DEVICE void make_barriers(const buffers &b) {
         mbarrier_init(BARRIER(b, place_empty, n), CONSUMERS + 1);
     }
     b.notes->dirty[0] = b.notes->dirty[1] = 0;
-    b.notes->is_any_again = 0;
-    for (int n = 0; n < AGAIN; n++) b.notes->is_again[n] = 0;
+    b.notes->is_again = 0;
     fence_mbarrier_init();
 }
 
@@ -243,19 +242,20 @@ DEVICE bool plain_place(const attn_cuda_args &a, const path &w, tile_place &at) 
     return true;
 }
 
-/* Is this the second pass, and is there one? To be asked by consumers, loader and scheduler when they are through with the first. */
+/* Is there a second pass? Consumers, loader and scheduler meet here when they are through with the first. */
 DEVICE bool goes_again(const buffers &b) {
     bar_sync(BARRIER_PASS, THREADS + (ALL ? 64 : 32));
-    return b.notes->is_any_again;
+    return b.notes->is_again;
 }
 
 /* 32 places, one to a lane, from place `base` of this block on: which of them have something to do. Padding is filled on the way. */
-DEVICE uint32_t find_places(const attn_cuda_args &a, tile_place &at, int64_t base, int64_t end, bool careful) {
+DEVICE uint32_t find_places(const attn_cuda_args &a, tile_place &at, int64_t base, int64_t end) {
     const uint32_t lane = threadIdx.x & 31, each = (uint32_t)a.group * (uint32_t)a.slots;
-    const int64_t i = base + lane, n = i * gridDim.x + (i & 1 ? gridDim.x - 1 - blockIdx.x : blockIdx.x), group = n / each;
+    const int64_t i = base + lane, n = i * gridDim.x + (i & 1 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
+    const int64_t group = n <= INT32_MAX ? attn__divide((uint32_t)n, a.by_each) : n / each;
     at.pad_from = at.pad_to = 0;
     const bool found = i < end && n < a.work && find_place(a, at, group * a.group, (uint32_t)(n - group * each));
-    for (uint32_t left = __ballot_sync(~0u, !careful && at.pad_from < at.pad_to); left; left &= left - 1) {
+    for (uint32_t left = __ballot_sync(~0u, at.pad_from < at.pad_to); left; left &= left - 1) {
         const int from = __ffs(left) - 1;
         fill_rows(a, __shfl_sync(~0u, at.s.b, from), __shfl_sync(~0u, at.h, from), __shfl_sync(~0u, at.pad_from, from),
                   __shfl_sync(~0u, at.pad_to, from), lane, 32);
@@ -276,13 +276,10 @@ DEVICE void schedule(const attn_cuda_args &a, const buffers &b) {
     const int64_t end = (a.work + gridDim.x - 1) / gridDim.x;
     const uint32_t lane = threadIdx.x & 31;
     ring r = {};
-    bool careful = false;
-    do {
-        uint32_t number = 0;
+    for (int pass = 0; pass < 2; pass++) {
         tile_place at;
         for (int64_t base = 0; base < end; base += 32)
-            for (uint32_t left = find_places(a, at, base, end, careful); left; left &= left - 1, number++) {
-                if (careful && !b.notes->is_again[number % AGAIN]) continue;
+            for (uint32_t left = find_places(a, at, base, end); left; left &= left - 1) {
                 if ((int)lane == __ffs(left) - 1) tell(b, r, at, false);
                 __syncwarp();
                 turn_ring(r, PLACES);
@@ -290,9 +287,8 @@ DEVICE void schedule(const attn_cuda_args &a, const buffers &b) {
         if (lane == 0) tell(b, r, at, true);
         __syncwarp();
         turn_ring(r, PLACES);
-        if (careful) return;
-        careful = true;
-    } while (goes_again(b));
+        if (pass == 0 && !goes_again(b)) return;
+    }
 }
 
 /* Where consumers and loader are. */
@@ -308,17 +304,10 @@ DEVICE stroll start_stroll(const attn_cuda_args &a) {
     return s;
 }
 /* Is there a place? `own` has room for it. */
-DEVICE bool at_place(const attn_cuda_args &a, const buffers &b, stroll &s, tile_place &own) {
-    if (ALL) {
-        mbarrier_wait_parity(BARRIER(b, place_full, s.r.at), s.r.parity);
-        return !__any_sync(~0u, b.notes->is_end[s.r.at]);
-    }
-    bool found = plain_place(a, s.w, own);
-    while (s.careful && found && !b.notes->is_again[s.w.number % AGAIN]) {
-        next_path(a, s.w);
-        found = plain_place(a, s.w, own);
-    }
-    return found;
+DEVICE bool at_place(const attn_cuda_args &a, const buffers &b, const stroll &s, tile_place &own) {
+    if (!ALL) return plain_place(a, s.w, own);
+    mbarrier_wait_parity(BARRIER(b, place_full, s.r.at), s.r.parity);
+    return !__any_sync(~0u, b.notes->is_end[s.r.at]);
 }
 /* lets_go: this thread does, for its warpgroup or for the loader. */
 DEVICE void leave_place(const attn_cuda_args &a, const buffers &b, stroll &s, bool lets_go) {
@@ -625,14 +614,12 @@ DEVICE void exponentials(const tile_place &at, bool has_huge, float s[MT][NT][4]
         }
 }
 
-DEVICE void pack_p(const attn_cuda_args &a, const tile_place &at, int32_t n, uint32_t p[PV_STEPS][MT][4], float s[MT][NT][4],
-                   bool special) {
+DEVICE void pack_p(uint32_t p[PV_STEPS][MT][4], float s[MT][NT][4]) {
 #pragma unroll
     for (int ks = 0; ks < PV_STEPS; ks++) {
 #pragma unroll
         for (int e = 0; e < 4; e++)
             p[ks][0][e] = pack(s[0][2 * ks + e / 2][e % 2 * 2], s[0][2 * ks + e / 2][e % 2 * 2 + 1]);
-        if (ALL && special && at.drops) drop(a, at, n, p[ks][0], 0, ks);
     }
 }
 
@@ -645,8 +632,9 @@ DEVICE tile tile_here(const tile_place &at, const buffers &b, const consumer &me
 DEVICE void wait_for_k(const buffers &b, const consumer &me) {
     mbarrier_wait_parity(BARRIER(b, k_full, me.k.at), me.k.parity);
 }
-DEVICE void let_go_of_k(const buffers &b, consumer &me) {
+DEVICE void let_go_of_k(const buffers &b, consumer &me, bool is_last) {
     if (is_first_thread()) mbarrier_arrive(BARRIER(b, k_empty, me.k.at));
+    if (EARLY_Q && is_last && is_first_thread()) mbarrier_arrive(BARRIER(b, q_empty, me.q.at));
     turn_ring(me.k, STAGES);
     me.tile++;
 }
@@ -665,13 +653,13 @@ DEVICE void step(const attn_cuda_args &a, const tile_place &at, consumer &me, co
     begin_pv(o, p, wgmma_step(me.of_v, me.v.at * V_BYTES));
     pass_turn(me);
     wgmma_wait_group(1);
-    let_go_of_k(b, me);
+    let_go_of_k(b, me, t.last);
     bool raise = follow_scores(a, at, me.has_huge, s, m, l, factor, t.n, special, says(t.partial));
     exponentials(at, me.has_huge, s, m, l);
     wgmma_wait_group(0);
     let_go_of_v(b, me);
     if (raise) rescale(o, factor);
-    pack_p(a, at, t.n, p, s, special);
+    pack_p(p, s);
 }
 
 /* All tiles of one place. Says whether V held something that is not finite. */
@@ -685,14 +673,14 @@ DEVICE bool walk(const attn_cuda_args &a, const tile_place &at, consumer &me, co
     begin_qk(s, me.of_q, wgmma_step(me.of_k, me.k.at * K_BYTES));
     pass_turn(me);
     wgmma_wait_group(0);
-    let_go_of_k(b, me);
+    let_go_of_k(b, me, t.last);
     follow_scores(a, at, me.has_huge, s, m, l, factor, t.n, true, says(t.partial));
     exponentials(at, me.has_huge, s, m, l);
-    pack_p(a, at, t.n, p, s, true);
+    pack_p(p, s);
     while (!says(t.last)) {
         wait_for_k(b, me);
         t = tile_here(at, b, me, t.n - 1);
-        if (says(t.partial || (ALL && (at.natural || at.drops || at.raw != 1))))
+        if (says(t.partial || (ALL && at.raw != 1)))
             step(a, at, me, b, o, s, p, m, l, t, true);
         else
             step(a, at, me, b, o, s, p, m, l, t, false);
@@ -720,6 +708,20 @@ static __device__ __noinline__ void store_rows(const attn_cuda_args &a, const ti
         for (int32_t c = threadIdx.x & 31; c < a.p.dim_v; c += 32)
             store_number(dtype, data, to + c,
                          __uint_as_float(ld_shared_b32(rows + c / 64 * BM * ROW + (i - i0) * 2 * ROW + c % 64 * 4)));
+    }
+}
+
+/* O straight from registers to memory. */
+DEVICE void store_words(const attn_cuda_args &a, const tile_place &at, float o[MT][DT][4]) {
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const int32_t i = row_of(at, 0, half);
+        uint8_t *to =
+            (uint8_t *)a.f.o.data + (attn__q_offset(&a.p, &a.f.o, &at.s, i, at.h) + (threadIdx.x & 3) * 2) * EB;
+#pragma unroll
+        for (int dt = 0; dt < DT; dt++)
+            if (i < at.s.sq && dt * 8 < a.p.dim_v)
+                *(uint32_t *)(to + dt * 16) = pack(o[0][dt][2 * half], o[0][dt][2 * half + 1]);
     }
 }
 
@@ -795,7 +797,6 @@ static __device__ __noinline__ void add_nonfinite(const attn_cuda_args &a, const
             const int32_t *flash = at.mask.vectors ? attn__flash_at(&a.p, &a.f, at.s.b, at.kv_head, j) : NULL;
             for (int32_t i = row0; i < rows; i++) {
                 if (!attn__mask_allowed(&at.mask, i, j, flash)) continue;
-                if (ALL && at.drops && dropped_pair(at, a.p.heads_q, i, j & ~1) >> (j & 1) & 1) continue;
                 const int64_t to = c + (at.split ? part_index(a, at.s, i, at.h, at.chunk) * a.p.dim_v
                                                  : attn__q_offset(&a.p, &a.f.o, &at.s, i, at.h));
                 attn__store(dtype, data, to, attn__load(dtype, data, to) + v);
@@ -823,9 +824,13 @@ DEVICE void work_at(const attn_cuda_args90 &x, const buffers &b, consumer &me, c
     if (!ALL) attn__mask_rows_all(&at.mask, row0, attn__min32(row0 + 64, at.s.sq), &me.all_from, &me.all_to);
     mbarrier_wait_parity(BARRIER(b, q_full, me.q.at), me.q.parity);
     if (says(ALL ? b.notes->is_seen[me.q.at] : at.n_last >= 0)) dirty = walk(a, at, me, b, o, m, l, s.number);
-    if (masks && !s.careful && holds_nonfinite(o)) b.notes->is_again[s.number % AGAIN] = b.notes->is_any_again = 1;
+    else if (EARLY_Q && is_first_thread()) mbarrier_arrive(BARRIER(b, q_empty, me.q.at));
+    if (masks && !s.careful && holds_nonfinite(o)) b.notes->is_again = 1;
     finish(a, at, o, m, l);
-    store_o(x, at, me, o, b.q + me.q.at * Q_BYTES, BARRIER(b, q_empty, me.q.at));
+    if (EARLY_Q)
+        store_words(a, at, o);
+    else
+        store_o(x, at, me, o, b.q + me.q.at * Q_BYTES, BARRIER(b, q_empty, me.q.at));
     turn_ring(me.q, QBUF);
     if (dirty) {
         const tile_place copy = at;

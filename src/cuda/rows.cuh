@@ -4,7 +4,7 @@
  * 2t, 2t + 1.
  *
  * The kernel's file says before this one: DTYPE, DV, BM, BN (tile), ALL, THREADS (that work on rows; warp w has the rows from
- * MT * 16 * w on), MT, NT, DT, PV_STEPS, EB, PER_CHUNK.
+ * MT * 16 * w on), MT, NT, DT, PV_STEPS, EB, PER_CHUNK, NATURAL (softcap, ALiBi, bias and dropout are known).
  */
 #ifndef ATTN_ROWS_CUH
 #define ATTN_ROWS_CUH
@@ -112,11 +112,11 @@ DEVICE bool find_place(const attn_cuda_args &a, tile_place &at, int64_t first, u
     }
     at.n_first = from / BN;
     at.n_last = to > from ? (to - 1) / BN : -1;
-    at.natural = ALL && (a.p.softcap > 0 || (a.p.flags & (ATTN_ALIBI | ATTN_BIAS)));
+    at.natural = NATURAL && (a.p.softcap > 0 || (a.p.flags & (ATTN_ALIBI | ATTN_BIAS)));
     at.scale = a.scale_log2;
     at.raw = 1;
     at.o_factor = 1;
-    at.drops = ALL && a.p.dropout > 0;
+    at.drops = NATURAL && a.p.dropout > 0;
     if (ALL) {
         double scale = score_scale(a, at.s, at.kv_head);
         at.scale = (float)(at.natural ? scale : scale * ATTN_LOG2E);
@@ -231,7 +231,7 @@ DEVICE void scores(const attn_cuda_args &a, const tile_place &at, int32_t n, flo
     if (ALL && at.raw != 1) {
         EACH_SCORE(mt, nt, e) s[mt][nt][e] = __fmul_rn(s[mt][nt][e], at.raw);
     }
-    if (ALL && at.natural) feature_scores(a, at, n, s);
+    if (NATURAL && at.natural) feature_scores(a, at, n, s);
 }
 
 DEVICE void flash_scores(const attn_cuda_args &a, const tile_place &at, int32_t n, float s[MT][NT][4]) {
