@@ -195,6 +195,7 @@ typedef struct attn_cuda_run {
     bool vector_ok;   /* args.vector_ok, of q as the forward kernel sees it; forward takes it into account */
     int32_t sms;      /* multiprocessors of the device */
     int32_t tma;      /* args.tma, and the maps that it speaks of; a kernel that is not Hopper's has none */
+    int32_t box;      /* args.box */
     attn_tensor_map map_q, map_k, map_v, map_o;
 } attn_cuda_run;
 

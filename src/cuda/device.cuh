@@ -66,12 +66,16 @@ DEVICE attn_seq sequence(const attn_cuda_args &a, int32_t b) {
     return s;
 }
 
-/* Element offset of cache position `at` in k or v, as attn__kv_offset; a page number out of range counts as 0. */
+/* The page of cache position `at`; a number out of range counts as 0, or the last one. */
+DEVICE int32_t page_of(const attn_cuda_args &a, const attn_seq &s, int32_t at) {
+    int32_t page = a.f.page_table[s.slot * attn__pages_per_slot(&a.p, &a.f) + at / a.p.page_size];
+    return clamped(a, page, 0, a.p.num_pages - 1, ATTN_FLAW_PAGE_TABLE, s.b);
+}
+
+/* Element offset of cache position `at` in k or v, as attn__kv_offset. */
 DEVICE int64_t cache_offset(const attn_cuda_args &a, const attn_tensor &t, const attn_seq &s, int32_t at, int32_t head) {
     if (!a.p.page_size) return attn__kv_offset(&a.p, &a.f, &t, &s, at, head);
-    int32_t page = a.f.page_table[s.slot * attn__pages_per_slot(&a.p, &a.f) + at / a.p.page_size];
-    page = clamped(a, page, 0, a.p.num_pages - 1, ATTN_FLAW_PAGE_TABLE, s.b);
-    return page * t.stride[0] + at % a.p.page_size * t.stride[1] + head * t.stride[2];
+    return page_of(a, s, at) * t.stride[0] + at % a.p.page_size * t.stride[1] + head * t.stride[2];
 }
 
 /* Is the sequence split in chunks of keys? */

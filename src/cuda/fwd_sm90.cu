@@ -114,8 +114,9 @@ typedef struct errand {
     uint32_t to;     /* the buffer */
     uint32_t full;   /* its barrier */
     uint32_t number; /* of the place */
-    int32_t clean;   /* ERRAND_V: as well */
+    int32_t clean;   /* V: CLEAN_... */
 } errand;
+enum { CLEAN_NOTHING, CLEAN_END, CLEAN_ALL }; /* V past the end of the sequence; whatever is not finite besides */
 
 typedef struct shared_notes {
     uint64_t q_full[QBUF], q_empty[QBUF], k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
@@ -369,9 +370,9 @@ DEVICE tile next_tile_of(const attn_cuda_args &a, const tile_place &at, outlook 
     return t;
 }
 
-DEVICE void fetch_blocks(const attn_tensor_map *map, uint32_t to, uint32_t full, int blocks, int rows, int32_t row, int32_t head,
-                         int32_t batch) {
-    mbarrier_arrive_expect_tx(full, blocks * rows * ROW);
+/* A box of rows, in all blocks of columns of a tile that has so many rows. */
+DEVICE void fetch_box(const attn_tensor_map *map, uint32_t to, uint32_t full, int blocks, int rows, int32_t row, int32_t head,
+                      int32_t batch) {
 #pragma unroll 1
     for (int c = 0; c < blocks; c++)
         cp_async_bulk_tensor_4d_load(to + c * rows * ROW, map, full, c * ATTN_MAP_COLS, row, head, batch);
@@ -398,34 +399,59 @@ DEVICE void load_q(const attn_cuda_args90 &x, const buffers &b, loader &me, cons
     const bool packed = a.p.flags & ATTN_VARLEN_Q;
     mbarrier_wait_parity(BARRIER(b, q_empty, me.q.at), me.q.parity ^ 1);
     b.notes->is_seen[me.q.at] = is_seen;
-    if (ALL && !(a.tma & ATTN_TMA_Q))
-        mbarrier_arrive(new_errand(b, me, {ERRAND_Q, 0, to, full, number, false}));
-    else
-        fetch_blocks(&x.q, to, full, QK_BLOCKS, BM, (int)(packed ? at.s.q_row : 0) + at.row, at.h, packed ? 0 : at.s.b);
+    if (ALL && !(a.tma & ATTN_TMA_Q)) {
+        mbarrier_arrive(new_errand(b, me, {ERRAND_Q, 0, to, full, number, CLEAN_NOTHING}));
+        return;
+    }
+    mbarrier_arrive_expect_tx(full, Q_BYTES);
+    fetch_box(&x.q, to, full, QK_BLOCKS, BM, (int)(packed ? at.s.q_row : 0) + at.row, at.h, packed ? 0 : at.s.b);
 }
 
-/* One thread. */
+/* Where the box of K and V that this lane fetches lies: in a page that is not there, and so zero, if the sequence ends before. */
+typedef struct box {
+    int32_t row, batch;
+} box;
+DEVICE box find_box(const attn_cuda_args &a, const tile_place &at, int32_t n) {
+    const int32_t from = n * BN + (ALL ? (int32_t)(threadIdx.x & 31) * a.box : 0), position = at.s.leftpad + from;
+    if (a.p.flags & ATTN_VARLEN_KV) return {(int32_t)at.s.kv_row + position, 0};
+    if (!ALL || !a.p.page_size) return {position, at.s.slot};
+    return {position % a.p.page_size, from < at.s.sk ? page_of(a, at.s, position) : a.p.num_pages};
+}
+
+/* The whole warp: a lane for each box. */
 DEVICE void load_kv(const attn_cuda_args90 &x, const buffers &b, loader &me, const tile_place &at, const stroll &stroll,
                     tile t) {
     const attn_cuda_args &a = x.a;
+    const int lane = threadIdx.x & 31, boxes = ALL ? BN / a.box : 1;
     const uint32_t s = me.kv.at, k = b.k + s * K_BYTES, v = b.v + s * V_BYTES;
     const uint32_t k_full = BARRIER(b, k_full, s), v_full = BARRIER(b, v_full, s);
-    const bool gathers = ALL && !(a.tma & ATTN_TMA_KV), packed = a.p.flags & ATTN_VARLEN_KV;
-    const bool clean = stroll.careful && t.partial;
-    const uint32_t number = stroll.number;
-    const int32_t row = (int)(packed ? at.s.kv_row : 0) + at.s.leftpad + t.n * BN, batch = packed ? 0 : at.s.slot;
-    mbarrier_wait_parity(BARRIER(b, k_empty, s), me.kv.parity ^ 1);
-    b.notes->tiles[me.tile % TILES] = t;
-    if (gathers)
-        mbarrier_arrive(new_errand(b, me, {ERRAND_K, t.n, k, k_full, number, false}));
-    else
-        fetch_blocks(&x.k, k, k_full, QK_BLOCKS, BN, row, at.kv_head, batch);
-    mbarrier_wait_parity(BARRIER(b, v_empty, s), me.kv.parity ^ 1);
-    if (gathers)
-        mbarrier_arrive(new_errand(b, me, {ERRAND_V, t.n, v, v_full, number, clean}));
-    else
-        fetch_blocks(&x.v, v, clean ? new_errand(b, me, {ERRAND_CLEAN, t.n, v, v_full, number, true}) : v_full, V_BLOCKS, BN,
-                     row, at.kv_head, batch);
+    const bool gathers = ALL && (!(a.tma & ATTN_TMA_KV) || (a.p.page_size && at.s.leftpad % a.box));
+    const bool ends = ALL && t.n * BN + BN > at.s.sk; /* what comes then may be anything */
+    const int clean = stroll.careful && t.partial ? CLEAN_ALL : ends ? CLEAN_END : CLEAN_NOTHING;
+    const uint32_t at_box = lane * (ALL ? a.box : 0) * ROW;
+    box from = {};
+    if (!gathers && lane < boxes) from = find_box(a, at, t.n);
+    if (lane == 0) {
+        mbarrier_wait_parity(BARRIER(b, k_empty, s), me.kv.parity ^ 1);
+        b.notes->tiles[me.tile % TILES] = t;
+        if (gathers)
+            mbarrier_arrive(new_errand(b, me, {ERRAND_K, t.n, k, k_full, stroll.number, CLEAN_NOTHING}));
+        else
+            mbarrier_arrive_expect_tx(k_full, K_BYTES);
+    }
+    __syncwarp();
+    if (!gathers && lane < boxes) fetch_box(&x.k, k + at_box, k_full, QK_BLOCKS, BN, from.row, at.kv_head, from.batch);
+    uint32_t full = v_full;
+    if (lane == 0) {
+        mbarrier_wait_parity(BARRIER(b, v_empty, s), me.kv.parity ^ 1);
+        if (gathers)
+            mbarrier_arrive(new_errand(b, me, {ERRAND_V, t.n, v, v_full, stroll.number, clean}));
+        else if (clean)
+            full = new_errand(b, me, {ERRAND_CLEAN, t.n, v, v_full, stroll.number, clean});
+        if (!gathers) mbarrier_arrive_expect_tx(full, V_BYTES);
+    }
+    if (ALL) full = __shfl_sync(~0u, full, 0);
+    if (!gathers && lane < boxes) fetch_box(&x.v, v + at_box, full, V_BLOCKS, BN, from.row, at.kv_head, from.batch);
 }
 
 /* The whole warp. */
@@ -439,7 +465,7 @@ DEVICE void load_place(const attn_cuda_args90 &x, const buffers &b, loader &me, 
     while (t.n >= 0) {
         const tile next = next_tile_of(a, at, o);
         t.last = next.n < 0;
-        if (first) load_kv(x, b, me, at, s, t);
+        load_kv(x, b, me, at, s, t);
         turn_ring(me.kv, STAGES);
         me.tile++;
         t = next;
@@ -456,7 +482,7 @@ DEVICE void load(const attn_cuda_args90 &x, const buffers &b) {
     do {
         for (; at_place(a, b, s, own); leave_place(a, b, s, first)) load_place(x, b, me, s, PLACE(b, s, own));
     } while (start_again(a, b, s, first));
-    if (first) mbarrier_arrive(new_errand(b, me, {ERRAND_END, 0, 0, 0, 0, false}));
+    if (first) mbarrier_arrive(new_errand(b, me, {ERRAND_END, 0, 0, 0, 0, CLEAN_NOTHING}));
 }
 
 /* ---- the hands ---- */
@@ -471,18 +497,18 @@ DEVICE void gather_tile(const attn_cuda_args &a, const tile_place &at, const att
                         int rows, int blocks, int32_t row0, int valid, int dim, int hand) {
     const attn_dtype dtype = is_q ? a.p.dtype : a.p.kv_dtype;
     const bool whole = a.vector_ok && dtype == (attn_dtype)DTYPE;
-#pragma unroll 2
     for (int n = hand; n < rows * blocks * 8; n += HANDS) {
-        int row = n / (blocks * 8), c = n % (blocks * 8), count = row < valid ? chunk_count(c, dim) : 0;
-        uint4 x = make_uint4(0, 0, 0, 0);
-        if (count) {
-            int64_t from = c * PER_CHUNK + (is_q ? attn__q_offset(&a.p, &t, &at.s, row0 + row, at.h)
-                                                 : cache_offset(a, t, at.s, row0 + row, at.kv_head));
-            x = whole && count == PER_CHUNK ? *(const uint4 *)((const uint8_t *)t.data + from * EB)
-                                            : gather(t.data, dtype, from, count);
-        }
-        st_shared_v4(piece_at(to, rows, row, c), x);
+        const int row = n / (blocks * 8), c = n % (blocks * 8), count = row < valid ? chunk_count(c, dim) : 0;
+        const uint32_t piece = piece_at(to, rows, row, c);
+        const int64_t from = !count ? 0
+                                    : c * PER_CHUNK + (is_q ? attn__q_offset(&a.p, &t, &at.s, row0 + row, at.h)
+                                                            : cache_offset(a, t, at.s, row0 + row, at.kv_head));
+        if (whole && count == PER_CHUNK)
+            cp_async_cg(piece, (const uint8_t *)t.data + from * EB);
+        else
+            st_shared_v4(piece, count ? gather(t.data, dtype, from, count) : make_uint4(0, 0, 0, 0));
     }
+    cp_async_wait_all();
 }
 
 DEVICE uint32_t finite_part(uint32_t x) {
@@ -490,22 +516,26 @@ DEVICE uint32_t finite_part(uint32_t x) {
     return x & ((which & 1 ? 0 : 0xffffu) | (which & 2 ? 0 : 0xffff0000u));
 }
 
+/* Rows of V from `valid` on, which are not of this sequence, become zero. */
+DEVICE void clean_end(const errand &e, int valid, int hand) {
+    for (int n = valid * (ROW / 16) + hand; n < BN * (ROW / 16); n += HANDS)
+#pragma unroll
+        for (int c = 0; c < V_BLOCKS; c++) st_shared_v4(e.to + c * BN * ROW + n * 16, make_uint4(0, 0, 0, 0));
+}
+
 /*
  * A product gives 0 * NaN = NaN to a row that may not see the key. So what is not finite becomes zero in V, and the place is noted
- * as one whose results have to be put right (add_nonfinite). Rows from `valid` on are not of this sequence, and become zero too.
+ * as one whose results have to be put right (add_nonfinite).
  */
-DEVICE void clean_v(const buffers &b, const errand &e, int valid, int hand) {
+DEVICE void clean_v(const buffers &b, const errand &e, int hand) {
     bool found = false;
 #pragma unroll 4
     for (int n = hand; n < V_BYTES / 16; n += HANDS) {
         const uint32_t at = e.to + n * 16;
         const uint4 x = ld_shared_v4(at);
-        if (ALL && n / (ROW / 16) % BN >= valid) {
-            st_shared_v4(at, make_uint4(0, 0, 0, 0));
-        } else if (nonfinite_word(larger_halves(larger_halves(larger_halves(larger_halves(0, x.x), x.y), x.z), x.w))) {
-            st_shared_v4(at, make_uint4(finite_part(x.x), finite_part(x.y), finite_part(x.z), finite_part(x.w)));
-            found = true;
-        }
+        if (!nonfinite_word(larger_halves(larger_halves(larger_halves(larger_halves(0, x.x), x.y), x.z), x.w))) continue;
+        st_shared_v4(at, make_uint4(finite_part(x.x), finite_part(x.y), finite_part(x.z), finite_part(x.w)));
+        found = true;
     }
     if (found) b.notes->dirty[e.number & 1] = e.number + 1;
 }
@@ -524,8 +554,11 @@ DEVICE void run_errands(const attn_cuda_args &a, const buffers &b) {
             gather_tile(a, at, a.f.k, false, e.to, BN, QK_BLOCKS, at.s.leftpad + e.n * BN, left, a.p.dim_qk, hand);
         if (ALL && e.what == ERRAND_V)
             gather_tile(a, at, a.f.v, false, e.to, BN, V_BLOCKS, at.s.leftpad + e.n * BN, left, a.p.dim_v, hand);
-        if (ALL && e.what == ERRAND_V && e.clean) bar_sync(BARRIER_HANDS, HANDS);
-        if (e.clean) clean_v(b, e, left, hand);
+        if (ALL && e.what == ERRAND_CLEAN && left < BN) clean_end(e, left, hand);
+        if (e.clean == CLEAN_ALL) {
+            if (ALL) bar_sync(BARRIER_HANDS, HANDS);
+            clean_v(b, e, hand);
+        }
         fence_proxy_async();
         bar_sync(BARRIER_HANDS, HANDS);
         if (hand == 0) {

@@ -4,7 +4,7 @@
  *
  * A map is made by the driver from the start, the sizes and the strides of a tensor; it is no more than 128 bytes that the
  * kernel is given among its arguments, so nothing is kept or freed. What no map can be made of (rows that are not aligned,
- * negative strides, pages, another dtype) is no error: the kernels that take every feature read such tensors without.
+ * negative strides, pages of no multiple of 8 rows, another dtype) is no error: the kernels that take every feature read such tensors without.
  */
 #include "cuda.h"
 
@@ -73,6 +73,17 @@ static bool make_map(const attn_driver *driver, const view *v, int32_t rows, att
                                           ATTN_CU_MAP_FILL_ZERO) == ATTN_CU_SUCCESS;
 }
 
+/* What divides both a tile and a page; pages are of consecutive rows, tiles of consecutive boxes. */
+static int32_t rows_of_box(int32_t bn, int32_t page_size) {
+    int32_t a = bn, b = page_size;
+    while (b) {
+        int32_t rest = a % b;
+        a = b;
+        b = rest;
+    }
+    return a;
+}
+
 void attn__cuda_map(attn_cuda_run *run, const attn_plan *plan, const attn_buffers *f) {
     const attn_cuda_entry *e = &run->entries[run->forward];
     view views[VIEWS];
@@ -80,10 +91,11 @@ void attn__cuda_map(attn_cuda_run *run, const attn_plan *plan, const attn_buffer
     if (!e->hopper) return;
     view_all(plan, f, views);
     bool may_q = views[VIEW_Q].dtype == e->dtype, may_o = views[VIEW_O].dtype == e->dtype;
-    bool may_kv = views[VIEW_K].dtype == e->dtype && !plan->problem.page_size;
+    run->box = rows_of_box(e->bn, plan->problem.page_size);
+    bool may_kv = views[VIEW_K].dtype == e->dtype && run->box % 8 == 0; /* the swizzle repeats every 8 rows */
     if (may_q && make_map(run->driver, &views[VIEW_Q], e->bm, &run->map_q)) run->tma |= ATTN_TMA_Q;
-    if (may_kv && make_map(run->driver, &views[VIEW_K], e->bn, &run->map_k) &&
-        make_map(run->driver, &views[VIEW_V], e->bn, &run->map_v))
+    if (may_kv && make_map(run->driver, &views[VIEW_K], run->box, &run->map_k) &&
+        make_map(run->driver, &views[VIEW_V], run->box, &run->map_v))
         run->tma |= ATTN_TMA_KV;
     if (may_o && make_map(run->driver, &views[VIEW_O], ATTN_MAP_O_ROWS, &run->map_o)) run->tma |= ATTN_TMA_O;
 }
