@@ -158,11 +158,6 @@ static bool wants_all(const attn_problem *p) {
            p->flashmask_vectors || p->page_size || p->kv_dtype != p->dtype || p->out_dtype != p->dtype;
 }
 
-/* What Hopper's kernels leave to the portable ones. It does not depend on the batch, the layout or the mask, and so bits do not. */
-static bool is_portable_only(const attn_problem *p) {
-    return (p->flags & (ATTN_ALIBI | ATTN_BIAS)) || p->softcap > 0 || p->dropout > 0;
-}
-
 /* May sequences have lengths of their own, or be split? Hopper's plain kernels work all sequences alike. */
 static bool varies(const attn_problem *p) {
     return (p->flags & ATTN_OWN_LENGTHS) || p->max_q <= ATTN_CUDA_SPLIT_ROWS;
@@ -175,7 +170,7 @@ static const attn_kernel *choose(const attn_problem *p, const attn_gpu *gpu, boo
     for (int32_t n = 0; n < KERNELS; n++) {
         const attn_cuda_entry *e = kernels[n].impl;
         bool any = e == &attn__cuda_entries[ATTN_ENTRY_fwd_any];
-        bool fits = any || (!(e->hopper && is_portable_only(p)) && e->dtype == tile_dtype(p) && e->dim >= dim && (e->all || !(all || (e->hopper && varies(p)))));
+        bool fits = any || (e->dtype == tile_dtype(p) && e->dim >= dim && (e->all || !(all || (e->hopper && varies(p)))));
         if (kernels[n].op != p->op || !fits || !attn__cuda_runs_on(e, gpu)) continue;
         if (chosen->op != p->op || e->dim <= ((const attn_cuda_entry *)chosen->impl)->dim) chosen = &kernels[n];
     }

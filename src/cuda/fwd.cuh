@@ -103,7 +103,6 @@ DEVICE uint32_t shared_step(uint32_t piece, int step, int chunks) { return share
 
 DEVICE uint32_t v_piece(uint32_t shared_v, int row, int chunk) { return shared_at(shared_v, row, chunk, V_CHUNKS); }
 
-enum { NATURAL = ALL };
 #include "rows.cuh"
 
 /* ---- tiles to shared memory ---- */

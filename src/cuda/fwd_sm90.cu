@@ -84,7 +84,6 @@ enum {
     Q_BYTES = BM * QK_BLOCKS * ROW,
     K_BYTES = BN * QK_BLOCKS * ROW,
     V_BYTES = BN * V_BLOCKS * ROW,
-    EARLY_Q = QBUF == 1 && !ALL, /* Q is let go of after the last S, and O does not go through its rows */
     TILES = 2 * STAGES, /* notes on tiles: a consumer whose first thread has let go of a tile may still read that of it */
     ERRANDS = 4,
     PLACES = 2,
@@ -96,7 +95,6 @@ enum {
 static_assert(DV <= DIM, "O leaves through the rows of Q");
 enum { BARRIER_TURN = 1, BARRIER_STORE = 4, BARRIER_HANDS = 7, BARRIER_PASS = 8 }; /* numbers of named barriers; as many as consumers */
 
-enum { NATURAL = 0 }; /* softcap, ALiBi, bias and dropout are the portable kernels' */
 #include "rows.cuh"
 
 /* ---- shared memory: Q, K, V, each in blocks of 64 columns of all rows; barriers; what producers tell ---- */
@@ -647,12 +645,14 @@ DEVICE void exponentials(const tile_place &at, bool has_huge, float s[MT][NT][4]
         }
 }
 
-DEVICE void pack_p(uint32_t p[PV_STEPS][MT][4], float s[MT][NT][4]) {
+DEVICE void pack_p(const attn_cuda_args &a, const tile_place &at, int32_t n, uint32_t p[PV_STEPS][MT][4],
+                   float s[MT][NT][4], bool special) {
 #pragma unroll
     for (int ks = 0; ks < PV_STEPS; ks++) {
 #pragma unroll
         for (int e = 0; e < 4; e++)
             p[ks][0][e] = pack(s[0][2 * ks + e / 2][e % 2 * 2], s[0][2 * ks + e / 2][e % 2 * 2 + 1]);
+        if (ALL && special && at.drops) drop(a, at, n, p[ks][0], 0, ks);
     }
 }
 
@@ -665,9 +665,8 @@ DEVICE tile tile_here(const tile_place &at, const buffers &b, const consumer &me
 DEVICE void wait_for_k(const buffers &b, const consumer &me) {
     mbarrier_wait_parity(BARRIER(b, k_full, me.k.at), me.k.parity);
 }
-DEVICE void let_go_of_k(const buffers &b, consumer &me, bool is_last) {
+DEVICE void let_go_of_k(const buffers &b, consumer &me) {
     if (is_first_thread()) mbarrier_arrive(BARRIER(b, k_empty, me.k.at));
-    if (EARLY_Q && is_last && is_first_thread()) mbarrier_arrive(BARRIER(b, q_empty, me.q.at));
     turn_ring(me.k, STAGES);
     me.tile++;
 }
@@ -686,13 +685,13 @@ DEVICE void step(const attn_cuda_args &a, const tile_place &at, consumer &me, co
     begin_pv(o, p, wgmma_step(me.of_v, me.v.at * V_BYTES));
     pass_turn(me);
     wgmma_wait_group(1);
-    let_go_of_k(b, me, t.last);
+    let_go_of_k(b, me);
     bool raise = follow_scores(a, at, me.has_huge, s, m, l, factor, t.n, special, says(t.partial));
     exponentials(at, me.has_huge, s, m, l);
     wgmma_wait_group(0);
     let_go_of_v(b, me);
     if (raise) rescale(o, factor);
-    pack_p(p, s);
+    pack_p(a, at, t.n, p, s, special);
 }
 
 /* All tiles of one place. Says whether V held something that is not finite. */
@@ -706,14 +705,14 @@ DEVICE bool walk(const attn_cuda_args &a, const tile_place &at, consumer &me, co
     begin_qk(s, me.of_q, wgmma_step(me.of_k, me.k.at * K_BYTES));
     pass_turn(me);
     wgmma_wait_group(0);
-    let_go_of_k(b, me, t.last);
+    let_go_of_k(b, me);
     follow_scores(a, at, me.has_huge, s, m, l, factor, t.n, true, says(t.partial));
     exponentials(at, me.has_huge, s, m, l);
-    pack_p(p, s);
+    pack_p(a, at, t.n, p, s, true);
     while (!says(t.last)) {
         wait_for_k(b, me);
         t = tile_here(at, b, me, t.n - 1);
-        if (says(t.partial || (ALL && at.raw != 1)))
+        if (says(t.partial || (ALL && (at.natural || at.drops || at.raw != 1))))
             step(a, at, me, b, o, s, p, m, l, t, true);
         else
             step(a, at, me, b, o, s, p, m, l, t, false);
@@ -741,20 +740,6 @@ static __device__ __noinline__ void store_rows(const attn_cuda_args &a, const ti
         for (int32_t c = threadIdx.x & 31; c < a.p.dim_v; c += 32)
             store_number(dtype, data, to + c,
                          __uint_as_float(ld_shared_b32(rows + c / 64 * BM * ROW + (i - i0) * 2 * ROW + c % 64 * 4)));
-    }
-}
-
-/* O straight from registers to memory. */
-DEVICE void store_words(const attn_cuda_args &a, const tile_place &at, float o[MT][DT][4]) {
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-        const int32_t i = row_of(at, 0, half);
-        uint8_t *to =
-            (uint8_t *)a.f.o.data + (attn__q_offset(&a.p, &a.f.o, &at.s, i, at.h) + (threadIdx.x & 3) * 2) * EB;
-#pragma unroll
-        for (int dt = 0; dt < DT; dt++)
-            if (i < at.s.sq && dt * 8 < a.p.dim_v)
-                *(uint32_t *)(to + dt * 16) = pack(o[0][dt][2 * half], o[0][dt][2 * half + 1]);
     }
 }
 
@@ -830,6 +815,7 @@ static __device__ __noinline__ void add_nonfinite(const attn_cuda_args &a, const
             const int32_t *flash = at.mask.vectors ? attn__flash_at(&a.p, &a.f, at.s.b, at.kv_head, j) : NULL;
             for (int32_t i = row0; i < rows; i++) {
                 if (!attn__mask_allowed(&at.mask, i, j, flash)) continue;
+                if (ALL && at.drops && dropped_pair(at, a.p.heads_q, i, j & ~1) >> (j & 1) & 1) continue;
                 const int64_t to = c + (at.split ? part_index(a, at.s, i, at.h, at.chunk) * a.p.dim_v
                                                  : attn__q_offset(&a.p, &a.f.o, &at.s, i, at.h));
                 attn__store(dtype, data, to, attn__load(dtype, data, to) + v);
@@ -857,13 +843,9 @@ DEVICE void work_at(const attn_cuda_args90 &x, const buffers &b, consumer &me, c
     if (!ALL) attn__mask_rows_all(&at.mask, row0, attn__min32(row0 + 64, at.s.sq), &me.all_from, &me.all_to);
     mbarrier_wait_parity(BARRIER(b, q_full, me.q.at), me.q.parity);
     if (says(ALL ? b.notes->is_seen[me.q.at] : at.n_last >= 0)) dirty = walk(a, at, me, b, o, m, l, s.number);
-    else if (EARLY_Q && is_first_thread()) mbarrier_arrive(BARRIER(b, q_empty, me.q.at));
     if (masks && !s.careful && holds_nonfinite(o)) b.notes->is_again = 1;
     finish(a, at, o, m, l);
-    if (EARLY_Q)
-        store_words(a, at, o);
-    else
-        store_o(x, at, me, o, b.q + me.q.at * Q_BYTES, BARRIER(b, q_empty, me.q.at));
+    store_o(x, at, me, o, b.q + me.q.at * Q_BYTES, BARRIER(b, q_empty, me.q.at));
     turn_ring(me.q, QBUF);
     if (dirty) {
         const tile_place copy = at;

@@ -4,7 +4,7 @@
  * 2t, 2t + 1.
  *
  * The kernel's file says before this one: DTYPE, DV, BM, BN (tile), ALL, THREADS (that work on rows; warp w has the rows from
- * MT * 16 * w on), MT, NT, DT, PV_STEPS, EB, PER_CHUNK, NATURAL (softcap, ALiBi, bias and dropout are known).
+ * MT * 16 * w on), MT, NT, DT, PV_STEPS, EB, PER_CHUNK.
  */
 #ifndef ATTN_ROWS_CUH
 #define ATTN_ROWS_CUH
@@ -112,11 +112,11 @@ DEVICE bool find_place(const attn_cuda_args &a, tile_place &at, int64_t first, u
     }
     at.n_first = from / BN;
     at.n_last = to > from ? (to - 1) / BN : -1;
-    at.natural = NATURAL && (a.p.softcap > 0 || (a.p.flags & (ATTN_ALIBI | ATTN_BIAS)));
+    at.natural = ALL && (a.p.softcap > 0 || (a.p.flags & (ATTN_ALIBI | ATTN_BIAS)));
     at.scale = a.scale_log2;
     at.raw = 1;
     at.o_factor = 1;
-    at.drops = NATURAL && a.p.dropout > 0;
+    at.drops = ALL && a.p.dropout > 0;
     if (ALL) {
         double scale = score_scale(a, at.s, at.kv_head);
         at.scale = (float)(at.natural ? scale : scale * ATTN_LOG2E);
@@ -125,7 +125,7 @@ DEVICE bool find_place(const attn_cuda_args &a, tile_place &at, int64_t first, u
     }
     if (ALL && (at.natural || !(at.scale > 0))) {
         at.raw = at.scale;
-        at.scale = 1;
+        at.scale = at.natural ? (float)ATTN_LOG2E : 1;
     }
     at.least = !ALL ? a.least : at.scale > 1 ? -FLT_MAX / at.scale : -FLT_MAX;
     return true;
@@ -210,10 +210,9 @@ DEVICE void feature_scores(const attn_cuda_args &a, const tile_place &at, int32_
     const float slope = a.p.flags & ATTN_ALIBI ? a.f.alibi[at.s.b * a.f.alibi_stride + at.h] : 0;
     if (a.p.softcap > 0) cap_scores(s, (float)a.p.softcap);
     if (a.p.flags & ATTN_ALIBI) {
-        const int32_t offset = at.s.sk - at.s.sq;
-        EACH_SCORE(mt, nt, e) {
-            int32_t distance = abs(row_of(at, mt, e >> 1) + offset - key_of(n, nt, e));
-            s[mt][nt][e] = fmaf(-slope, (float)distance, s[mt][nt][e]);
+        EACH_SCORE(mt, nt, e) { /* whole numbers, so floats are exact */
+            const float first = (float)(row_of(at, mt, e >> 1) + (at.s.sk - at.s.sq) - key_of(n, 0, 0));
+            s[mt][nt][e] = fmaf(-slope, fabsf(first - (float)(nt * 8 + (e & 1))), s[mt][nt][e]);
         }
     }
     if (a.p.flags & ATTN_BIAS) {
@@ -223,7 +222,6 @@ DEVICE void feature_scores(const attn_cuda_args &a, const tile_place &at, int32_
             s[mt][nt][e] += bias_number(a.p.bias_dtype, a.f.bias.data, attn__matrix_at(&a.f.bias, at.s.b, at.h, i, j));
         }
     }
-    EACH_SCORE(mt, nt, e) s[mt][nt][e] *= (float)ATTN_LOG2E;
 }
 
 /* The numbers of semantics 1 to 4; times `scale` they are in base 2. */
@@ -231,7 +229,7 @@ DEVICE void scores(const attn_cuda_args &a, const tile_place &at, int32_t n, flo
     if (ALL && at.raw != 1) {
         EACH_SCORE(mt, nt, e) s[mt][nt][e] = __fmul_rn(s[mt][nt][e], at.raw);
     }
-    if (NATURAL && at.natural) feature_scores(a, at, n, s);
+    if (ALL && at.natural) feature_scores(a, at, n, s);
 }
 
 DEVICE void flash_scores(const attn_cuda_args &a, const tile_place &at, int32_t n, float s[MT][NT][4]) {
