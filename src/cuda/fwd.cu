@@ -223,9 +223,16 @@ DEVICE void exponentials(uint32_t p[4], float s[NT][4], float scale, const float
     }
 }
 
-/* The keys of the steps [from, to). */
-DEVICE void product_pv(float o[MT][DT][4], uint32_t p[PV_STEPS][MT][4], uint32_t piece, fetch &f, const errand &e, int from,
-                       int to) {
+/*
+ * Where a warp has 16 rows and nearly all of its registers are O, scaling O down is many instructions, which leave the tensor cores
+ * idle if they stand by themselves. There it is done within the product of the tile's first keys, piece by piece, for every
+ * tile, by 1 if nothing grew. Tiles with a mask may have to add what is not finite to O first, and scale it before.
+ */
+enum { SCALES_WITHIN = !ALL && MT == 1 && DV > 192 };
+
+/* The keys of the steps [from, to). factor: of O, before the first of them; NULL: none. */
+DEVICE void product_pv(float o[MT][DT][4], const float (*factor)[2], uint32_t p[PV_STEPS][MT][4], uint32_t piece, fetch &f,
+                       const errand &e, int from, int to) {
     enum { EACH = DV / 16, COUNT = PV_STEPS * EACH, SLOTS = VF * (1 + TWICE) };
     uint32_t v[SLOTS][4];
 #pragma unroll
@@ -239,6 +246,10 @@ DEVICE void product_pv(float o[MT][DT][4], uint32_t p[PV_STEPS][MT][4], uint32_t
                 if (n + x < to * EACH) load_v_fragment(v[(n + x) % SLOTS], piece, n + x);
         }
         if (!ALL && EAGER == 1) fetch_k_beneath(f, e, n, COUNT / 2);
+        if (factor && ks == 0) {
+#pragma unroll
+            for (int x = 0; x < MT * 8; x++) o[x / 8][2 * dd + x / 4 % 2][x % 4] *= factor[x / 8][x % 4 >> 1];
+        }
 #pragma unroll
         for (int mt = 0; mt < MT; mt++) multiply(o[mt][2 * dd], o[mt][2 * dd + 1], p[ks][mt], v[n % SLOTS]);
     }
@@ -267,12 +278,15 @@ DEVICE void product_pv_wide(float o[MT][DT][4], uint32_t p[PV_STEPS][MT][4], uin
     }
 }
 
-DEVICE void follow_maximum(float o[MT][DT][4], float s[MT][NT][4], float m[MT][2], float l[MT][2], bool &has_huge,
-                           const tile_place &at, int32_t n) {
-    float most[MT][2], factor[MT][2];
+/* within: product_pv scales O by `factor`. */
+DEVICE void follow_maximum(float o[MT][DT][4], float factor[MT][2], float s[MT][NT][4], float m[MT][2], float l[MT][2],
+                           bool &has_huge, const tile_place &at, int32_t n, bool within) {
+    float most[MT][2];
+#pragma unroll
+    for (int mt = 0; mt < MT; mt++) factor[mt][0] = factor[mt][1] = 1;
     if (!find_maximum(most, s, m)) return;
     has_huge = raise_maximum(factor, most, m, l, at.scale);
-    if (!FIRST || n != at.n_last) rescale(o, factor);
+    if (!within && (!FIRST || n != at.n_last)) rescale(o, factor);
 }
 
 /* P of the steps [from, to). */
@@ -315,7 +329,7 @@ typedef struct walk {
 DEVICE void step(const attn_cuda_args &a, const tile_place &at, walk &w, bool partial, float o[MT][DT][4], float m[MT][2],
                  float l[MT][2], uint32_t q_kept[Q_KEPT][MT][4], uint32_t shared_q, uint32_t shared_k, uint32_t shared_v) {
     const int lane = here(threadIdx.x & 31), warp = threadIdx.x >> 5;
-    float s[MT][NT][4];
+    float s[MT][NT][4], factor[MT][2];
     uint32_t p[PV_STEPS][MT][4];
     if (EAGER == 0) load_k(a, at, shared_k, w.n, true);
     cp_async_wait_all();
@@ -351,19 +365,20 @@ DEVICE void step(const attn_cuda_args &a, const tile_place &at, walk &w, bool pa
         __syncthreads(); /* 2 */
         if (ALL && EAGER == 1 && next >= 0) load_k(a, at, shared_k, next, false);
     }
-    follow_maximum(o, s, m, l, w.has_huge, at, w.n);
+    const bool within = SCALES_WITHIN && !partial;
+    follow_maximum(o, factor, s, m, l, w.has_huge, at, w.n, within);
     if (partial || WIDE) {
         make_p(p, s, m, l, w.has_huge, a, at, w.n, 0, PV_STEPS);
         if (holds_nonfinite(shared_v + now)) add_nonfinite(o, p, shared_v + now);
         if (WIDE)
             product_pv_wide(o, p, shared_v + now, lane);
         else
-            product_pv(o, p, piece.v, w.f, e, 0, PV_STEPS);
+            product_pv(o, NULL, p, piece.v, w.f, e, 0, PV_STEPS);
     } else {
 #pragma unroll
         for (int ks = 0; ks < PV_STEPS; ks += PV_STEPS / HALVES) {
             make_p(p, s, m, l, w.has_huge, a, at, w.n, ks, ks + PV_STEPS / HALVES);
-            product_pv(o, p, piece.v, w.f, e, ks, ks + PV_STEPS / HALVES);
+            product_pv(o, within ? factor : NULL, p, piece.v, w.f, e, ks, ks + PV_STEPS / HALVES);
         }
     }
     cp_async_commit_group();
@@ -372,15 +387,15 @@ DEVICE void step(const attn_cuda_args &a, const tile_place &at, walk &w, bool pa
     w.stage = then;
 }
 
-KERNEL __launch_bounds__(THREADS, CTAS) VARIANT(const __grid_constant__ attn_cuda_args a) {
-    extern __shared__ __align__(128) uint8_t shared[];
-    const uint32_t shared_q = cvta_shared(shared);
+enum {
+    Q_BEFORE_K = !ALL && HELD && EAGER == 1, /* steps of Q are read while K of the first tile is still under way */
+    LSE_LAST = !ALL && DV > 192              /* O is under way before lse is stored: measured at dim 256 only */
+};
+
+/* The rows of a block against all their keys. */
+DEVICE void work(const attn_cuda_args &a, tile_place &at, uint32_t shared_q) {
     const uint32_t shared_k = shared_q + BM * DIM * EB, shared_v = shared_k + BN * DIM * EB;
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-    tile_place at;
-    const bool found = find_place(a, at, (blockIdx.y + (int64_t)blockIdx.z * gridDim.y) * a.group, blockIdx.x);
-    if (at.pad_from < at.pad_to) fill_rows(a, at.s.b, at.h, at.pad_from, at.pad_to, threadIdx.x, THREADS);
-    if (!found) return;
     find_keys(a, at);
 
     float o[MT][DT][4] = {}, m[MT][2], l[MT][2] = {};
@@ -395,6 +410,7 @@ KERNEL __launch_bounds__(THREADS, CTAS) VARIANT(const __grid_constant__ attn_cud
         if (!ALL && EAGER == 2 && a.p.dim_qk < DIM) clear_columns(shared_k + STAGE_BYTES, BN, QK_CHUNKS, a.p.dim_qk);
         if (!ALL && a.p.dim_v < DV) clear_columns(shared_v + (EAGER == 2) * STAGE_BYTES, BN, V_CHUNKS, a.p.dim_v);
         load_q(a, at, shared_q);
+        if (Q_BEFORE_K) cp_async_commit_group();
         if (EAGER) load_k(a, at, shared_k, w.n, true);
         if (EAGER == 2) load_v(a, at, shared_v, w.n, true);
         cp_async_commit_group();
@@ -404,7 +420,10 @@ KERNEL __launch_bounds__(THREADS, CTAS) VARIANT(const __grid_constant__ attn_cud
             w.kept.q = here(w.kept.q), w.kept.k = here(w.kept.k), w.kept.v = here(w.kept.v);
         }
         if (HELD) {
-            cp_async_wait_all();
+            if (Q_BEFORE_K)
+                cp_async_wait_group(1);
+            else
+                cp_async_wait_all();
             __syncthreads();
 #pragma unroll
             for (int kk = 0; kk < HELD; kk++) load_q_step(q_kept[kk % Q_KEPT], w.kept.q, kk);
@@ -416,6 +435,17 @@ KERNEL __launch_bounds__(THREADS, CTAS) VARIANT(const __grid_constant__ attn_cud
 #pragma unroll 1
         while (w.n >= 0 && !w.partial) step(a, at, w, false, o, m, l, q_kept, shared_q, shared_k, shared_v);
     }
-    finish(a, at, o, m, l);
+    const float lse = finish_o(a, at, o, m, l);
+    if (!LSE_LAST) store_lse(a, at, lse);
     store_o(a, at, o, shared_q);
+    if (LSE_LAST) store_lse(a, at, lse);
+}
+
+KERNEL __launch_bounds__(THREADS, CTAS) VARIANT(const __grid_constant__ attn_cuda_args a) {
+    extern __shared__ __align__(128) uint8_t shared[];
+    tile_place at;
+    if (find_place(a, at, (blockIdx.y + (int64_t)blockIdx.z * gridDim.y) * a.group, blockIdx.x))
+        work(a, at, cvta_shared(shared));
+    /* Last, where nothing else is in registers: before the work this call costs even those without padding a few of them. */
+    if (at.pad_from < at.pad_to) fill_rows(a, at.s.b, at.h, at.pad_from, at.pad_to, threadIdx.x, THREADS);
 }

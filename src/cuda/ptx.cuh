@@ -40,6 +40,8 @@ PTX void cp_async_cg_if(uint32_t to, const void *from, bool wanted) {
                  : "memory");
 }
 PTX void cp_async_commit_group(void) { asm volatile("cp.async.commit_group;" ::: "memory"); }
+/* Until all groups have arrived but the last `left`. */
+#define cp_async_wait_group(left) asm volatile("cp.async.wait_group %0;" ::"n"(left) : "memory")
 PTX void cp_async_wait_all(void) { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 /* Four 8x8 matrices of 16-bit numbers; lane l gives the address of row l % 8 of matrix l / 8. */

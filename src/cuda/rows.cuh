@@ -416,10 +416,10 @@ DEVICE float lse_of(float m, float scale, float sum) {
 }
 
 /*
- * O divided by l, lse; or the partial result of a chunk. Each lane of a quad looks after the lse of one of the four rows (two,
- * where a warp has 16) that they share.
+ * O divided by l; or the partial result of a chunk. Each lane of a quad looks after the lse of one of the four rows (two, where a
+ * warp has 16) that they share; that is returned.
  */
-DEVICE void finish(const attn_cuda_args &a, const tile_place &at, float o[MT][DT][4], float m[MT][2], float l[MT][2]) {
+DEVICE float finish_o(const attn_cuda_args &a, const tile_place &at, float o[MT][DT][4], float m[MT][2], float l[MT][2]) {
     const int lane = threadIdx.x & 31, t = lane & 3;
     float most = 0, sum = 0;
 #pragma unroll
@@ -436,7 +436,6 @@ DEVICE void finish(const attn_cuda_args &a, const tile_place &at, float o[MT][DT
             *number = __fmul_rn(*number, factor);
         }
     }
-    int32_t i = row_of(at, t % (2 * MT) / 2, t % 2);
     float lse = sum == 0 ? -INFINITY : lse_of(most, at.scale, sum), share = 1;
     if ((a.p.flags & ATTN_SINK) && !at.split) { /* else fold does */
         lse = add_sink(lse, a.f.sink[at.h], &share);
@@ -450,12 +449,21 @@ DEVICE void finish(const attn_cuda_args &a, const tile_place &at, float o[MT][DT
             }
         }
     }
-    if (t < 2 * MT && i < at.s.sq && !at.dv0) {
-        if (at.split)
-            ((float *)a.part_lse)[part_index(a, at.s, i, at.h, at.chunk)] = lse;
-        else if (a.f.lse)
-            ((float *)a.f.lse)[attn__lse_index(&a.p, &at.s, i, at.h)] = lse;
-    }
+    return lse;
+}
+
+DEVICE void store_lse(const attn_cuda_args &a, const tile_place &at, float lse) {
+    const int t = threadIdx.x & 3;
+    const int32_t i = row_of(at, t % (2 * MT) / 2, t % 2);
+    if (t >= 2 * MT || i >= at.s.sq || at.dv0) return;
+    if (at.split)
+        ((float *)a.part_lse)[part_index(a, at.s, i, at.h, at.chunk)] = lse;
+    else if (a.f.lse)
+        ((float *)a.f.lse)[attn__lse_index(&a.p, &at.s, i, at.h)] = lse;
+}
+
+DEVICE void finish(const attn_cuda_args &a, const tile_place &at, float o[MT][DT][4], float m[MT][2], float l[MT][2]) {
+    store_lse(a, at, finish_o(a, at, o, m, l));
 }
 
 #endif

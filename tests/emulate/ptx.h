@@ -42,6 +42,8 @@ typedef struct pending_copy {
 
 static pending_copy pending[MOST_THREADS][MOST_COPIES];
 static int pending_count[MOST_THREADS];
+static int group_end[MOST_THREADS][MOST_COPIES]; /* copies in a group under way and in those before it */
+static int group_count[MOST_THREADS];
 
 static inline void cp_async_cg_zfill(uint32_t to, const void *from, int bytes) {
     int *count = &pending_count[threadIdx.x];
@@ -59,14 +61,28 @@ static inline void cp_async_cg(uint32_t to, const void *from) { cp_async_cg_zfil
 static inline void cp_async_cg_if(uint32_t to, const void *from, bool wanted) {
     if (wanted) cp_async_cg(to, from);
 }
-static inline void cp_async_commit_group(void) {}
-static inline void cp_async_wait_all(void) {
-    int *count = &pending_count[threadIdx.x];
-    for (int n = 0; n < *count; n++) {
-        memcpy(pending[threadIdx.x][n].to, pending[threadIdx.x][n].data, 16);
-        note_write(pending[threadIdx.x][n].to, 16);
+static inline void cp_async_commit_group(void) {
+    int *count = &group_count[threadIdx.x];
+    if (*count == MOST_COPIES) emulate_fail("more groups of copies under way than there is room for");
+    group_end[threadIdx.x][(*count)++] = pending_count[threadIdx.x];
+}
+/* The first `done` copies arrive; the others are still under way. */
+static inline void finish_copies(int done, int groups) {
+    pending_copy *copies = pending[threadIdx.x];
+    int *ends = group_end[threadIdx.x];
+    for (int n = 0; n < done; n++) {
+        memcpy(copies[n].to, copies[n].data, 16);
+        note_write(copies[n].to, 16);
     }
-    *count = 0;
+    pending_count[threadIdx.x] -= done;
+    group_count[threadIdx.x] -= groups;
+    memmove(copies, copies + done, (size_t)pending_count[threadIdx.x] * sizeof *copies);
+    for (int n = 0; n < group_count[threadIdx.x]; n++) ends[n] = ends[n + groups] - done;
+}
+static inline void cp_async_wait_all(void) { finish_copies(pending_count[threadIdx.x], group_count[threadIdx.x]); }
+static inline void cp_async_wait_group(int left) {
+    const int groups = group_count[threadIdx.x] - left;
+    if (groups > 0) finish_copies(group_end[threadIdx.x][groups - 1], groups);
 }
 
 /* ---- shared memory ---- */
