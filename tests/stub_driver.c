@@ -172,7 +172,7 @@ static int stub_cuDeviceGetAttribute(int *value, int attribute, int device) {
     case ATTN_CU_DEVICE_MAJOR: *value = stub.arch[device] / 10; return 0;
     case ATTN_CU_DEVICE_MINOR: *value = stub.arch[device] % 10; return 0;
     case ATTN_CU_DEVICE_SHARED: *value = stub.shared_bytes[device]; return 0;
-    case ATTN_CU_DEVICE_SMS: *value = 132; return 0;
+    case ATTN_CU_DEVICE_SMS: *value = stub.sms; return 0;
     }
     return INVALID_VALUE;
 }
@@ -491,7 +491,7 @@ static const attn_driver stub_driver = {
 static const void *stub_image(const char *file) { return stub.has_images ? (file ? file : "any") : NULL; }
 
 void stub_start(void) {
-    stub = (stub_settings){.version = 13000, .gpus = 1, .has_images = true};
+    stub = (stub_settings){.version = 13000, .gpus = 1, .sms = 132, .has_images = true};
     for (int n = 0; n < STUB_GPUS; n++) {
         stub.arch[n] = 90;
         stub.shared_bytes[n] = 232448;

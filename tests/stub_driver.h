@@ -26,6 +26,7 @@ typedef struct stub_settings {
     int version;    /* 13000 */
     int init_error; /* what cuInit returns */
     int gpus;
+    int sms; /* multiprocessors of each: 132 */
     int arch[STUB_GPUS], shared_bytes[STUB_GPUS];
     bool has_images;        /* kernels in the library: one that names every file */
     const void *unmappable; /* a tensor that begins here gets no map */

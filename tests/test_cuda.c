@@ -394,7 +394,9 @@ TEST(cuda_device_status_says_what_was_out_of_range) {
 
 typedef struct feature {
     const char *name;
-    bool all; /* beyond what the plain kernels do */
+    bool all;     /* beyond what the plain kernels do */
+    bool lengths; /* beyond what those of Hopper do */
+    int32_t rows; /* 0: 100 */
     uint32_t flags;
     double scale, softcap, dropout;
     int32_t vectors, page_size;
@@ -402,13 +404,14 @@ typedef struct feature {
 } feature;
 
 /* The last row of the least dim that fits; fwd_any when no other does. */
-static const attn_cuda_entry *best_row(attn_dtype tile, int32_t dim, bool all, int arch, int shared_bytes) {
+static const attn_cuda_entry *best_row(attn_dtype tile, int32_t dim, bool all, bool lengths) {
     const attn_cuda_entry *best = &attn__cuda_entries[ATTN_ENTRY_fwd_any];
     for (int n = 0; n < ATTN_ENTRIES; n++) {
         const attn_cuda_entry *e = &attn__cuda_entries[n];
-        bool has_code = e->hopper ? arch == 90 : e->arch <= arch;
-        bool fits = e->dtype == tile && e->dim >= dim && (e->all || !all) && has_code &&
-                    e->shared_bytes <= (size_t)shared_bytes && n != ATTN_ENTRY_fwd_any;
+        bool has_code = e->hopper ? stub.arch[0] == 90 : e->arch <= stub.arch[0];
+        bool takes = e->all || (!all && !(e->hopper && lengths));
+        bool fits = e->dtype == tile && e->dim >= dim && takes && has_code &&
+                    e->shared_bytes <= (size_t)stub.shared_bytes[0] && n != ATTN_ENTRY_fwd_any;
         if (fits && e->dim <= best->dim) best = e;
     }
     return best;
@@ -416,7 +419,7 @@ static const attn_cuda_entry *best_row(attn_dtype tile, int32_t dim, bool all, i
 
 static void check_choice(attn_context *context, attn_dtype q, attn_dtype kv, attn_dtype tile, int32_t dim,
                          const feature *x) {
-    attn_problem p = problem(q, 2, 4, 2, 100, 300, dim);
+    attn_problem p = problem(q, 2, 4, 2, x->rows ? x->rows : 100, 300, dim);
     attn_plan *plan;
     p.kv_dtype = kv;
     p.flags |= x->flags;
@@ -429,11 +432,14 @@ static void check_choice(attn_context *context, attn_dtype q, attn_dtype kv, att
     p.out_dtype = q == ATTN_F64 ? ATTN_F64 : x->out_dtype;
     p.cache_batch = p.flags & ATTN_BATCH_INDEX ? 5 : 0;
     p.window_left = p.flags & ATTN_WINDOW ? 7 : 0;
+    p.total_q = p.flags & ATTN_VARLEN_Q ? 150 : 0;
+    p.total_kv = p.flags & ATTN_VARLEN_KV ? 400 : 0;
+    p.max_new = p.flags & ATTN_APPEND ? 3 : 0;
     test_context("%s/%s, dim %d, %s", attn_dtype_name(q), attn_dtype_name(kv), dim, x->name);
     if (!CHECK_OK(attn_plan_create(&plan, context, &p))) return;
     bool out_differs = attn_dtype_size(q) == 1 || (x->out_dtype && x->out_dtype != q);
     bool all = x->all || kv != q || out_differs || dim * attn_dtype_size(q) % 16;
-    const attn_cuda_entry *want = best_row(tile, dim, all, stub.arch[0], stub.shared_bytes[0]);
+    const attn_cuda_entry *want = best_row(tile, dim, all, x->lengths);
     const attn_cuda_entry *e = entry_named(attn_plan_kernel(plan));
     CHECK_SAY(e == want, "%s instead of %s", e->name, want->name);
     CHECK(e->all || !x->all);
@@ -452,7 +458,16 @@ TEST(cuda_chooses_the_kernel_by_dtype_dim_and_feature) {
     static const feature features[] = {
         {"plain", .all = false},
         {"causal, window, sink", .flags = ATTN_CAUSAL | ATTN_WINDOW | ATTN_SINK},
-        {"lengths", .flags = ATTN_USED_Q | ATTN_USED_KV | ATTN_LEFTPAD | ATTN_BATCH_INDEX},
+        {"lengths", .lengths = true, .flags = ATTN_USED_Q | ATTN_USED_KV | ATTN_LEFTPAD | ATTN_BATCH_INDEX},
+        {"used_q", .lengths = true, .flags = ATTN_USED_Q},
+        {"used_kv", .lengths = true, .flags = ATTN_USED_KV},
+        {"left padding", .lengths = true, .flags = ATTN_LEFTPAD},
+        {"slots", .lengths = true, .flags = ATTN_BATCH_INDEX},
+        {"packed q", .lengths = true, .flags = ATTN_VARLEN_Q},
+        {"packed kv", .lengths = true, .flags = ATTN_VARLEN_KV},
+        {"append", .lengths = true, .flags = ATTN_APPEND | ATTN_USED_KV},
+        {"few enough rows to be split", .lengths = true, .rows = ATTN_CUDA_SPLIT_ROWS},
+        {"one row more", .rows = ATTN_CUDA_SPLIT_ROWS + 1},
         {"alibi", .all = true, .flags = ATTN_ALIBI},
         {"bias", .all = true, .flags = ATTN_BIAS},
         {"descale", .all = true, .flags = ATTN_DESCALE},

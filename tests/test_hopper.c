@@ -29,13 +29,30 @@ TEST(hopper_lines_come_in_pairs) {
             CHECK_SAY(e->all || x->shared_bytes <= e->shared_bytes, "%s wants more memory than %s", x->name, e->name);
         }
         CHECK_SAY(others == 1 && portable > 0, "%s", e->name);
-        CHECK_SAY(e->arch == 90 && e->dim_v == e->dim && e->dim % 64 == 0 && e->shared_bytes <= 232448, "%s", e->name);
+        CHECK_SAY(e->arch == 90 && e->dim_v == e->dim && e->dim % 16 == 0 && e->shared_bytes <= 232448, "%s", e->name);
         CHECK_SAY(e->bm <= 256 && e->bn <= 256 && e->bn % 16 == 0 && e->warps * 32 == 128 + 2 * e->bm, "%s", e->name);
         lines++;
     }
-    CHECK_SAY(lines >= 12, "%d lines", lines);
-    const attn_cuda_entry *e = entry_named("fwd_sm90_bf16_d128");
-    CHECK(e && e->shared_bytes == (2 * 128 * 128 + 2 * 128 * 256) * 2 + 256 && e->warps == 12);
+    CHECK_SAY(lines == 20, "%d lines", lines); /* two dtypes, five dims */
+}
+
+/* Rows are held in blocks of 64 columns: those of dim 96 take as much room as 128. Notes come on top. */
+TEST(hopper_lines_have_room_for_their_tiles) {
+    static const struct {
+        const char *name;
+        int32_t warps;
+        size_t shared_bytes;
+    } rows[] = {{"fwd_sm90_bf16_d128", 12, (2 * 128 * 128 + 2 * 128 * 256) * 2 + 1024},
+                {"fwd_sm90_f16_d96_all", 12, (2 * 128 * 128 + 2 * 128 * 256) * 2 + 1024},
+                {"fwd_sm90_f16_d64", 16, (2 * 192 * 64 + 2 * 128 * 128) * 2 + 1024},
+                {"fwd_sm90_bf16_d64_all", 12, (2 * 128 * 64 + 2 * 128 * 128) * 2 + 1024},
+                {"fwd_sm90_bf16_d192", 12, (128 * 192 + 2 * 112 * 384) * 2 + 1024},
+                {"fwd_sm90_f16_d256", 12, (128 * 256 + 2 * 80 * 512) * 2 + 1024}};
+    for (size_t n = 0; n < sizeof rows / sizeof rows[0]; n++) {
+        const attn_cuda_entry *e = entry_named(rows[n].name);
+        CHECK_SAY(e && e->shared_bytes == rows[n].shared_bytes && e->warps == rows[n].warps, "%s: %zu bytes, %d warps",
+                  rows[n].name, e ? e->shared_bytes : 0, e ? (int)e->warps : 0);
+    }
 }
 
 /* The name of the plan's kernel, and of the one for rows that are not aligned. */
@@ -57,10 +74,10 @@ TEST(hopper_serves_its_dims_on_sm_90_alone) {
     static const struct {
         int32_t qk, v, bucket;
         bool hopper;
-    } rows[] = {{1, 1, 32, false},      {32, 32, 32, false},    {33, 33, 64, true},    {64, 64, 64, true},
-                {64, 16, 64, true},     {16, 64, 64, true},     {65, 65, 96, false},   {96, 96, 96, false},
-                {97, 97, 128, true},    {128, 128, 128, true},  {64, 128, 128, true},  {129, 129, 192, false},
-                {192, 128, 192, false}, {192, 192, 192, false}, {193, 193, 256, true}, {256, 256, 256, true},
+    } rows[] = {{1, 1, 32, false},     {32, 32, 32, false},   {33, 33, 64, true},    {64, 64, 64, true},
+                {64, 16, 64, true},    {16, 64, 64, true},    {65, 65, 96, true},    {96, 96, 96, true},
+                {97, 97, 128, true},   {128, 128, 128, true}, {64, 128, 128, true},  {129, 129, 192, true},
+                {192, 128, 192, true}, {192, 192, 192, true}, {193, 193, 256, true}, {256, 256, 256, true},
                 {257, 257, 512, false}};
     static const int archs[] = {80, 86, 89, 90, 100, 103, 120};
     for (size_t a = 0; a < sizeof archs / sizeof archs[0]; a++) {
@@ -121,8 +138,10 @@ TEST(hopper_is_given_maps_of_the_tensors) {
         attn_dtype dtype;
         int32_t dim, dim_v, bm, bn;
         const char *name;
-    } rows[] = {{ATTN_BF16, 64, 64, 128, 128, "fwd_sm90_bf16_d64"},
+    } rows[] = {{ATTN_BF16, 64, 64, 192, 128, "fwd_sm90_bf16_d64"},
+                {ATTN_F16, 88, 80, 128, 128, "fwd_sm90_f16_d96"},
                 {ATTN_F16, 40, 128, 128, 128, "fwd_sm90_f16_d128"},
+                {ATTN_BF16, 192, 128, 128, 112, "fwd_sm90_bf16_d192"},
                 {ATTN_BF16, 256, 200, 128, 80, "fwd_sm90_bf16_d256"}};
     for (size_t n = 0; n < sizeof rows / sizeof rows[0]; n++) {
         const stub_launch *l;
@@ -184,7 +203,7 @@ TEST(hopper_maps_follow_lengths_and_rotation) {
         attn_context *context = cuda_context();
         if (way == 3) r.f.q.stride[0] = r.f.k.stride[1] = r.f.o.stride[2] = -7; /* not looked at */
         CHECK_OK(rig_plan_and_run(context, &r, 0, NULL));
-        const attn_cuda_args90 *x = hopper_launch("fwd_sm90_bf16_d64", &l);
+        const attn_cuda_args90 *x = hopper_launch("fwd_sm90_bf16_d64_all", &l);
         if (!x) return;
         static const uint64_t q[4][4] = {{64, 51, 4, 1}, {64, 33, 4, 2}, {64, 33, 4, 2}, {64, 1, 1, 1}};
         static const uint64_t k[4][4] = {{64, 95, 2, 1}, {64, 70, 2, 5}, {64, 70, 2, 2}, {64, 1, 1, 1}};
@@ -317,40 +336,110 @@ TEST(hopper_maps_only_what_is_of_its_dtype) {
 
 /* ---- work ---- */
 
+/* Runs the problem; the arguments of the launch, which was of this kernel. Nothing is computed: tensors are as large as one likes. */
+static const attn_cuda_args *run_work(attn_context *context, const attn_problem *p, const char *kernel, unsigned *blocks) {
+    const stub_launch *l;
+    void *memory = stub_memory(STUB_DEVICE, 0, 4096);
+    rig r = {.p = *p, .f = {.size = sizeof r.f, .lse = memory}};
+    r.f.q = r.f.o = attn_dense(memory, p->max_q, p->heads_q, p->dim_qk);
+    r.f.k = r.f.v = attn_dense(memory, p->max_kv, p->heads_kv, p->dim_qk);
+    stub_forget();
+    CHECK_OK(rig_plan_and_run(context, &r, 0, NULL));
+    const attn_cuda_args90 *x = hopper_launch(kernel, &l);
+    if (!x) return NULL;
+    CHECK_SAY(l->grid[1] == 1 && l->grid[2] == 1, "%u, %u", l->grid[1], l->grid[2]);
+    *blocks = l->grid[0];
+    return &x->a;
+}
+
 TEST(hopper_blocks_share_the_work) {
     static const struct {
         int32_t batch, heads, rows, keys;
         uint32_t flags;
+        int sms;
         int64_t work;
         unsigned blocks;
+        bool all;
     } cases[] = {
-        {2, 4, 33, 65, 0, 8, 8},                         /* a tile of each head */
-        {1, 1, 1, 1, 0, 1, 1},                           /* the least that there can be */
-        {1, 3, 5632, 10, 0, 3 * 44, 132},                /* just one each */
-        {1, 3, 5633, 10, 0, 3 * 45, 132},                /* the 133rd and on are somebody's second */
-        {1, 2, 1, 3000, 0, 2 * 6, 12},                   /* six chunks */
-        {50, 1, 130, 130, ATTN_CAUSAL, 2 * 25 * 2, 100}, /* two groups of 25 heads */
-        {49, 1, 130, 130, ATTN_CAUSAL, 2 * 25 * 2, 100}, /* the last one is short */
+        {2, 4, 33, 65, 0, 132, 8, 8, false},                          /* a tile of each head */
+        {1, 1, 17, 1, 0, 132, 1, 1, false},                           /* the least that there can be */
+        {1, 1, 1, 1, 0, 132, 1, 1, true},                             /* the same of few rows */
+        {1, 3, 44 * 192, 10, 0, 132, 3 * 44, 132, false},             /* just one each */
+        {1, 3, 44 * 192 + 1, 10, 0, 132, 3 * 45, 132, false},         /* the 133rd and on are somebody's second */
+        {1, 2, 1, 3000, 0, 132, 2 * 6, 12, true},                     /* six chunks */
+        {50, 1, 20 * 192, 64, ATTN_CAUSAL, 132, 52 * 20, 132, false}, /* groups of 26: 20 * 26 is nearly 4 * 132 ... */
+        {53, 1, 20 * 192, 64, ATTN_CAUSAL, 132, 78 * 20, 132, false}, /* ... and the last one may be short */
+        {3, 4, 33, 65, ATTN_CAUSAL, 0, 12, 1, false},                 /* a driver that knows of no multiprocessor */
+        {3, 4, 33, 65, 0, 0, 12, 1, false},
+        {3, 4, 1, 3000, ATTN_CAUSAL, 0, 12 * 6, 1, true},
+        {3, 4, 33, 65, ATTN_CAUSAL, 5, 12, 5, false},
     };
-    stub_start();
-    attn_context *context = cuda_context();
     for (size_t n = 0; n < sizeof cases / sizeof cases[0]; n++) {
-        const stub_launch *l;
-        rig r = {.p = problem(ATTN_BF16, cases[n].batch, cases[n].heads, 1, cases[n].rows, cases[n].keys, 64)};
-        r.p.flags = cases[n].flags;
+        attn_problem p = problem(ATTN_BF16, cases[n].batch, cases[n].heads, 1, cases[n].rows, cases[n].keys, 64);
+        unsigned blocks;
+        p.flags = cases[n].flags;
         test_context("case %d", (int)n);
-        if (!rig_make_on(&r, 0)) return;
-        stub_forget();
-        CHECK_OK(rig_plan_and_run(context, &r, 0, NULL));
-        const attn_cuda_args90 *x = hopper_launch("fwd_sm90_bf16_d64", &l);
-        if (!x) return;
-        CHECK_SAY(x->a.work == cases[n].work, "%lld pieces", (long long)x->a.work);
-        CHECK_SAY(l->grid[0] == cases[n].blocks && l->grid[1] == 1 && l->grid[2] == 1, "%u blocks", l->grid[0]);
-        rig_free(&r);
+        stub_start();
+        stub.sms = cases[n].sms;
+        attn_context *context = cuda_context();
+        const attn_cuda_args *a =
+            run_work(context, &p, cases[n].all ? "fwd_sm90_bf16_d64_all" : "fwd_sm90_bf16_d64", &blocks);
+        if (!a) return;
+        CHECK_SAY(a->work == cases[n].work, "%lld pieces", (long long)a->work);
+        CHECK_SAY(blocks == cases[n].blocks, "%u blocks", blocks);
+        attn_context_destroy(context);
+        CHECK(stub_live() == 0);
+        stub_stop();
     }
-    attn_context_destroy(context);
-    CHECK(stub_live() == 0);
-    stub_stop();
+}
+
+/*
+ * Under a causal mask blocks take places forwards, then backwards: long rows and short ones add up if a group has twice as many
+ * places as there are blocks, or a multiple of that, as nearly as whole heads allow. About 28 heads are a group, and never more than
+ * there are. Without a mask all rows are alike.
+ */
+static void check_group(attn_context *context, int32_t tiles, int32_t heads, bool is_small) {
+    const int64_t even = 2 * (int64_t)stub.sms;
+    attn_problem p = problem(ATTN_BF16, 1, heads, 1, tiles * (is_small ? 192 : 128), 16, is_small ? 64 : 128);
+    for (int causal = 0; causal < 2; causal++) {
+        unsigned blocks;
+        p.flags = causal ? ATTN_CAUSAL : 0;
+        test_context("dim %d, %d tiles, %d heads, causal %d", p.dim_qk, tiles, heads, causal);
+        const attn_cuda_args *a = run_work(context, &p, is_small ? "fwd_sm90_bf16_d64" : "fwd_sm90_bf16_d128", &blocks);
+        if (!a) return;
+        CHECK_SAY(a->row_tiles == tiles && a->slots == tiles, "%d tiles", a->row_tiles);
+        if (!causal) {
+            CHECK_SAY(a->group == 1, "groups of %d heads", a->group);
+        } else if (a->group < heads) {
+            int64_t places = (int64_t)a->group * tiles, past = places % even, off = past < even - past ? past : even - past;
+            /* one head too few or too many, and half a round: more would be another group */
+            CHECK_SAY(2 * off <= tiles || a->group == 1, "%lld places, %lld off", (long long)places, (long long)off);
+            int64_t ideal = 28 * (int64_t)tiles, least = ideal < even ? 0 : ideal - even / 2 - tiles;
+            CHECK_SAY(places >= least && (places <= ideal + even / 2 + tiles || places <= even + tiles),
+                      "groups of %d heads", a->group);
+        } else {
+            CHECK_SAY(a->group == heads, "groups of %d heads", a->group);
+        }
+        const uint32_t each = (uint32_t)a->group * (uint32_t)a->slots,
+                       index[] = {0, each - 1, each, 5 * each - 1, INT32_MAX};
+        for (int n = 0; n < 5; n++)
+            CHECK_SAY(attn__divide(index[n], a->by_each) == index[n] / each, "%u / %u", index[n], each);
+    }
+}
+
+TEST(hopper_groups_of_heads_are_even) {
+    static const int32_t tiles[] = {1, 2, 3, 8, 11, 16, 40, 100, 132, 264, 300, 1000, 10000};
+    static const int sms[] = {132, 114, 7, 1};
+    for (size_t s = 0; s < sizeof sms / sizeof sms[0]; s++) {
+        stub_start();
+        stub.sms = sms[s];
+        attn_context *context = cuda_context();
+        for (size_t n = 0; n < sizeof tiles / sizeof tiles[0]; n++)
+            for (int way = 0; way < 4; way++) check_group(context, tiles[n], way < 2 ? 3 : 600, way % 2);
+        attn_context_destroy(context);
+        CHECK(stub_live() == 0);
+        stub_stop();
+    }
 }
 
 /* Who launches by hand, as `attn tune` does, is told when the plain kernel cannot be had. */

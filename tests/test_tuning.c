@@ -94,6 +94,21 @@ TEST(tuning_file_changes_the_choice) {
     p.softcap = 3; /* every feature: the line is for plain */
     check_plan(context, &p, "fwd_sm90_bf16_d128_all", false);
     attn_context_destroy(context);
+    CHECK_OK(create_with(&context, "sm_90 bf16 d128 plain fwd_sm90_bf16_d128\n"));
+    p.softcap = 0;
+    check_plan(context, &p, "fwd_sm90_bf16_d128", true);
+    p.max_q = ATTN_CUDA_SPLIT_ROWS; /* short ones are not plain to Hopper's kernels: the line is not for them */
+    check_plan(context, &p, "fwd_sm90_bf16_d128_all", false);
+    p.max_q = 100;
+    p.flags = ATTN_USED_KV;
+    check_plan(context, &p, "fwd_sm90_bf16_d128_all", false);
+    p.flags = 0;
+    attn_context_destroy(context);
+    CHECK_OK(create_with(&context, "sm_90 bf16 d128 all fwd_sm90_bf16_d128_all\n"));
+    p.flags = ATTN_USED_KV;
+    check_plan(context, &p, "fwd_sm90_bf16_d128_all", true);
+    p.flags = 0;
+    attn_context_destroy(context);
     setenv("ATTN_TUNING", "", 1);
     CHECK_OK(create_cuda(&context));
     p.softcap = 0;
@@ -231,7 +246,9 @@ TEST(tuning_ladder_is_a_table) {
         attn_gpu gpu = {.arch = 90, .shared_bytes = 232448};
         char changes[256];
         part = l;
-        ladder_keep(&part, ATTN_BF16, dim, &gpu);
+        attn_problem p, asked = problem(ATTN_BF16, 1, 1, 1, 100, 100, dim);
+        CHECK_OK(attn__problem_resolve(&p, &asked));
+        ladder_keep(&part, &(attn_cuda_entry){.dtype = ATTN_BF16, .dim = dim}, &p, &gpu);
         CHECK(part.count >= (dim == 256 ? 2 : 12));
         CHECK(ladder_from(&part, 0) == -1 && (dim == 256 || strstr(part.at[0].name, "plain")));
         for (int n = 1; n < part.count; n++) {
@@ -270,7 +287,10 @@ TEST(tuning_ladder_with_a_bad_line_is_refused) {
 
 /* ---- attn tune ---- */
 
-/* Every kernel gives ones, up to rounding of the portable family's; "swizzle" gives twos. The one for every feature is the fastest, eager1 the slowest. */
+/*
+ * Every kernel gives ones, up to rounding of the portable family's; "swizzle" gives twos. The one for every feature is the fastest,
+ * eager1 the slowest.
+ */
 static double play(const stub_launch *launch) {
     const attn_cuda_args *a = stub_args(launch);
     uint16_t value = strstr(launch->name, "_swizzle") ? 0x4000 : strstr(launch->name, "fwd_sm80") ? 0x3f81 : 0x3f80;
@@ -341,6 +361,29 @@ TEST(tune_marks_what_is_wrong_and_writes_what_is_fastest) {
     check_plan(context, &p, "fwd_sm90_bf16_d128_all", true);
     attn_context_destroy(context);
     end();
+}
+
+/* A problem that Hopper's plain kernels do not take is none of theirs here either, and says nothing of plain problems. */
+TEST(tune_leaves_out_kernels_that_do_not_take_the_problem) {
+    static char text[65536];
+    char file[64];
+    for (int rows = ATTN_CUDA_SPLIT_ROWS; rows <= ATTN_CUDA_SPLIT_ROWS + 1; rows++) {
+        char seqlen[16];
+        bool takes = rows > ATTN_CUDA_SPLIT_ROWS;
+        test_context("%d rows", rows);
+        if (!begin_tune()) return;
+        snprintf(file, sizeof file, "%s/tuning", folder);
+        snprintf(seqlen, sizeof seqlen, "%d/64", rows);
+        char *argv[] = {"tune",     "--heads", "1",        "--dim", "128",     "--dtype", "bf16",
+                        "--seqlen", seqlen,    "--rounds", "1",     "--write", file};
+        CHECK(call_tune(13, argv) == TOOL_OK);
+        get_file("out", text, sizeof text);
+        CHECK_SAY((strstr(text, "fwd_sm90_bf16_d128 ") != NULL) == takes, "%s", text);
+        CHECK_SAY(strstr(text, "fwd_sm90_bf16_d128_all ") && strstr(text, "fwd_sm80_bf16_d128 "), "%s", text);
+        get_file("tuning", text, sizeof text);
+        CHECK_SAY((strstr(text, " plain ") != NULL) == takes && strstr(text, " all "), "%s", text);
+        end();
+    }
 }
 
 TEST(tune_prints_json_of_the_librarys_kernels) {

@@ -162,11 +162,12 @@ attn_cuda_entry rung_entry(const rung *r) {
         .shared_bytes = ATTN_TILE_BYTES(r->dtype, k[KNOB_bm], k[KNOB_bn], k[KNOB_dim], k[KNOB_dimv], k[KNOB_eager])};
 }
 
-void ladder_keep(ladder *l, attn_dtype dtype, int32_t dim, const attn_gpu *gpu) {
+void ladder_keep(ladder *l, const attn_cuda_entry *like, const attn_problem *p, const attn_gpu *gpu) {
     int kept = 0;
     for (int n = 0; n < l->count; n++) {
         attn_cuda_entry e = rung_entry(&l->at[n]);
-        if (e.dtype == dtype && e.dim == dim && attn__cuda_runs_on(&e, gpu)) l->at[kept++] = l->at[n];
+        if (e.dtype == like->dtype && e.dim == like->dim && attn__cuda_takes(&e, p) && attn__cuda_runs_on(&e, gpu))
+            l->at[kept++] = l->at[n];
     }
     l->count = kept;
 }

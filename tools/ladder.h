@@ -43,8 +43,8 @@ int ladder_read(ladder *l, const char *folder);
 /* Appends the library's lines. */
 void ladder_add_library(ladder *l);
 
-/* Leaves only those of this dtype and dim that run on the GPU. */
-void ladder_keep(ladder *l, attn_dtype dtype, int32_t dim, const attn_gpu *gpu);
+/* Leaves only those of the dtype and dim of `like` that take the problem and run on the GPU. */
+void ladder_keep(ladder *l, const attn_cuda_entry *like, const attn_problem *p, const attn_gpu *gpu);
 
 /* The earlier rung of its family from which this one differs least, of several the last; -1: it is the first. */
 int ladder_from(const ladder *l, int index);

@@ -288,7 +288,7 @@ static int make_ladder(race *r, const tune_settings *s) {
     int code = s->kernels ? ladder_read(&r->ladder, s->kernels) : TOOL_OK;
     if (code != TOOL_OK) return code;
     ladder_add_library(&r->ladder);
-    ladder_keep(&r->ladder, own->dtype, own->dim, r->gpu);
+    ladder_keep(&r->ladder, own, &r->problem, r->gpu);
     r->slot = (int)(own - attn__cuda_entries);
     memcpy(r->entries, attn__cuda_entries, sizeof r->entries);
     r->candidates = tool_alloc(r->ladder.count, sizeof *r->candidates);
@@ -412,8 +412,9 @@ static int fastest(const race *r, bool all) {
     return best;
 }
 
+/* What was measured on a problem for kernels that take every feature says nothing of plain ones. */
 static void note_fastest(const race *r, outcome *out, bool json) {
-    for (int all = 0; all < 2; all++) {
+    for (int all = attn__cuda_wants_all(&r->problem, attn__cuda_entries[r->slot].hopper); all < 2; all++) {
         int best = fastest(r, all);
         if (best < 0) continue;
         const candidate *c = &r->candidates[best];

@@ -148,29 +148,33 @@ static attn_dtype tile_dtype(const attn_problem *p) {
 }
 
 /*
- * Does the problem ask for more than causal, window, sink and lengths; or for rows that are not whole pieces of 16 bytes, or a
- * scale that is not positive, as the float that kernels multiply with?
+ * More than causal, window, sink and lengths; rows that are not whole pieces of 16 bytes; a scale that is not positive, as the float
+ * that kernels multiply with. Hopper's plain kernels work all sequences alike: no lengths of their own, no split.
  */
-static bool wants_all(const attn_problem *p) {
+bool attn__cuda_wants_all(const attn_problem *p, bool hopper) {
     int32_t piece = 16 / (int32_t)attn_dtype_size(p->dtype);
     if (p->dim_qk % piece || p->dim_v % piece || !(attn__scale_log2(p) > 0)) return true;
+    if (hopper && ((p->flags & ATTN_OWN_LENGTHS) || p->max_q <= ATTN_CUDA_SPLIT_ROWS)) return true;
     return (p->flags & (ATTN_ALIBI | ATTN_BIAS | ATTN_DESCALE)) || p->softcap > 0 || p->dropout > 0 ||
            p->flashmask_vectors || p->page_size || p->kv_dtype != p->dtype || p->out_dtype != p->dtype;
 }
 
-/* May sequences have lengths of their own, or be split? Hopper's plain kernels work all sequences alike. */
-static bool varies(const attn_problem *p) {
-    return (p->flags & ATTN_OWN_LENGTHS) || p->max_q <= ATTN_CUDA_SPLIT_ROWS;
+bool attn__cuda_takes(const attn_cuda_entry *e, const attn_problem *p) {
+    return e->all || !attn__cuda_wants_all(p, e->hopper);
 }
 
-/* Of the rows that take the problem that of the least dim, and of several the last; fwd_any, the largest, takes them all. */
+/*
+ * Of the rows that take the problem that of the least dim, and of several the last; fwd_any, the largest, takes them all. `all`: one
+ * that takes every feature, whatever the problem wants.
+ */
 static const attn_kernel *choose(const attn_problem *p, const attn_gpu *gpu, bool all) {
     const attn_kernel *chosen = &kernels[0];
     int32_t dim = p->dim_qk > p->dim_v ? p->dim_qk : p->dim_v;
     for (int32_t n = 0; n < KERNELS; n++) {
         const attn_cuda_entry *e = kernels[n].impl;
         bool any = e == &attn__cuda_entries[ATTN_ENTRY_fwd_any];
-        bool fits = any || (e->dtype == tile_dtype(p) && e->dim >= dim && (e->all || !(all || (e->hopper && varies(p)))));
+        bool takes = attn__cuda_takes(e, p) && (e->all || !all);
+        bool fits = any || (e->dtype == tile_dtype(p) && e->dim >= dim && takes);
         if (kernels[n].op != p->op || !fits || !attn__cuda_runs_on(e, gpu)) continue;
         if (chosen->op != p->op || e->dim <= ((const attn_cuda_entry *)chosen->impl)->dim) chosen = &kernels[n];
     }
@@ -182,7 +186,8 @@ static int entry_of(const attn_kernel *k) { return (int)((const attn_cuda_entry 
 /* The same with the last word to the tuning file; *tuned is set when it had one. */
 static const attn_kernel *choose_tuned(const attn_plan *plan, const attn_gpu *gpu, bool all, bool *tuned) {
     const attn_kernel *chosen = choose(&plan->problem, gpu, all);
-    int entry = attn__cuda_tuned(plan->context->cuda, gpu, chosen->impl, all);
+    const attn_cuda_entry *e = chosen->impl;
+    int entry = attn__cuda_tuned(plan->context->cuda, gpu, e, all || attn__cuda_wants_all(&plan->problem, e->hopper));
     for (int32_t n = 0; n < KERNELS && entry >= 0; n++) {
         if (entry_of(&kernels[n]) == entry) chosen = &kernels[n];
     }
@@ -192,7 +197,6 @@ static const attn_kernel *choose_tuned(const attn_plan *plan, const attn_gpu *gp
 
 /* For every GPU. The plan's own kernel is that of the current device, or of the first one that can run any. */
 static attn_status choose_kernels(attn_plan *plan, uint32_t *gpus, bool *tuned) {
-    const attn_problem *p = &plan->problem;
     const attn_driver_state *state = plan->context->cuda->state;
     attn_cu_context current = NULL;
     int device = -1;
@@ -204,7 +208,7 @@ static attn_status choose_kernels(attn_plan *plan, uint32_t *gpus, bool *tuned) 
         plan->gpu_kernel[n][0] = plan->gpu_kernel[n][1] = -1;
         if (gpu->arch < ATTN_LEAST_ARCH) continue;
         *gpus |= UINT32_C(1) << n;
-        const attn_kernel *k = choose_tuned(plan, gpu, wants_all(p), tuned);
+        const attn_kernel *k = choose_tuned(plan, gpu, false, tuned);
         plan->gpu_kernel[n][0] = (int16_t)entry_of(k);
         plan->gpu_kernel[n][1] = (int16_t)entry_of(choose_tuned(plan, gpu, true, tuned));
         if (!plan->kernel || gpu->device == device) plan->kernel = k;

@@ -72,7 +72,7 @@ static inline float attn__scale_log2(const attn_problem *p) { return (float)(p->
 /* Of a FWD90 line: buffers of Q, stages of K and V, all in blocks of columns; notes. */
 #define ATTN_MAP_BLOCKS(dim) (((size_t)(dim) + ATTN_MAP_COLS - 1) / ATTN_MAP_COLS)
 #define ATTN_HOPPER_BYTES(bm, bn, dim, dimv, stages, qbuf)                                                                 \
-    (((size_t)(qbuf) * (bm) * ATTN_MAP_BLOCKS(dim) +                                                                       \
+    (((size_t)(qbuf) * (bm)*ATTN_MAP_BLOCKS(dim) +                                                                         \
       (size_t)(stages) * (bn) * (ATTN_MAP_BLOCKS(dim) + ATTN_MAP_BLOCKS(dimv))) *                                          \
          ATTN_MAP_COLS * 2 +                                                                                               \
      ATTN_HOPPER_NOTES)
@@ -86,6 +86,12 @@ static inline bool attn__cuda_is_for(const attn_cuda_entry *e, int32_t arch) {
 static inline bool attn__cuda_runs_on(const attn_cuda_entry *e, const attn_gpu *gpu) {
     return attn__cuda_is_for(e, gpu->arch) && e->shared_bytes <= (size_t)gpu->shared_bytes;
 }
+
+/* Does the problem ask for more than a plain kernel of the family does? Then one with `all` has to work it. */
+bool attn__cuda_wants_all(const attn_problem *p, bool hopper);
+
+/* Does a line do all that the problem asks for, its dtype and dims apart? */
+bool attn__cuda_takes(const attn_cuda_entry *e, const attn_problem *p);
 
 /* ---- images (images.c) ---- */
 
@@ -102,7 +108,7 @@ typedef struct attn_cuda_tuned {
     int32_t arch; /* of the GPU, exactly */
     attn_dtype dtype;
     int32_t dim;   /* of the table's lines, not of the problem */
-    bool all;      /* for problems that want every feature, or rows that are not aligned */
+    bool all;      /* for problems with attn__cuda_wants_all, or rows that are not aligned */
     int32_t entry; /* the kernel to take */
     int32_t line;  /* where it stands */
 } attn_cuda_tuned;

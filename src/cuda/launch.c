@@ -25,13 +25,16 @@ static int32_t heads_side_by_side(const attn_problem *p) {
     return (int32_t)attn__ceil_div(heads, groups ? groups : 1);
 }
 
+/* Blocks of Hopper's kernels: one to a multiprocessor. Work is done even if the driver knows of none. */
+static int64_t blocks_of_hopper(const attn_cuda_run *run) { return run->sms > 0 ? run->sms : 1; }
+
 /*
  * Hopper's blocks take places in turn, forwards and backwards. Under a causal mask each then gets the same sum if a group has an even
  * number of places for every block; about 28 heads are enough for the last group's short rows, and few enough for the cache.
  */
 static int32_t heads_of_hopper(const attn_problem *p, int64_t row_tiles, int64_t blocks) {
     enum { HEADS = 28 };
-    int64_t heads = (int64_t)p->batch * p->heads_q, even = blocks > 0 ? 2 * blocks : 1, rounds = (HEADS * row_tiles + even / 2) / even;
+    int64_t heads = (int64_t)p->batch * p->heads_q, even = 2 * blocks, rounds = (HEADS * row_tiles + even / 2) / even;
     if (!(p->flags & ATTN_CAUSAL) || heads == 0 || row_tiles == 0) return 1;
     int64_t group = (even * (rounds ? rounds : 1) + row_tiles / 2) / row_tiles;
     return (int32_t)(group < 1 ? 1 : group < heads ? group : heads);
@@ -61,7 +64,7 @@ static attn_cuda_args make_args(const attn_cuda_run *run, const attn_plan *plan,
     a.row_tiles = (int32_t)attn__ceil_div(p->max_q, forward->bm);
     a.slots = attn__max32(a.row_tiles, a.chunks);
     a.dv_blocks = (int32_t)attn__ceil_div(p->dim_v, forward->dim_v);
-    a.group = forward->hopper ? heads_of_hopper(p, a.row_tiles, run->sms) : heads_side_by_side(p);
+    a.group = forward->hopper ? heads_of_hopper(p, a.row_tiles, blocks_of_hopper(run)) : heads_side_by_side(p);
     a.scale_log2 = attn__scale_log2(p);
     a.least = a.scale_log2 > 1 ? -FLT_MAX / a.scale_log2 : -FLT_MAX;
     a.vector_ok = run->vector_ok;
@@ -86,15 +89,14 @@ static attn_status launch_before(const attn_cuda_run *run, attn_cuda_args *a) {
         a->f.q = a->rotated_q;
     }
     if (p->flashmask_vectors)
-        RETURN_IF_ERROR(
-            launch_warps(run, ATTN_ENTRY_ranges, (int64_t)p->batch * p->flashmask_heads * a->range_tiles, a));
+        RETURN_IF_ERROR(launch_warps(run, ATTN_ENTRY_ranges, (int64_t)p->batch * p->flashmask_heads * a->range_tiles, a));
     return ATTN_OK;
 }
 
 /* A Hopper kernel: one block to a multiprocessor, and each walks over its share of the work. */
 static attn_status launch_hopper(const attn_cuda_run *run, const attn_cuda_args *a) {
     const attn_cuda_entry *forward = &run->entries[run->forward];
-    int64_t groups = attn__ceil_div((int64_t)a->p.batch * a->p.heads_q, a->group);
+    int64_t groups = attn__ceil_div((int64_t)a->p.batch * a->p.heads_q, a->group), blocks = blocks_of_hopper(run);
     attn_cuda_args90 x;
     memset(&x, 0, sizeof x);
     x.q = run->map_q;
@@ -105,7 +107,7 @@ static attn_status launch_hopper(const attn_cuda_run *run, const attn_cuda_args 
     x.a.work = groups * a->group * a->slots; /* batch * heads_q is below 2^31 */
     RETURN_IF(!forward->all && a->tma != ATTN_TMA_ALL, ATTN_DEVICE,
               "kernel=%s: wants maps of all tensors, and the driver made none for some (bits %d)", forward->name, a->tma);
-    return attn__cuda_launch(run, run->forward, x.a.work < run->sms ? x.a.work : run->sms, 0, 32 * forward->warps,
+    return attn__cuda_launch(run, run->forward, x.a.work < blocks ? x.a.work : blocks, 0, 32 * forward->warps,
                              forward->shared_bytes, &x);
 }
 
@@ -124,8 +126,7 @@ static attn_status launch_rows(const attn_cuda_run *run, const attn_cuda_args *a
     int64_t heads = (int64_t)p->batch * p->heads_q;
     RETURN_IF_ERROR(run->entries[run->forward].hopper ? launch_hopper(run, a) : launch_blocks(run, a));
     if (a->chunks)
-        RETURN_IF_ERROR(
-            launch_warps(run, ATTN_ENTRY_fold, heads * a->part_rows * attn__ceil_div(p->dim_v, 32), a));
+        RETURN_IF_ERROR(launch_warps(run, ATTN_ENTRY_fold, heads * a->part_rows * attn__ceil_div(p->dim_v, 32), a));
     if (!a->f.probs.data) return ATTN_OK;
     return attn__cuda_launch(run, ATTN_ENTRY_probs, heads * attn__ceil_div(p->max_q, ATTN_ANY_ROWS), 0,
                              32 * ATTN_CUDA_WARPS, 0, a);

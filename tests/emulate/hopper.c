@@ -51,7 +51,8 @@ static int copy_count;
 static line lines[LINES];
 static unsigned waited[WARPS][MOST_BARRIERS]; /* phases that a lane of the warp has seen to be over */
 static unsigned fenced[WARPS][MOST_BARRIERS]; /* the same at its last fence: it may pass that on */
-static unsigned passed_on[MOST_BARRIERS][MOST_BARRIERS]; /* by those that arrived at this mbarrier, to those that wait for it */
+static unsigned passed_on[MOST_BARRIERS]
+                         [MOST_BARRIERS]; /* by those that arrived at this mbarrier, to those that wait for it */
 static struct named {
     int arrived, threads;
     unsigned generation;
