@@ -6,6 +6,7 @@
 #include "hopper_test.h"
 
 #include <math.h>
+#include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -32,6 +33,7 @@ ENTRY(test_copy)
 ENTRY(test_ring)
 ENTRY(test_product)
 ENTRY(test_fault)
+ENTRY(test_relay)
 
 static uint16_t random_number(int is_bf16) {
     float x = (float)(rand() % 2001 - 1000) / 500;
@@ -167,9 +169,16 @@ static void test_products(void) {
 
 /* ---- faults ---- */
 
+/* What the load of test_fault and test_relay fetches: [TEST_ROWS][64]. */
+static uint16_t *fault_numbers(void) {
+    static _Alignas(64) uint16_t in[TEST_ROWS * 64];
+    return in;
+}
+
 static test_args *fault_args(void) {
     static _Alignas(64) test_args x;
-    static _Alignas(64) uint16_t in[TEST_ROWS * 64], out[64 * 64];
+    static _Alignas(64) uint16_t out[64 * 64];
+    uint16_t *in = fault_numbers();
     static float d[128];
     const uint64_t dims[4] = {64, TEST_ROWS, 1, 1}, out_dims[4] = {64, 64, 1, 1}, strides[3] = {128, 128, 128};
     for (int n = 0; n < TEST_ROWS * 64; n++) in[n] = random_number(0);
@@ -180,13 +189,14 @@ static test_args *fault_args(void) {
 
 /* Runs it in a process of its own; what it said. Did it end by abort()? */
 static int run_and_listen(const test_args *x, char *said, size_t bytes) {
+    const bool relays = x->fault >= FAULT_RELAY_NO_FENCE;
     int ends[2], status;
     if (pipe(ends)) return 0;
     fflush(stdout);
     pid_t child = fork();
     if (child == 0) {
         dup2(ends[1], 2);
-        emulate_launch(run_test_fault, x, 1, 1, 1, 128, SHARED);
+        emulate_launch(relays ? run_test_relay : run_test_fault, x, 1, 1, 1, relays ? 160 : 128, SHARED);
         _exit(0);
     }
     close(ends[1]);
@@ -227,6 +237,10 @@ static void test_faults(void) {
         {FAULT_NO_MAP, "this is no tensor map"},
         {FAULT_REGISTERS, "setmaxnreg of 256"},
         {FAULT_DESCRIPTOR, "wgmma: b begins at 1280, inside of 8 rows"},
+        {FAULT_RELAY_NO_FENCE, "this warp has not waited for phase 0 of mbarrier 0"},
+        {FAULT_RELAY_EARLY_FENCE, "this warp has not waited for phase 0 of mbarrier 0"},
+        {FAULT_RELAY_NO_WAIT, "this warp has not waited for phase 0 of mbarrier 0"},
+        {FAULT_RELAY_ELSEWHERE, "this warp has not waited for phase 0 of mbarrier 0"},
     };
     test_args *x = fault_args();
     for (size_t n = 0; n < sizeof cases / sizeof cases[0]; n++) {
@@ -247,6 +261,23 @@ static void test_faults(void) {
     judge(nan, "accumulators that are read early are NaN", 0);
 }
 
+/* Who fences after a wait and then arrives somewhere passes the wait on to those who wait there. */
+static void test_relays(void) {
+    test_args *x = fault_args();
+    const uint16_t *in = fault_numbers();
+    int close = 1;
+    x->fault = FAULT_NONE;
+    memset(x->d, 0xff, 128 * sizeof *x->d);
+    emulate_launch(run_test_relay, x, 1, 1, 1, 160, SHARED);
+    for (int thread = 0; thread < 128; thread++) {
+        int row = thread / 32 * 16 + thread % 32 / 4, column = 64 + thread % 4 * 2;
+        double want = 0;
+        for (int k = 0; k < 16; k++) want += number_of(in[row * 64 + k], 0) * number_of(in[column * 64 + k], 0);
+        close &= fabs((double)x->d[thread] - want) < 1e-4; /* a few roundings of numbers below 100 */
+    }
+    judge(close, "a wait that is passed on by a fence and an arrival counts", 0);
+}
+
 int main(void) {
     const char *const orders[] = {"forward", "reverse", "random"};
     for (int n = 0; n < 3; n++) {
@@ -257,6 +288,7 @@ int main(void) {
         test_phases();
         test_products();
         test_faults();
+        test_relays();
     }
     printf("%d passed, %d failed\n", passed, failed);
     return failed > 0;

@@ -188,3 +188,37 @@ KERNEL test_fault(const __grid_constant__ test_args x) {
     if (fault == FAULT_STORE_NOT_WAITED) return;
     cp_async_bulk_wait_group_read();
 }
+
+/*
+ * Warp 4 waits for a load, fences, and arrives at a second barrier; the warpgroup waits for that one alone and multiplies, as consumers
+ * do with a tile that has been through somebody's hands. Or one step of it is missing.
+ */
+KERNEL test_relay(const __grid_constant__ test_args x) {
+    extern __shared__ __align__(1024) uint8_t shared[];
+    const uint32_t tile = cvta_shared(shared), full = tile + BARRIERS_AT, relay = full + 8, other = full + 16;
+    const int fault = x.fault, thread = threadIdx.x;
+    make_barriers(full, 3, 1);
+    if (thread == 128) {
+        mbarrier_arrive_expect_tx(full, TILE_BYTES);
+        cp_async_bulk_tensor_4d_load(tile, x.in, full, 0, 0, 0, 0);
+    }
+    __syncthreads();
+    if (thread >= 128) {
+        if (thread > 128) return;
+        if (fault == FAULT_RELAY_EARLY_FENCE) fence_proxy_async();
+        if (fault != FAULT_RELAY_NO_WAIT) mbarrier_wait_parity(full, 0);
+        if (fault != FAULT_RELAY_EARLY_FENCE && fault != FAULT_RELAY_NO_FENCE) fence_proxy_async();
+        if (fault == FAULT_RELAY_ELSEWHERE) mbarrier_arrive(other);
+        if (fault != FAULT_RELAY_ELSEWHERE) mbarrier_arrive(relay);
+        if (fault == FAULT_RELAY_NO_WAIT) mbarrier_wait_parity(full, 0);
+        return;
+    }
+    if (fault == FAULT_RELAY_ELSEWHERE && thread == 0) mbarrier_arrive(relay); /* who knows of nothing */
+    mbarrier_wait_parity(relay, 0);
+    float d[32] = {};
+    wgmma_fence();
+    wgmma_m64n64k16_ss_f16(d, wgmma_k_major(tile), wgmma_k_major(tile + 64 * 128), 0);
+    wgmma_commit_group();
+    wgmma_wait_group(0);
+    x.d[thread] = d[0];
+}

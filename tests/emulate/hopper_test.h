@@ -31,7 +31,11 @@ typedef enum test_fault_kind {
     FAULT_BARRIER_NOT_FENCED,
     FAULT_NO_MAP,
     FAULT_REGISTERS,
-    FAULT_DESCRIPTOR
+    FAULT_DESCRIPTOR,
+    FAULT_RELAY_NO_FENCE, /* of test_relay, as what follows */
+    FAULT_RELAY_EARLY_FENCE,
+    FAULT_RELAY_NO_WAIT,
+    FAULT_RELAY_ELSEWHERE
 } test_fault_kind;
 
 typedef struct test_args {
