@@ -65,10 +65,15 @@ static attn_context *make_tested_context(void) {
 
 static void each_dtype(const char *name, attn_context *context, void (*body)(attn_context *context, attn_dtype dtype)) {
     static const attn_dtype dtypes[] = {ATTN_F32, ATTN_F16, ATTN_BF16, ATTN_F64};
+    const char *only = getenv("ATTN_TEST_DTYPE");
+    int count = 0;
     for (size_t d = 0; d < sizeof dtypes / sizeof *dtypes && context; d++) {
+        if (only && strcmp(only, attn_dtype_name(dtypes[d])) != 0) continue;
         test_context("%s %s", name, attn_dtype_name(dtypes[d]));
         body(context, dtypes[d]);
+        count++;
     }
+    CHECK_SAY(count || !context, "ATTN_TEST_DTYPE=%s: want f32, f16, bf16 or f64", only);
     test_context(NULL);
     attn_context_destroy(context);
 }

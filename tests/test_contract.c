@@ -154,13 +154,18 @@ static void poison_padding(rig *r) {
     }
 }
 
+/* Head dims past 64 have kernels that work another way on some GPUs, for 16-bit dtypes. */
+static int32_t most_dim(attn_dtype dtype) { return attn_dtype_size(dtype) == 2 ? 128 : 63; }
+
 static void nan_in_padding(attn_context *context, attn_dtype dtype) {
-    rig r = {.p = problem(dtype, 4, 4, 2, 70, 150, 40), .backward = true};
-    r.p.flags = ATTN_USED_Q | ATTN_USED_KV | ATTN_LEFTPAD | ATTN_CAUSAL;
-    r.f.used_q = (int32_t[]){70, 1, 0, 33};
-    r.f.used_kv = (int32_t[]){149, 65, 20, 0};
-    r.f.leftpad = (int32_t[]){1, 30, 20, 0};
-    check_poison(context, &r, poison_padding);
+    for (int32_t dim = 40; dim <= most_dim(dtype); dim += 88) {
+        rig r = {.p = problem(dtype, 4, 4, 2, 70, 150, dim), .backward = true};
+        r.p.flags = ATTN_USED_Q | ATTN_USED_KV | ATTN_LEFTPAD | ATTN_CAUSAL;
+        r.f.used_q = (int32_t[]){70, 1, 0, 33};
+        r.f.used_kv = (int32_t[]){149, 65, 20, 0};
+        r.f.leftpad = (int32_t[]){1, 30, 20, 0};
+        check_poison(context, &r, poison_padding);
+    }
 }
 TEST(c2_nan_in_padding) { each_cpu(nan_in_padding); }
 
@@ -242,25 +247,82 @@ static void nan_in_masked_bias(attn_context *context, attn_dtype dtype) {
 TEST(c2_nan_in_bias_of_masked_pairs) { each_cpu(nan_in_masked_bias); }
 
 /*
- * NaN in the last key of a causal problem: the last row sees it and becomes NaN, the rows before must keep their bits although
- * they share a tile with it. Backward: the gradients of the rows before, too.
+ * NaN in a key that only some rows see: these become NaN, all others must keep their bits although they share a tile with it.
+ * The last key of a causal problem, of which the last row knows; a key of a window, with rows before and after those that see it.
+ * Backward: the gradients of the rows before, too. Head dims and softcap are those for which a GPU has kernels of their own.
  */
-static void nan_in_a_key_that_some_rows_see(attn_context *context, attn_dtype dtype) {
-    enum { S = 75 };
-    rig clean = {.p = problem(dtype, 1, 2, 1, S, S, 32), .backward = true};
-    clean.p.flags = ATTN_CAUSAL;
+static void check_nan_in_a_key(attn_context *context, attn_dtype dtype, int32_t dim, bool window, double softcap) {
+    enum { S = 140, LEFT = 20 };
+    const int32_t key = window ? 60 : S - 1, from = key, to = window ? key + LEFT + 1 : S;
+    rig clean = {.p = problem(dtype, 1, 2, 1, S, S, dim), .backward = true};
+    clean.p.flags = ATTN_CAUSAL | (window ? ATTN_WINDOW : 0);
+    clean.p.window_left = window ? LEFT : 0;
+    clean.p.softcap = softcap;
     rig poisoned = clean;
     CHECK(rig_make(&clean, 8) && rig_make(&poisoned, 8));
-    fill_nan(dtype, rig_key(&poisoned, &poisoned.f.k, dtype, 0, S - 1, 0), 32);
-    fill_nan(dtype, rig_key(&poisoned, &poisoned.f.v, dtype, 0, S - 1, 0), 32);
+    fill_nan(dtype, rig_key(&poisoned, &poisoned.f.k, dtype, 0, key, 0), dim);
+    fill_nan(dtype, rig_key(&poisoned, &poisoned.f.v, dtype, 0, key, 0), dim);
     CHECK_OK(rig_run(&clean, context));
     CHECK_OK(rig_run(&poisoned, context));
-    CHECK(rig_same_rows(&clean, 0, &poisoned, 0, S - 1));
-    CHECK(isnan(rig_o(&poisoned, 0, S - 1, 0, 0)));
+    CHECK_SAY(rig_same_rows(&clean, 0, &poisoned, 0, from), "dim %d, window %d, softcap %g", dim, window, softcap);
+    for (int32_t i = 0; i < S; i++)
+        for (int32_t h = 0; h < 2; h++)
+            for (int32_t x = 0; x < dim; x++) {
+                bool nan = i >= from && i < to;
+                double want = rig_o(&clean, 0, i, h, x), got = rig_o(&poisoned, 0, i, h, x);
+                CHECK_SAY(nan ? isnan(got) : got == want, "dim %d, window %d, softcap %g, row %d: %g instead of %g", dim,
+                          window, softcap, i, got, nan ? NAN : want);
+            }
     rig_free(&clean);
     rig_free(&poisoned);
 }
+
+static void nan_in_a_key_that_some_rows_see(attn_context *context, attn_dtype dtype) {
+    for (int32_t dim = 32; dim <= most_dim(dtype); dim *= 2)
+        for (int way = 0; way < 4; way++) check_nan_in_a_key(context, dtype, dim, way % 2, way / 2 * 30);
+}
 TEST(c2_nan_in_a_key_reaches_only_rows_that_see_it) { each_cpu(nan_in_a_key_that_some_rows_see); }
+
+/*
+ * NaN in all keys and values of the sequence in the middle: its neighbours must keep their bits, though their last tiles reach into it.
+ * Sequences of one length, or packed.
+ */
+static void check_nan_in_a_sequence(attn_context *context, attn_dtype dtype, int32_t dim, uint32_t flags) {
+    enum { S = 40, SK = 150 };
+    static const int32_t cu_q[] = {0, 30, 60, 100}, cu_kv[] = {0, 139, 250, 400};
+    rig clean = {.p = problem(dtype, 3, 2, 1, S, SK, dim)};
+    clean.p.flags = flags;
+    clean.p.window_left = flags & ATTN_WINDOW ? 40 : 0;
+    if (flags & ATTN_VARLEN_KV) {
+        clean.p.total_q = 3 * S;
+        clean.p.total_kv = 3 * SK;
+        clean.f.cu_q = cu_q;
+        clean.f.cu_kv = cu_kv;
+    }
+    rig poisoned = clean;
+    CHECK(rig_make(&clean, 10) && rig_make(&poisoned, 10));
+    for (int32_t j = 0; j < rig_sk(&poisoned, 1); j++) {
+        fill_nan(dtype, rig_key(&poisoned, &poisoned.f.k, dtype, 1, j, 0), dim);
+        fill_nan(dtype, rig_key(&poisoned, &poisoned.f.v, dtype, 1, j, 0), dim);
+    }
+    CHECK_OK(rig_run(&clean, context));
+    CHECK_OK(rig_run(&poisoned, context));
+    for (int32_t b = 0; b < 3; b++)
+        CHECK_SAY(rig_same_rows(&clean, b, &poisoned, b, rig_sq(&clean, b)) == (b != 1), "sequence %d, dim %d, flags %x", b,
+                  dim, (unsigned)flags);
+    rig_free(&clean);
+    rig_free(&poisoned);
+}
+
+static void nan_in_a_sequence(attn_context *context, attn_dtype dtype) {
+    static const uint32_t flags[] = {0, ATTN_CAUSAL, ATTN_CAUSAL | ATTN_WINDOW};
+    for (int32_t dim = 32; dim <= most_dim(dtype); dim *= 2)
+        for (int n = 0; n < 3; n++) {
+            check_nan_in_a_sequence(context, dtype, dim, flags[n]);
+            check_nan_in_a_sequence(context, dtype, dim, flags[n] | ATTN_VARLEN_Q | ATTN_VARLEN_KV);
+        }
+}
+TEST(c2_nan_in_a_sequence_stays_there) { each_cpu(nan_in_a_sequence); }
 
 /* The mirror image: NaN in the first row, which sees only key 0; keys from 1 on must keep the bits of their gradients. */
 static void nan_in_a_row_that_some_keys_see(attn_context *context, attn_dtype dtype) {

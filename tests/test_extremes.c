@@ -121,23 +121,45 @@ TEST(s01_lse_near_the_largest_float) { each_cpu(lse_near_the_largest_float); }
 
 /* ---- infinities ---- */
 
-/* One element of V is infinite: that column of o is, in every row that sees the key, and nothing else; no NaN. */
-static void infinite_value(attn_context *context, attn_dtype dtype) {
-    enum { SQ = 70, SK = 130, D = 16, KEY = 70, X = 5 };
-    for (int causal = 0; causal < 2; causal++) {
-        rig r = {.p = problem(dtype, 1, 1, 1, SQ, SK, D)};
-        r.p.flags = causal ? ATTN_CAUSAL : 0;
-        CHECK(rig_make(&r, 5));
-        attn__store(dtype, r.f.v.data, KEY * D + X, INFINITY);
-        CHECK_OK(rig_run(&r, context));
-        for (int32_t i = 0; i < SQ; i++) {
-            bool sees = !causal || KEY <= i + SK - SQ;
-            CHECK(rig_o(&r, 0, i, 0, X) == INFINITY || !sees);
-            CHECK(isfinite(rig_o(&r, 0, i, 0, X)) || sees);
-            CHECK(isfinite(rig_o(&r, 0, i, 0, X + 1)));
+/*
+ * One element of V is infinite: that column of o is, in every row that sees the key, and nothing else; no NaN. The key is in a tile that
+ * all rows see, or in one with a mask; with a softcap, which a GPU has kernels of its own for, as for the head dims.
+ */
+static void check_infinite_value(attn_context *context, const rig *clean, int32_t key) {
+    enum { X = 5 };
+    const attn_problem *p = &clean->p;
+    rig r = {.p = *p};
+    CHECK(rig_make(&r, 5));
+    attn__store(p->dtype, r.f.v.data, (int64_t)key * p->dim_v + X, INFINITY);
+    CHECK_OK(rig_run(&r, context));
+    for (int32_t i = 0; i < p->max_q; i++) {
+        int32_t last = i + p->max_kv - p->max_q;
+        bool sees = !(p->flags & ATTN_CAUSAL) || key <= last;
+        if ((p->flags & ATTN_WINDOW) && key < last - p->window_left) sees = false;
+        for (int32_t x = 0; x < p->dim_v; x++) {
+            double want = sees && x == X ? INFINITY : rig_o(clean, 0, i, 0, x), got = rig_o(&r, 0, i, 0, x);
+            CHECK_SAY(got == want, "dim %d, flags %x, softcap %g, key %d, row %d: %g instead of %g", p->dim_v,
+                      (unsigned)p->flags, p->softcap, key, i, got, want);
         }
-        rig_free(&r);
     }
+    rig_free(&r);
+}
+
+static void infinite_value(attn_context *context, attn_dtype dtype) {
+    static const uint32_t flags[] = {0, ATTN_CAUSAL, ATTN_CAUSAL | ATTN_WINDOW};
+    static const int32_t dims[] = {16, 64, 128};
+    for (int d = 0; d < (attn_dtype_size(dtype) == 2 ? 3 : 1); d++)
+        for (int way = 0; way < 6; way++) {
+            rig clean = {.p = problem(dtype, 1, 1, 1, 70, 200, dims[d])};
+            clean.p.flags = flags[way % 3];
+            clean.p.window_left = clean.p.flags & ATTN_WINDOW ? 100 : 0;
+            clean.p.softcap = way / 3 * 30;
+            CHECK(rig_make(&clean, 5));
+            CHECK_OK(rig_run(&clean, context));
+            check_infinite_value(context, &clean, 120); /* all rows see it, or nearly all the window's */
+            check_infinite_value(context, &clean, 150); /* rows from 20 on, under a causal mask */
+            rig_free(&clean);
+        }
 }
 TEST(s09_infinity_in_v_is_infinity_in_o) { each_cpu(infinite_value); }
 

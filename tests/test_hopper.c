@@ -412,8 +412,8 @@ static void check_group(attn_context *context, int32_t tiles, int32_t heads, boo
             CHECK_SAY(a->group == 1, "groups of %d heads", a->group);
         } else if (a->group < heads) {
             int64_t places = (int64_t)a->group * tiles, past = places % even, off = past < even - past ? past : even - past;
-            /* one head too few or too many, and half a round: more would be another group */
-            CHECK_SAY(2 * off <= tiles || a->group == 1, "%lld places, %lld off", (long long)places, (long long)off);
+            /* half a head more or less */
+            CHECK_SAY(2 * off <= tiles, "%lld places, %lld off", (long long)places, (long long)off);
             int64_t ideal = 28 * (int64_t)tiles, least = ideal < even ? 0 : ideal - even / 2 - tiles;
             CHECK_SAY(places >= least && (places <= ideal + even / 2 + tiles || places <= even + tiles),
                       "groups of %d heads", a->group);

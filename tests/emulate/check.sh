@@ -49,11 +49,14 @@ if [ $# -gt 0 ]; then
     exec "$build/attn" check --backend cuda "$@"
 fi
 "$out/hopper-test"
+# Hopper's kernels: those of every dim against ref, and with NaN and infinities where some rows may see them and others not. With a
+# softcap, packed or of used lengths it is the lines for every feature that do it, otherwise the plain ones.
 export EMULATE_ARCH=90
 EMULATE_ORDER=random "$out/pieces" places
-ATTN_TEST_BACKEND=cuda "$build/attn-tests" c1_ c4_empty s01_ s09_inf c5_unused c5_align c5_s03
-EMULATE_ORDER=random "$build/attn" check --backend cuda --op forward --dtype bf16 --cases 100 --seed 8
-EMULATE_ORDER=reverse "$build/attn" check --backend cuda --op forward --dtype f16 --cases 50 --seed 4
+ATTN_TEST_DTYPE=bf16 ATTN_TEST_BACKEND=cuda "$build/attn-tests" c1_ c2_ c4_empty s01_ s09_inf c5_unused c5_align c5_s03
+EMULATE_ORDER=random ATTN_TEST_DTYPE=f16 ATTN_TEST_BACKEND=cuda "$build/attn-tests" c2_nan_in_a c2_nan_in_padding s01_ s09_inf c5_align
+EMULATE_ORDER=random "$build/attn" check --backend cuda --op forward --dtype bf16 --cases 300 --seed 9
+EMULATE_ORDER=reverse EMULATE_GUARD=before "$build/attn" check --backend cuda --op forward --dtype f16 --cases 150 --seed 4
 export EMULATE_ARCH=80
 "$out/pieces"
 ATTN_TEST_BACKEND=cuda "$build/attn-tests" c1_ c4_empty s01_ s09_inf c5_unused c5_align c5_varlen_short c5_s03

@@ -189,7 +189,8 @@ static attn_tensor put_halves(attn_dtype dtype, int rows, int dim, bool odd, boo
 }
 
 /* o as numbers, of the cuda backend or of ref. */
-static void attend_places(attn_context *where, attn_dtype dtype, int dim, bool causal, bool odd, double cap, uint16_t *o) {
+static void attend_places(attn_context *where, attn_dtype dtype, int dim, uint32_t flags, bool odd, double cap,
+                          uint16_t *o) {
     enum { NUMBERS = PLACE_BATCH * PLACE_KEYS * (PLACE_HEADS * PLACE_MOST + 1) };
     static uint16_t host[3][NUMBERS];
     attn_problem p = {.size = sizeof p, .op = ATTN_FORWARD, .dtype = dtype, .batch = PLACE_BATCH};
@@ -197,7 +198,8 @@ static void attend_places(attn_context *where, attn_dtype dtype, int dim, bool c
     p.dim_qk = p.dim_v = dim;
     p.max_q = PLACE_ROWS;
     p.max_kv = PLACE_KEYS;
-    p.flags = causal ? ATTN_CAUSAL : 0;
+    p.flags = flags;
+    p.window_left = flags & ATTN_WINDOW ? 90 : 0;
     p.softcap = cap;
     attn_buffers f = {.size = sizeof f};
     bool device = where == context;
@@ -216,7 +218,7 @@ static void attend_places(attn_context *where, attn_dtype dtype, int dim, bool c
  * More rows, heads and keys than a block takes at a time, so that a persistent kernel comes round to each of its buffers again; with
  * a cap, so does the kernel for every feature. Odd addresses, which that one works on too, give the same bits.
  */
-static void test_places(attn_dtype dtype, int dim, bool causal) {
+static void test_places(attn_dtype dtype, int dim, uint32_t flags) {
     enum { NUMBERS = PLACE_BATCH * PLACE_ROWS * PLACE_HEADS * PLACE_MOST };
     static uint16_t want[NUMBERS], got[NUMBERS], odd[NUMBERS];
     const double most = dtype == ATTN_BF16 ? 1.0 / 128 : 1.0 / 1024; /* roundings of P and of o, which is below 2 */
@@ -225,14 +227,19 @@ static void test_places(attn_dtype dtype, int dim, bool causal) {
     attn_context *ref;
     must(attn_context_create(&ref, &config) == ATTN_OK, "ref");
     for (int cap = 0; cap <= 5; cap += 5) {
-        attend_places(ref, dtype, dim, causal, false, cap, want);
-        attend_places(context, dtype, dim, causal, false, cap, got);
-        attend_places(context, dtype, dim, causal, true, cap, odd);
+        attend_places(ref, dtype, dim, flags, false, cap, want);
+        attend_places(context, dtype, dim, flags, false, cap, got);
+        attend_places(context, dtype, dim, flags, true, cap, odd);
         bool close = true;
         for (int n = 0; n < count; n++)
             close = close && fabs(attn__load(dtype, got, n) - attn__load(dtype, want, n)) <= most;
-        judge(close, "several places for a block");
-        judge(memcmp(got, odd, (size_t)count * 2) == 0, "odd addresses give the same bits");
+        char what[96];
+        snprintf(what, sizeof what, "several places for a block: %s, dim %d, flags %x, softcap %d", attn_dtype_name(dtype),
+                 dim, (unsigned)flags, cap);
+        judge(close, what);
+        snprintf(what, sizeof what, "odd addresses give the same bits: %s, dim %d, flags %x, softcap %d",
+                 attn_dtype_name(dtype), dim, (unsigned)flags, cap);
+        judge(memcmp(got, odd, (size_t)count * 2) == 0, what);
     }
     attn_context_destroy(ref);
 }
@@ -349,11 +356,14 @@ int main(int count, char **words) {
     must(driver->cuDevicePrimaryCtxRetain(&current, 0) == 0 && driver->cuCtxPushCurrent(current) == 0, "context");
     if (all) test_split();
     if (all) test_merge();
-    for (int causal = 0; causal < 2; causal++) {
-        test_places(ATTN_BF16, 64, causal);
-        test_places(ATTN_F16, 128, causal);
+    const uint32_t window = ATTN_CAUSAL | ATTN_WINDOW, masks[] = {0, ATTN_CAUSAL, window};
+    for (int n = 0; n < 3; n++) {
+        test_places(ATTN_BF16, 64, masks[n]);
+        test_places(ATTN_F16, 128, masks[n]);
     }
-    test_places(ATTN_BF16, 256, false);
+    test_places(ATTN_F16, 96, ATTN_CAUSAL);
+    test_places(ATTN_BF16, 192, window);
+    test_places(ATTN_BF16, 256, 0);
     if (all) test_wild_values();
     attn_context_destroy(context);
     printf("%d passed, %d failed\n", passed, failed);
