@@ -8,7 +8,7 @@ import pytest
 
 from conftest import ROOT
 
-HOPPER = "fwd_sm90_bf16_d128"
+HOPPER = "fwd_sm90_bf16_"
 LINES = [re.match(r"(FWD|FWD90|PIECE)\(\s*(\w+)\s*,\s*(?:(\w+)\.cu)?", line)
          for line in (ROOT / "src/cuda/variants.def").read_text().splitlines()]
 ENTRIES = {match[2]: match[3] or match[2] for match in LINES if match}  # entry: its image
@@ -60,20 +60,27 @@ def test_violations_are_seen(tmp_path, changed, word):
 
 
 @pytest.mark.parametrize(
-    "changed, word",
+    "kernel, changed, word",
     [
-        (dict(registers=168), None),
-        (dict(registers=169), "registers"),  # 384 threads
-        (dict(shared=35584), None),  # 196,864 bytes of tiles and barriers besides
-        (dict(shared=35585), "shared memory"),
-        (dict(spills=4), "spills"),
-        (dict(arch="90"), "arch"),
-        (dict(extra="(C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized due to ...\n"), "serialized"),
+        ("d128", dict(registers=168), None),
+        ("d128", dict(registers=169), "registers"),  # 384 threads
+        ("d64", dict(registers=128), None),
+        ("d64", dict(registers=129), "registers"),  # 512: three consumers
+        ("d64_all", dict(registers=168), None),
+        ("d128", dict(shared=34816), None),  # 197,632 bytes of tiles and notes besides
+        ("d128", dict(shared=34817), "shared memory"),
+        ("d96", dict(shared=34816), None),  # columns come in blocks of 64
+        ("d96", dict(shared=34817), "shared memory"),
+        ("d128", dict(spills=4), "spills"),
+        ("d128", dict(arch="90"), "arch"),
+        ("d64_all", dict(arch="80"), "arch"),
+        ("d128", dict(extra="(C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized due to ...\n"), "serialized"),
     ],
 )
-def test_violations_of_hoppers_kernels_are_seen(tmp_path, changed, word):
-    code, text = check(tmp_path, HOPPER, **changed)
-    lines = "\n".join(line for line in text.splitlines() if re.match(HOPPER + r"\b", line))
+def test_violations_of_hoppers_kernels_are_seen(tmp_path, kernel, changed, word):
+    entry = HOPPER + kernel
+    code, text = check(tmp_path, entry, **changed)
+    lines = "\n".join(line for line in text.splitlines() if re.match(entry + r"\b", line))
     assert code == (1 if word else 0) and (word or "ok") in lines, text
 
 
