@@ -395,7 +395,8 @@ TEST(cuda_device_status_says_what_was_out_of_range) {
 typedef struct feature {
     const char *name;
     bool all;     /* beyond what the plain kernels do */
-    bool lengths; /* beyond what those of Hopper do */
+    bool lengths; /* beyond what the plain ones of Hopper do */
+    bool scores;  /* beyond what any of Hopper's do */
     int32_t rows; /* 0: 100 */
     uint32_t flags;
     double scale, softcap, dropout;
@@ -404,12 +405,12 @@ typedef struct feature {
 } feature;
 
 /* The last row of the least dim that fits; fwd_any when no other does. */
-static const attn_cuda_entry *best_row(attn_dtype tile, int32_t dim, bool all, bool lengths) {
+static const attn_cuda_entry *best_row(attn_dtype tile, int32_t dim, bool all, const feature *x) {
     const attn_cuda_entry *best = &attn__cuda_entries[ATTN_ENTRY_fwd_any];
     for (int n = 0; n < ATTN_ENTRIES; n++) {
         const attn_cuda_entry *e = &attn__cuda_entries[n];
         bool has_code = e->hopper ? stub.arch[0] == 90 : e->arch <= stub.arch[0];
-        bool takes = e->all || (!all && !(e->hopper && lengths));
+        bool takes = (e->all || (!all && !(e->hopper && x->lengths))) && !(e->hopper && x->scores);
         bool fits = e->dtype == tile && e->dim >= dim && takes && has_code &&
                     e->shared_bytes <= (size_t)stub.shared_bytes[0] && n != ATTN_ENTRY_fwd_any;
         if (fits && e->dim <= best->dim) best = e;
@@ -439,7 +440,7 @@ static void check_choice(attn_context *context, attn_dtype q, attn_dtype kv, att
     if (!CHECK_OK(attn_plan_create(&plan, context, &p))) return;
     bool out_differs = attn_dtype_size(q) == 1 || (x->out_dtype && x->out_dtype != q);
     bool all = x->all || kv != q || out_differs || dim * attn_dtype_size(q) % 16;
-    const attn_cuda_entry *want = best_row(tile, dim, all, x->lengths);
+    const attn_cuda_entry *want = best_row(tile, dim, all, x);
     const attn_cuda_entry *e = entry_named(attn_plan_kernel(plan));
     CHECK_SAY(e == want, "%s instead of %s", e->name, want->name);
     CHECK(e->all || !x->all);
@@ -468,11 +469,11 @@ TEST(cuda_chooses_the_kernel_by_dtype_dim_and_feature) {
         {"append", .lengths = true, .flags = ATTN_APPEND | ATTN_USED_KV},
         {"few enough rows to be split", .lengths = true, .rows = ATTN_CUDA_SPLIT_ROWS},
         {"one row more", .rows = ATTN_CUDA_SPLIT_ROWS + 1},
-        {"alibi", .all = true, .flags = ATTN_ALIBI},
-        {"bias", .all = true, .flags = ATTN_BIAS},
+        {"alibi", .all = true, .scores = true, .flags = ATTN_ALIBI},
+        {"bias", .all = true, .scores = true, .flags = ATTN_BIAS},
         {"descale", .all = true, .flags = ATTN_DESCALE},
-        {"softcap", .all = true, .softcap = 30},
-        {"dropout", .all = true, .dropout = 0.1},
+        {"softcap", .all = true, .scores = true, .softcap = 30},
+        {"dropout", .all = true, .scores = true, .dropout = 0.1},
         {"flashmask", .all = true, .flags = ATTN_CAUSAL, .vectors = 1},
         {"pages", .all = true, .page_size = 16},
         {"negative scale", .all = true, .flags = ATTN_SCALE, .scale = -1},

@@ -123,7 +123,7 @@ TEST(s01_lse_near_the_largest_float) { each_cpu(lse_near_the_largest_float); }
 
 /*
  * One element of V is infinite: that column of o is, in every row that sees the key, and nothing else; no NaN. The key is in a tile that
- * all rows see, or in one with a mask; with a softcap, which a GPU has kernels of its own for, as for the head dims.
+ * all rows see, or in one with a mask; for a negative scale a GPU has kernels of its own, as for the head dims.
  */
 static void check_infinite_value(attn_context *context, const rig *clean, int32_t key) {
     enum { X = 5 };
@@ -138,8 +138,8 @@ static void check_infinite_value(attn_context *context, const rig *clean, int32_
         if ((p->flags & ATTN_WINDOW) && key < last - p->window_left) sees = false;
         for (int32_t x = 0; x < p->dim_v; x++) {
             double want = sees && x == X ? INFINITY : rig_o(clean, 0, i, 0, x), got = rig_o(&r, 0, i, 0, x);
-            CHECK_SAY(got == want, "dim %d, flags %x, softcap %g, key %d, row %d: %g instead of %g", p->dim_v,
-                      (unsigned)p->flags, p->softcap, key, i, got, want);
+            CHECK_SAY(got == want, "dim %d, flags %x, scale %g, key %d, row %d: %g instead of %g", p->dim_v,
+                      (unsigned)p->flags, p->scale, key, i, got, want);
         }
     }
     rig_free(&r);
@@ -151,9 +151,9 @@ static void infinite_value(attn_context *context, attn_dtype dtype) {
     for (int d = 0; d < (attn_dtype_size(dtype) == 2 ? 3 : 1); d++)
         for (int way = 0; way < 6; way++) {
             rig clean = {.p = problem(dtype, 1, 1, 1, 70, 200, dims[d])};
-            clean.p.flags = flags[way % 3];
+            clean.p.flags = flags[way % 3] | ATTN_SCALE;
             clean.p.window_left = clean.p.flags & ATTN_WINDOW ? 100 : 0;
-            clean.p.softcap = way / 3 * 30;
+            clean.p.scale = way / 3 ? -0.2 : 0.2;
             CHECK(rig_make(&clean, 5));
             CHECK_OK(rig_run(&clean, context));
             check_infinite_value(context, &clean, 120); /* all rows see it, or nearly all the window's */

@@ -189,7 +189,7 @@ static attn_tensor put_halves(attn_dtype dtype, int rows, int dim, bool odd, boo
 }
 
 /* o as numbers, of the cuda backend or of ref. */
-static void attend_places(attn_context *where, attn_dtype dtype, int dim, uint32_t flags, bool odd, double cap,
+static void attend_places(attn_context *where, attn_dtype dtype, int dim, uint32_t flags, bool odd, double scale,
                           uint16_t *o) {
     enum { NUMBERS = PLACE_BATCH * PLACE_KEYS * (PLACE_HEADS * PLACE_MOST + 1) };
     static uint16_t host[3][NUMBERS];
@@ -198,9 +198,9 @@ static void attend_places(attn_context *where, attn_dtype dtype, int dim, uint32
     p.dim_qk = p.dim_v = dim;
     p.max_q = PLACE_ROWS;
     p.max_kv = PLACE_KEYS;
-    p.flags = flags;
+    p.flags = flags | ATTN_SCALE;
     p.window_left = flags & ATTN_WINDOW ? 90 : 0;
-    p.softcap = cap;
+    p.scale = scale;
     attn_buffers f = {.size = sizeof f};
     bool device = where == context;
     srand(17);
@@ -216,7 +216,7 @@ static void attend_places(attn_context *where, attn_dtype dtype, int dim, uint32
 
 /*
  * More rows, heads and keys than a block takes at a time, so that a persistent kernel comes round to each of its buffers again; with
- * a cap, so does the kernel for every feature. Odd addresses, which that one works on too, give the same bits.
+ * a negative scale, so does the kernel for every feature. Odd addresses, which that one works on too, give the same bits.
  */
 static void test_places(attn_dtype dtype, int dim, uint32_t flags) {
     enum { NUMBERS = PLACE_BATCH * PLACE_ROWS * PLACE_HEADS * PLACE_MOST };
@@ -226,19 +226,20 @@ static void test_places(attn_dtype dtype, int dim, uint32_t flags) {
     attn_config config = {.size = sizeof config, .backend = ATTN_BACKEND_REF};
     attn_context *ref;
     must(attn_context_create(&ref, &config) == ATTN_OK, "ref");
-    for (int cap = 0; cap <= 5; cap += 5) {
-        attend_places(ref, dtype, dim, flags, false, cap, want);
-        attend_places(context, dtype, dim, flags, false, cap, got);
-        attend_places(context, dtype, dim, flags, true, cap, odd);
+    for (int sign = -1; sign <= 1; sign += 2) {
+        const double scale = sign / sqrt(dim);
+        attend_places(ref, dtype, dim, flags, false, scale, want);
+        attend_places(context, dtype, dim, flags, false, scale, got);
+        attend_places(context, dtype, dim, flags, true, scale, odd);
         bool close = true;
         for (int n = 0; n < count; n++)
             close = close && fabs(attn__load(dtype, got, n) - attn__load(dtype, want, n)) <= most;
         char what[96];
-        snprintf(what, sizeof what, "several places for a block: %s, dim %d, flags %x, softcap %d", attn_dtype_name(dtype),
-                 dim, (unsigned)flags, cap);
+        snprintf(what, sizeof what, "several places for a block: %s, dim %d, flags %x, sign %d", attn_dtype_name(dtype),
+                 dim, (unsigned)flags, sign);
         judge(close, what);
-        snprintf(what, sizeof what, "odd addresses give the same bits: %s, dim %d, flags %x, softcap %d",
-                 attn_dtype_name(dtype), dim, (unsigned)flags, cap);
+        snprintf(what, sizeof what, "odd addresses give the same bits: %s, dim %d, flags %x, sign %d",
+                 attn_dtype_name(dtype), dim, (unsigned)flags, sign);
         judge(memcmp(got, odd, (size_t)count * 2) == 0, what);
     }
     attn_context_destroy(ref);
