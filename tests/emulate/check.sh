@@ -40,7 +40,7 @@ for kernel in $(sed -n 's/^FWD90(\([a-z0-9_]*\),.*/\1/p' src/cuda/variants.def);
 done
 kernels=$objects
 compile hopper_test.o $fwd -DVARIANT=none -c tests/emulate/hopper_test.cu
-xargs -P "$(nproc)" -d '\n' -n 1 sh -c <"$out/commands"
+xargs -r -P "$(nproc)" -d '\n' -n 1 sh -c <"$out/commands"
 ${CC:-cc} $flags -O3 -std=gnu11 -shared -o "$out/libemulated-cuda.so" tests/emulate/driver.c $runtime $kernels -lm -lpthread
 ${CC:-cc} $flags -O2 -std=gnu11 -o "$out/hopper-test" tests/emulate/hopper_test.c $runtime "$out/hopper_test.o" -lm
 ${CC:-cc} $flags -std=gnu11 -o "$out/pieces" tests/emulate/pieces.c "$build/libattn.a" -lm -lpthread -ldl
