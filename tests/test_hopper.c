@@ -307,29 +307,63 @@ TEST(hopper_survives_each_map_that_fails) {
     rig_free(&r);
 }
 
-/* Maps are of the tiles' dtype, and pages have none. */
+/* Maps are of the tiles' dtype. */
 TEST(hopper_maps_only_what_is_of_its_dtype) {
     static const struct {
         attn_dtype q, kv, out;
-        int32_t page_size, tma;
-    } ways[] = {{ATTN_F16, ATTN_E4M3, ATTN_F16, 0, ATTN_TMA_Q | ATTN_TMA_O},
-                {ATTN_F16, ATTN_F16, ATTN_F32, 0, ATTN_TMA_Q | ATTN_TMA_KV},
-                {ATTN_E4M3, ATTN_E4M3, ATTN_F16, 0, ATTN_TMA_O},
-                {ATTN_F16, ATTN_F16, ATTN_F16, 16, ATTN_TMA_Q | ATTN_TMA_O}};
-    for (int way = 0; way < 4; way++) {
+        int32_t tma;
+    } ways[] = {{ATTN_F16, ATTN_E4M3, ATTN_F16, ATTN_TMA_Q | ATTN_TMA_O},
+                {ATTN_F16, ATTN_F16, ATTN_F32, ATTN_TMA_Q | ATTN_TMA_KV},
+                {ATTN_E4M3, ATTN_E4M3, ATTN_F16, ATTN_TMA_O}};
+    for (int way = 0; way < 3; way++) {
         const stub_launch *l;
         rig r = {.p = problem(ways[way].q, 2, 4, 2, 33, 64, 128)};
         test_context("way %d", way);
         stub_start();
         r.p.kv_dtype = ways[way].kv;
         r.p.out_dtype = ways[way].out;
-        r.p.page_size = ways[way].page_size;
-        r.p.num_pages = r.p.page_size ? 8 : 0;
         if (!rig_make_on(&r, 0)) return;
         attn_context *context = cuda_context();
         CHECK_OK(rig_plan_and_run(context, &r, 0, NULL));
         const attn_cuda_args90 *x = hopper_launch("fwd_sm90_f16_d128_all", &l);
         CHECK_SAY(x && x->a.tma == ways[way].tma, "bits %d", x ? x->a.tma : -1);
+        CHECK_SAY(x && x->a.box == 128, "boxes of %d rows", x ? x->a.box : -1);
+        attn_context_destroy(context);
+        CHECK(stub_live() == 0);
+        stub_stop();
+        rig_free(&r);
+    }
+}
+
+/* A page is a batch of the map, and boxes have as many rows as divide both a tile and a page; no map below 8 of them. */
+TEST(hopper_maps_pages_of_whole_boxes) {
+    static const struct {
+        int32_t dim, page_size, box;
+    } ways[] = {{128, 16, 16}, {128, 256, 128}, {128, 24, 8},  {128, 8, 8},    {128, 12, 4},  {128, 7, 1},
+                {128, 1, 1},   {64, 64, 64},    {256, 64, 16}, {256, 160, 80}, {192, 16, 16}, {192, 32, 16}};
+    for (size_t way = 0; way < sizeof ways / sizeof ways[0]; way++) {
+        const stub_launch *l;
+        const int32_t pages = 700 / ways[way].page_size + 2;
+        const bool maps = ways[way].box >= 8;
+        rig r = {.p = problem(ATTN_F16, 2, 4, 2, 33, 300, ways[way].dim)};
+        char name[64];
+        test_context("dim %d, pages of %d", ways[way].dim, ways[way].page_size);
+        stub_start();
+        r.p.page_size = ways[way].page_size;
+        r.p.num_pages = pages + 2;
+        if (!rig_make_on(&r, 0)) return;
+        attn_context *context = cuda_context();
+        CHECK_OK(rig_plan_and_run(context, &r, 0, NULL));
+        snprintf(name, sizeof name, "fwd_sm90_f16_d%d_all", ways[way].dim);
+        const attn_cuda_args90 *x = hopper_launch(name, &l);
+        if (!x) return;
+        CHECK_SAY(x->a.tma == (maps ? ATTN_TMA_ALL : ATTN_TMA_Q | ATTN_TMA_O), "bits %d", x->a.tma);
+        CHECK_SAY(x->a.box == ways[way].box, "boxes of %d rows", x->a.box);
+        const uint64_t dims[4] = {(uint64_t)ways[way].dim, (uint64_t)ways[way].page_size, 2, (uint64_t)r.p.num_pages};
+        if (maps) {
+            check_map("k", &x->k, &r.f.k, dims, (unsigned)ways[way].box, ATTN_CU_MAP_F16);
+            check_map("v", &x->v, &r.f.v, dims, (unsigned)ways[way].box, ATTN_CU_MAP_F16);
+        }
         attn_context_destroy(context);
         CHECK(stub_live() == 0);
         stub_stop();
