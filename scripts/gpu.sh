@@ -4,7 +4,8 @@
 #   scripts/gpu.sh [-k KERNELS] [-o LOGS] [PART...]
 #
 #   build      the library, the command line and the tests, in build-gpu/
-#   check      attn check against ref, CASES (5000) cases for each of SEEDS ("1 2 3")
+#   check      attn check against ref, CASES (5000) cases for each of SEEDS ("1 2 3"); as many forward in bf16 and f16, the dtypes
+#              for which a GPU may have kernels besides the portable ones
 #   bars       the accuracy at 4096 x 4096 x 128
 #   tests      the contract's tests (C1, C2, C4, C5) and those of extreme numbers (s01, s09), every array on the GPU
 #   repeat     the same bits 1000 times, beside other work, for REPEAT_CASES (20) cases
@@ -30,7 +31,7 @@ while getopts k:o: option; do
     k) kernels=$OPTARG ;;
     o) logs=$OPTARG ;;
     *)
-        sed -n '2,23s/^# \{0,1\}//p' "$0" >&2
+        sed -n '2,24s/^# \{0,1\}//p' "$0" >&2
         exit 2
         ;;
     esac
@@ -119,6 +120,9 @@ fi
 if wants check; then
     for seed in ${SEEDS:-1 2 3}; do
         start "check-$seed" $attn check --backend cuda --cases "${CASES:-5000}" --seed "$seed"
+    done
+    for dtype in bf16 f16; do
+        start "check-$dtype" $attn check --backend cuda --op forward --dtype $dtype --cases "${CASES:-5000}" --seed 4
     done
 fi
 if wants bars; then start bars $attn check --backend cuda --bars; fi

@@ -200,12 +200,14 @@ static void poison_pages(rig *r) {
 }
 
 static void nan_in_page_tails(attn_context *context, attn_dtype dtype) {
-    rig r = {.p = problem(dtype, 3, 4, 2, 20, 64, 24)};
-    r.p.flags = ATTN_USED_KV;
-    r.p.page_size = 7;
-    r.p.num_pages = 40; /* 10 for each sequence, and 10 that nobody uses */
-    r.f.used_kv = (int32_t[]){64, 22, 0};
-    check_poison(context, &r, poison_pages);
+    for (int way = 0; way < 2; way++) {
+        rig r = {.p = problem(dtype, 3, 4, 2, 20, 64, way ? 64 : 24)};
+        r.p.flags = ATTN_USED_KV;
+        r.p.page_size = way ? 16 : 7;
+        r.p.num_pages = 40; /* 10 or 4 for each sequence, and some that nobody uses */
+        r.f.used_kv = (int32_t[]){64, 22, 0};
+        check_poison(context, &r, poison_pages);
+    }
 }
 TEST(c2_nan_in_page_tails_and_nonsense_page_ids) { each_cpu(nan_in_page_tails); }
 
