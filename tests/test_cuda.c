@@ -396,7 +396,6 @@ typedef struct feature {
     const char *name;
     bool all;     /* beyond what the plain kernels do */
     bool lengths; /* beyond what the plain ones of Hopper do */
-    bool scores;  /* beyond what any of Hopper's do */
     int32_t rows; /* 0: 100 */
     uint32_t flags;
     double scale, softcap, dropout;
@@ -410,7 +409,7 @@ static const attn_cuda_entry *best_row(attn_dtype tile, int32_t dim, bool all, c
     for (int n = 0; n < ATTN_ENTRIES; n++) {
         const attn_cuda_entry *e = &attn__cuda_entries[n];
         bool has_code = e->hopper ? stub.arch[0] == 90 : e->arch <= stub.arch[0];
-        bool takes = (e->all || (!all && !(e->hopper && x->lengths))) && !(e->hopper && x->scores);
+        bool takes = e->all || (!all && !(e->hopper && x->lengths));
         bool fits = e->dtype == tile && e->dim >= dim && takes && has_code &&
                     e->shared_bytes <= (size_t)stub.shared_bytes[0] && n != ATTN_ENTRY_fwd_any;
         if (fits && e->dim <= best->dim) best = e;
@@ -469,11 +468,11 @@ TEST(cuda_chooses_the_kernel_by_dtype_dim_and_feature) {
         {"append", .lengths = true, .flags = ATTN_APPEND | ATTN_USED_KV},
         {"few enough rows to be split", .lengths = true, .rows = ATTN_CUDA_SPLIT_ROWS},
         {"one row more", .rows = ATTN_CUDA_SPLIT_ROWS + 1},
-        {"alibi", .all = true, .scores = true, .flags = ATTN_ALIBI},
-        {"bias", .all = true, .scores = true, .flags = ATTN_BIAS},
+        {"alibi", .all = true, .flags = ATTN_ALIBI},
+        {"bias", .all = true, .flags = ATTN_BIAS},
         {"descale", .all = true, .flags = ATTN_DESCALE},
-        {"softcap", .all = true, .scores = true, .softcap = 30},
-        {"dropout", .all = true, .scores = true, .dropout = 0.1},
+        {"softcap", .all = true, .softcap = 30},
+        {"dropout", .all = true, .dropout = 0.1},
         {"flashmask", .all = true, .flags = ATTN_CAUSAL, .vectors = 1},
         {"pages", .all = true, .page_size = 16},
         {"negative scale", .all = true, .flags = ATTN_SCALE, .scale = -1},

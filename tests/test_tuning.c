@@ -108,8 +108,8 @@ TEST(tuning_file_changes_the_choice) {
     CHECK_OK(create_with(&context, "sm_90 bf16 d128 all fwd_sm90_bf16_d128_all\n"));
     p.flags = ATTN_USED_KV;
     check_plan(context, &p, "fwd_sm90_bf16_d128_all", true);
-    p.softcap = 3; /* which Hopper's kernels do not know: no line of theirs is for it */
-    check_plan(context, &p, "fwd_sm80_bf16_d128_all", false);
+    p.softcap = 3;
+    check_plan(context, &p, "fwd_sm90_bf16_d128_all", true);
     p.flags = 0;
     attn_context_destroy(context);
     setenv("ATTN_TUNING", "", 1);

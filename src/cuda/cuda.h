@@ -56,7 +56,7 @@ typedef struct attn_cuda_entry {
     int32_t dim_v;    /* dims of V that a block computes; fwd_any: all of them */
     int32_t bm, bn;   /* tile; fwd_any: ATTN_ANY_ROWS, ATTN_ANY_COLS */
     int32_t warps;
-    bool all;            /* takes every feature that its family has, and rows of any alignment */
+    bool all;            /* takes every feature, and rows of any alignment */
     size_t shared_bytes; /* dynamic shared memory */
 } attn_cuda_entry;
 

@@ -167,9 +167,7 @@ attn_status attn__cuda_tuning_read(attn_cuda *cuda) {
 int attn__cuda_tuned(const attn_cuda *cuda, const attn_gpu *gpu, const attn_cuda_entry *instead_of, bool all) {
     for (int32_t n = 0; n < cuda->tuning.count; n++) {
         const attn_cuda_tuned *r = &cuda->tuning.row[n];
-        bool same =
-            attn__cuda_entries[r->entry].hopper == instead_of->hopper; /* the other family may not take the problem */
-        if (r->arch == gpu->arch && r->dtype == instead_of->dtype && r->dim == instead_of->dim && r->all == all && same)
+        if (r->arch == gpu->arch && r->dtype == instead_of->dtype && r->dim == instead_of->dim && r->all == all)
             return r->entry;
     }
     return -1;
