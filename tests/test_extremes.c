@@ -127,8 +127,8 @@ TEST(s01_lse_near_the_largest_float) { each_cpu(lse_near_the_largest_float); }
  */
 static void check_infinite_value(attn_context *context, const rig *clean, int32_t key) {
     enum { X = 5 };
-    const attn_problem *p = &clean->p;
-    rig r = {.p = *p};
+    const attn_problem *p = &clean->full;
+    rig r = {.p = clean->p};
     CHECK(rig_make(&r, 5));
     attn__store(p->dtype, r.f.v.data, (int64_t)key * p->dim_v + X, INFINITY);
     CHECK_OK(rig_run(&r, context));
