@@ -89,15 +89,34 @@ enum {
     PLACES = 2,
     HANDS = ALL ? 64 : 96, /* threads */
     /* 65,536 registers, 512 for each lane of four warps: some for the producers, the rest for the consumers */
-    PRODUCER_REGISTERS = CONSUMERS == 3 ? 32 : DV > 192 && !ALL ? 40 : 56,
+    PRODUCER_REGISTERS = CONSUMERS == 3     ? 32
+                         : DV > 192 && !ALL ? 40
+                                            : 56,
     CONSUMER_REGISTERS = ((CONSUMERS == 3 ? 512 : 504) - PRODUCER_REGISTERS) / CONSUMERS / 8 * 8
 };
 static_assert(DV <= DIM, "O leaves through the rows of Q");
-enum { BARRIER_TURN = 1, BARRIER_STORE = 4, BARRIER_HANDS = 7, BARRIER_PASS = 8 }; /* numbers of named barriers; as many as consumers */
+enum { BARRIER_TURN = 1, BARRIER_STORE = 4, BARRIER_HANDS = 7 }; /* numbers of named barriers; as many as consumers */
 
 #include "rows.cuh"
 
+#include "product.cuh"
+
 /* ---- shared memory: Q, K, V, each in blocks of 64 columns of all rows; barriers; what producers tell ---- */
+
+/* Which of several buffers is at hand, and the parity of its `full` barrier: it changes at every round. */
+typedef struct ring {
+    uint32_t at, parity;
+} ring;
+DEVICE void turn_ring(ring &r, uint32_t size) {
+    if (++r.at == size) {
+        r.at = 0;
+        r.parity ^= 1;
+    }
+}
+/* Where it was before that. */
+DEVICE ring turned_back(const ring &r, uint32_t size) {
+    return r.at ? ring{r.at - 1, r.parity} : ring{size - 1, r.parity ^ 1};
+}
 
 typedef struct tile {
     int32_t n;
@@ -105,23 +124,25 @@ typedef struct tile {
     bool last;    /* of its place */
 } tile;
 
-enum { ERRAND_END, ERRAND_CLEAN, ERRAND_Q, ERRAND_K, ERRAND_V };
+enum { ERRAND_END = 0, ERRAND_CLEAN, ERRAND_Q, ERRAND_K, ERRAND_V };
 typedef struct errand {
     int32_t what;
-    int32_t n;       /* tile of keys */
-    uint32_t to;     /* the buffer */
-    uint32_t full;   /* its barrier */
-    uint32_t number; /* of the place */
-    int32_t clean;   /* V: CLEAN_... */
+    int32_t n;              /* tile of keys */
+    uint32_t to;            /* the buffer */
+    uint32_t full;          /* its barrier */
+    uint32_t number;        /* of the place */
+    int32_t clean;          /* V: CLEAN_... */
+    uint32_t empty, parity; /* what the loader has waited for, before it wrote into the buffer */
+    ring q;                 /* and before it wrote Q */
 } errand;
 enum { CLEAN_NOTHING, CLEAN_END, CLEAN_ALL }; /* V past the end of the sequence; whatever is not finite besides */
 
 typedef struct shared_notes {
     uint64_t q_full[QBUF], q_empty[QBUF], k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
-    uint64_t errand_full[ERRANDS], errand_empty[ERRANDS], place_full[PLACES], place_empty[PLACES];
+    uint64_t errand_full[ERRANDS], errand_empty[ERRANDS], place_full[PLACES], place_empty[PLACES], pass;
     errand errands[ERRANDS];
     tile tiles[TILES];
-    uint32_t dirty[2]; /* number of the last place, even or odd, some V of which was not finite: one more than that */
+    uint32_t dirty[2];     /* number of the last place, even or odd, some V of which was not finite: one more than that */
     int32_t is_seen[QBUF]; /* does any row of the place see any key? */
     int32_t is_end[PLACES];
     int32_t is_again; /* some O was not finite: a second pass */
@@ -163,20 +184,10 @@ DEVICE void make_barriers(const buffers &b) {
         mbarrier_init(BARRIER(b, place_full, n), 1);
         mbarrier_init(BARRIER(b, place_empty, n), CONSUMERS + 1);
     }
+    mbarrier_init(BARRIER(b, pass, 0), CONSUMERS + (ALL ? 2 : 1));
     b.notes->dirty[0] = b.notes->dirty[1] = 0;
     b.notes->is_again = 0;
     fence_mbarrier_init();
-}
-
-/* Which of several buffers is at hand, and the parity of its `full` barrier: it changes at every round. */
-typedef struct ring {
-    uint32_t at, parity;
-} ring;
-DEVICE void turn_ring(ring &r, uint32_t size) {
-    if (++r.at == size) {
-        r.at = 0;
-        r.parity ^= 1;
-    }
 }
 
 /* ---- places ---- */
@@ -241,9 +252,10 @@ DEVICE bool plain_place(const attn_cuda_args &a, const path &w, tile_place &at) 
     return true;
 }
 
-/* Is there a second pass? Consumers, loader and scheduler meet here when they are through with the first. */
-DEVICE bool goes_again(const buffers &b) {
-    bar_sync(BARRIER_PASS, THREADS + (ALL ? 64 : 32));
+/* Is there a second pass? Consumers, loader and scheduler meet here when they are through with the first; one thread of each arrives. */
+DEVICE bool goes_again(const buffers &b, bool arrives) {
+    if (arrives) mbarrier_arrive(BARRIER(b, pass, 0));
+    mbarrier_wait_parity(BARRIER(b, pass, 0), 0);
     return b.notes->is_again;
 }
 
@@ -286,7 +298,7 @@ DEVICE void schedule(const attn_cuda_args &a, const buffers &b) {
         if (lane == 0) tell(b, r, at, true);
         __syncwarp();
         turn_ring(r, PLACES);
-        if (pass == 0 && !goes_again(b)) return;
+        if (pass == 0 && !goes_again(b, lane == 0)) return;
     }
 }
 
@@ -324,7 +336,7 @@ DEVICE bool start_again(const attn_cuda_args &a, const buffers &b, stroll &s, bo
     leave_place(a, b, s, lets_go); /* the one that told of the end */
     s.careful = true;
     if (!ALL) s.w = first_path(a);
-    return goes_again(b);
+    return goes_again(b, lets_go);
 }
 #define PLACE(b, s, own) (ALL ? (b).notes->places[(s).r.at] : (own))
 
@@ -342,8 +354,7 @@ DEVICE outlook look(const attn_cuda_args &a, const tile_place &at, int32_t top) 
     if (n >= at.n_first) {
         kind = n * BN < at.all_from || n * BN + BN > at.all_to ? ATTN_TILE_PARTIAL : ATTN_TILE_FULL;
         if (ALL && a.ranges) {
-            int by_range =
-                attn__mask_tile(&at.mask, at.row, at.row + at.rows, n * BN, n * BN + BN, range_of(a, at, n));
+            int by_range = attn__mask_tile(&at.mask, at.row, at.row + at.rows, n * BN, n * BN + BN, range_of(a, at, n));
             if (by_range == ATTN_TILE_SKIP || kind == ATTN_TILE_FULL) kind = by_range;
         }
     }
@@ -369,8 +380,8 @@ DEVICE tile next_tile_of(const attn_cuda_args &a, const tile_place &at, outlook 
 }
 
 /* A box of rows, in all blocks of columns of a tile that has so many rows. */
-DEVICE void fetch_box(const attn_tensor_map *map, uint32_t to, uint32_t full, int blocks, int rows, int32_t row, int32_t head,
-                      int32_t batch) {
+DEVICE void fetch_box(const attn_tensor_map *map, uint32_t to, uint32_t full, int blocks, int rows, int32_t row,
+                      int32_t head, int32_t batch) {
 #pragma unroll 1
     for (int c = 0; c < blocks; c++)
         cp_async_bulk_tensor_4d_load(to + c * rows * ROW, map, full, c * ATTN_MAP_COLS, row, head, batch);
@@ -381,7 +392,7 @@ typedef struct loader {
     uint32_t tile;
 } loader;
 
-/* Where an errand is written; to be handed over by its barrier errand_full. */
+/* Writes an errand; it is handed over by the barrier that is returned. */
 DEVICE uint32_t new_errand(const buffers &b, loader &me, errand e) {
     const uint32_t n = me.errands.at;
     mbarrier_wait_parity(BARRIER(b, errand_empty, n), me.errands.parity ^ 1);
@@ -391,14 +402,15 @@ DEVICE uint32_t new_errand(const buffers &b, loader &me, errand e) {
 }
 
 /* One thread. */
-DEVICE void load_q(const attn_cuda_args90 &x, const buffers &b, loader &me, const tile_place &at, uint32_t number, bool is_seen) {
+DEVICE void load_q(const attn_cuda_args90 &x, const buffers &b, loader &me, const tile_place &at, uint32_t number,
+                   bool is_seen) {
     const attn_cuda_args &a = x.a;
-    const uint32_t to = b.q + me.q.at * Q_BYTES, full = BARRIER(b, q_full, me.q.at);
+    const uint32_t to = b.q + me.q.at * Q_BYTES, full = BARRIER(b, q_full, me.q.at), empty = BARRIER(b, q_empty, me.q.at);
     const bool packed = a.p.flags & ATTN_VARLEN_Q;
-    mbarrier_wait_parity(BARRIER(b, q_empty, me.q.at), me.q.parity ^ 1);
+    mbarrier_wait_parity(empty, me.q.parity ^ 1);
     b.notes->is_seen[me.q.at] = is_seen;
     if (ALL && !(a.tma & ATTN_TMA_Q)) {
-        mbarrier_arrive(new_errand(b, me, {ERRAND_Q, 0, to, full, number, CLEAN_NOTHING}));
+        mbarrier_arrive(new_errand(b, me, {ERRAND_Q, 0, to, full, number, CLEAN_NOTHING, empty, me.q.parity ^ 1, me.q}));
         return;
     }
     mbarrier_arrive_expect_tx(full, Q_BYTES);
@@ -423,6 +435,7 @@ DEVICE void load_kv(const attn_cuda_args90 &x, const buffers &b, loader &me, con
     const int lane = threadIdx.x & 31, boxes = ALL ? BN / a.box : 1;
     const uint32_t s = me.kv.at, k = b.k + s * K_BYTES, v = b.v + s * V_BYTES;
     const uint32_t k_full = BARRIER(b, k_full, s), v_full = BARRIER(b, v_full, s);
+    const uint32_t k_empty = BARRIER(b, k_empty, s), v_empty = BARRIER(b, v_empty, s), parity = me.kv.parity ^ 1;
     const bool gathers = ALL && (!(a.tma & ATTN_TMA_KV) || (a.p.page_size && at.s.leftpad % a.box));
     const bool ends = ALL && t.n * BN + BN > at.s.sk; /* what comes then may be anything */
     const int clean = stroll.careful && t.partial ? CLEAN_ALL : ends ? CLEAN_END : CLEAN_NOTHING;
@@ -430,10 +443,11 @@ DEVICE void load_kv(const attn_cuda_args90 &x, const buffers &b, loader &me, con
     box from = {};
     if (!gathers && lane < boxes) from = find_box(a, at, t.n);
     if (lane == 0) {
-        mbarrier_wait_parity(BARRIER(b, k_empty, s), me.kv.parity ^ 1);
+        mbarrier_wait_parity(k_empty, parity);
         b.notes->tiles[me.tile % TILES] = t;
         if (gathers)
-            mbarrier_arrive(new_errand(b, me, {ERRAND_K, t.n, k, k_full, stroll.number, CLEAN_NOTHING}));
+            mbarrier_arrive(new_errand(
+                b, me, {ERRAND_K, t.n, k, k_full, stroll.number, CLEAN_NOTHING, k_empty, parity, turned_back(me.q, QBUF)}));
         else
             mbarrier_arrive_expect_tx(k_full, K_BYTES);
     }
@@ -441,11 +455,13 @@ DEVICE void load_kv(const attn_cuda_args90 &x, const buffers &b, loader &me, con
     if (!gathers && lane < boxes) fetch_box(&x.k, k + at_box, k_full, QK_BLOCKS, BN, from.row, at.kv_head, from.batch);
     uint32_t full = v_full;
     if (lane == 0) {
-        mbarrier_wait_parity(BARRIER(b, v_empty, s), me.kv.parity ^ 1);
+        mbarrier_wait_parity(v_empty, parity);
         if (gathers)
-            mbarrier_arrive(new_errand(b, me, {ERRAND_V, t.n, v, v_full, stroll.number, clean}));
+            mbarrier_arrive(new_errand(
+                b, me, {ERRAND_V, t.n, v, v_full, stroll.number, clean, v_empty, parity, turned_back(me.q, QBUF)}));
         else if (clean)
-            full = new_errand(b, me, {ERRAND_CLEAN, t.n, v, v_full, stroll.number, clean});
+            full = new_errand(
+                b, me, {ERRAND_CLEAN, t.n, v, v_full, stroll.number, clean, v_empty, parity, turned_back(me.q, QBUF)});
         if (!gathers) mbarrier_arrive_expect_tx(full, V_BYTES);
     }
     if (ALL) full = __shfl_sync(~0u, full, 0);
@@ -480,7 +496,7 @@ DEVICE void load(const attn_cuda_args90 &x, const buffers &b) {
     do {
         for (; at_place(a, b, s, own); leave_place(a, b, s, first)) load_place(x, b, me, s, PLACE(b, s, own));
     } while (start_again(a, b, s, first));
-    if (first) mbarrier_arrive(new_errand(b, me, {ERRAND_END, 0, 0, 0, 0, CLEAN_NOTHING}));
+    if (first) mbarrier_arrive(new_errand(b, me, errand{}));
 }
 
 /* ---- the hands ---- */
@@ -544,6 +560,8 @@ DEVICE void run_errands(const attn_cuda_args &a, const buffers &b) {
         mbarrier_wait_parity(BARRIER(b, errand_full, r.at), r.parity);
         const errand e = b.notes->errands[r.at];
         if (e.what == ERRAND_END) return;
+        mbarrier_wait_parity(e.empty, e.parity);
+        mbarrier_wait_parity(BARRIER(b, q_empty, e.q.at), e.q.parity ^ 1);
         const tile_place &at = b.notes->places[e.number % PLACES]; /* of lines for every feature only */
         const int32_t left = ALL ? at.s.sk - e.n * BN : BN;
         if (ALL && e.what == ERRAND_Q)
@@ -567,24 +585,6 @@ DEVICE void run_errands(const attn_cuda_args &a, const buffers &b) {
 }
 
 /* ---- the consumers ---- */
-
-/* The product of so many columns: a constant, so that one case remains. */
-#define EACH_WIDTH(kind)                                                                                                   \
-    WIDTH(64, kind)                                                                                                        \
-    WIDTH(80, kind)                                                                                                        \
-    WIDTH(96, kind)                                                                                                        \
-    WIDTH(112, kind) WIDTH(128, kind) WIDTH(144, kind) WIDTH(160, kind) WIDTH(176, kind) WIDTH(192, kind) WIDTH(256, kind)
-#define WIDTH(n, kind)                                                                                                     \
-    if (columns == n) {                                                                                                    \
-        if (BF16)                                                                                                          \
-            wgmma_m64n##n##k16_##kind##_bf16(d, a, b, add);                                                                \
-        else                                                                                                               \
-            wgmma_m64n##n##k16_##kind##_f16(d, a, b, add);                                                                 \
-    }
-DEVICE void product_ss(int columns, float *d, uint64_t a, uint64_t b, int add){EACH_WIDTH(ss)} DEVICE
-    void product_rs(int columns, float *d, const uint32_t *a, uint64_t b, int add){EACH_WIDTH(rs)}
-#undef WIDTH
-#undef EACH_WIDTH
 
 DEVICE void begin_qk(float s[MT][NT][4], uint64_t q, uint64_t k) {
     wgmma_fence();
@@ -735,8 +735,8 @@ static __device__ __noinline__ void store_rows(const attn_cuda_args &a, const ti
     const attn_dtype dtype = at.split ? ATTN_F32 : a.p.out_dtype;
     void *const data = at.split ? a.part_o : a.f.o.data;
     for (int32_t i = i0; i < attn__min32(i0 + 8, at.s.sq); i++) {
-        const int64_t to = at.split ? part_index(a, at.s, i, at.h, at.chunk) * a.p.dim_v
-                                    : attn__q_offset(&a.p, &a.f.o, &at.s, i, at.h);
+        const int64_t to =
+            at.split ? part_index(a, at.s, i, at.h, at.chunk) * a.p.dim_v : attn__q_offset(&a.p, &a.f.o, &at.s, i, at.h);
         for (int32_t c = threadIdx.x & 31; c < a.p.dim_v; c += 32)
             store_number(dtype, data, to + c,
                          __uint_as_float(ld_shared_b32(rows + c / 64 * BM * ROW + (i - i0) * 2 * ROW + c % 64 * 4)));
@@ -754,7 +754,8 @@ DEVICE void store_o(const attn_cuda_args90 &x, const tile_place &at, const consu
         for (int half = 0; half < 2; half++) {
 #pragma unroll
             for (int x = 0; x < DT * 2; x++)
-                st_shared_b32(rows + x / 16 * BM * ROW + (lane >> 2) * 2 * ROW + (x / 2 % 8 * 8 + (lane & 3) * 2 + x % 2) * 4,
+                st_shared_b32(rows + x / 16 * BM * ROW + (lane >> 2) * 2 * ROW +
+                                  (x / 2 % 8 * 8 + (lane & 3) * 2 + x % 2) * 4,
                               __float_as_uint(o[0][x / 2][2 * half + x % 2]));
             __syncwarp();
             store_rows(a, at, rows, at.row + first + half * 8);
@@ -863,7 +864,7 @@ DEVICE void consume(const attn_cuda_args90 &x, const buffers &b) {
     me.number = __shfl_sync(~0u, threadIdx.x >> 7, 0);
     me.of_k = wgmma_k_major(b.k);
     me.of_v = wgmma_mn_major(b.v, BN * ROW);
-    if (me.number == CONSUMERS - 1) bar_arrive(BARRIER_TURN, 256); /* the first turn is the first consumer's */
+    if (me.number == CONSUMERS - 1) bar_arrive(BARRIER_TURN, 256);       /* the first turn is the first consumer's */
     const bool masks = ALL || (a.p.flags & (ATTN_CAUSAL | ATTN_WINDOW)); /* other than by the end of the tensor */
     stroll s = start_stroll(a);
     tile_place own;
@@ -871,6 +872,9 @@ DEVICE void consume(const attn_cuda_args90 &x, const buffers &b) {
         for (; at_place(a, b, s, own); leave_place(a, b, s, is_first_thread()))
             work_at(x, b, me, s, PLACE(b, s, own), masks);
         if (is_first_thread()) cp_async_bulk_wait_group();
+        if (ALL)
+            bar_sync(BARRIER_STORE + me.number,
+                     128); /* every warp has seen the end, before the first thread lets go of it */
     } while (start_again(a, b, s, is_first_thread()));
 }
 

@@ -1,0 +1,24 @@
+/* wgmma by the number of columns and the dtype, both constants where this is called, so that one case remains. BF16: see rows.cuh. */
+#ifndef ATTN_PRODUCT_CUH
+#define ATTN_PRODUCT_CUH
+
+#define EACH_WIDTH(kind)                                                                                                   \
+    WIDTH(64, kind)                                                                                                        \
+    WIDTH(80, kind)                                                                                                        \
+    WIDTH(96, kind)                                                                                                        \
+    WIDTH(112, kind) WIDTH(128, kind) WIDTH(144, kind) WIDTH(160, kind) WIDTH(176, kind) WIDTH(192, kind) WIDTH(256, kind)
+#define WIDTH(n, kind)                                                                                                     \
+    if (columns == n) {                                                                                                    \
+        if (BF16)                                                                                                          \
+            wgmma_m64n##n##k16_##kind##_bf16(d, a, b, add);                                                                \
+        else                                                                                                               \
+            wgmma_m64n##n##k16_##kind##_f16(d, a, b, add);                                                                 \
+    }
+DEVICE void product_ss(int columns, float *d, uint64_t a, uint64_t b, int add){EACH_WIDTH(ss)} DEVICE
+    void product_rs(int columns, float *d, const uint32_t *a, uint64_t b, int add) {
+    EACH_WIDTH(rs)
+}
+#undef WIDTH
+#undef EACH_WIDTH
+
+#endif
