@@ -88,6 +88,8 @@ enum {
     ERRANDS = 4,
     PLACES = 2,
     HANDS = ALL ? 64 : 96, /* threads */
+    PEERS = ALL ? (int)THREADS
+                : (int)CONSUMERS, /* that let go of Q and of a place: all threads, or the first of each consumer */
     /* 65,536 registers, 512 for each lane of four warps: some for the producers, the rest for the consumers */
     PRODUCER_REGISTERS = CONSUMERS == 3     ? 32
                          : DV > 192 && !ALL ? 40
@@ -168,7 +170,7 @@ DEVICE buffers find_buffers(uint8_t *shared) {
 DEVICE void make_barriers(const buffers &b) {
     for (int n = 0; n < QBUF; n++) {
         mbarrier_init(BARRIER(b, q_full, n), 1);
-        mbarrier_init(BARRIER(b, q_empty, n), CONSUMERS);
+        mbarrier_init(BARRIER(b, q_empty, n), PEERS);
     }
     for (int n = 0; n < STAGES; n++) {
         mbarrier_init(BARRIER(b, k_full, n), 1);
@@ -182,9 +184,9 @@ DEVICE void make_barriers(const buffers &b) {
     }
     for (int n = 0; n < PLACES; n++) {
         mbarrier_init(BARRIER(b, place_full, n), 1);
-        mbarrier_init(BARRIER(b, place_empty, n), CONSUMERS + 1);
+        mbarrier_init(BARRIER(b, place_empty, n), PEERS + 32);
     }
-    mbarrier_init(BARRIER(b, pass, 0), CONSUMERS + (ALL ? 2 : 1));
+    mbarrier_init(BARRIER(b, pass, 0), PEERS + (ALL ? 64 : 32));
     b.notes->dirty[0] = b.notes->dirty[1] = 0;
     b.notes->is_again = 0;
     fence_mbarrier_init();
@@ -252,7 +254,7 @@ DEVICE bool plain_place(const attn_cuda_args &a, const path &w, tile_place &at) 
     return true;
 }
 
-/* Is there a second pass? Consumers, loader and scheduler meet here when they are through with the first; one thread of each arrives. */
+/* Is there a second pass? Consumers, loader and scheduler meet here when they are through with the first; each as often as the barrier wants. */
 DEVICE bool goes_again(const buffers &b, bool arrives) {
     if (arrives) mbarrier_arrive(BARRIER(b, pass, 0));
     mbarrier_wait_parity(BARRIER(b, pass, 0), 0);
@@ -298,7 +300,7 @@ DEVICE void schedule(const attn_cuda_args &a, const buffers &b) {
         if (lane == 0) tell(b, r, at, true);
         __syncwarp();
         turn_ring(r, PLACES);
-        if (pass == 0 && !goes_again(b, lane == 0)) return;
+        if (pass == 0 && !goes_again(b, true)) return;
     }
 }
 
@@ -494,8 +496,8 @@ DEVICE void load(const attn_cuda_args90 &x, const buffers &b) {
     tile_place own;
     loader me = {};
     do {
-        for (; at_place(a, b, s, own); leave_place(a, b, s, first)) load_place(x, b, me, s, PLACE(b, s, own));
-    } while (start_again(a, b, s, first));
+        for (; at_place(a, b, s, own); leave_place(a, b, s, true)) load_place(x, b, me, s, PLACE(b, s, own));
+    } while (start_again(a, b, s, true));
     if (first) mbarrier_arrive(new_errand(b, me, errand{}));
 }
 
@@ -614,6 +616,7 @@ typedef struct consumer {
 } consumer;
 
 DEVICE bool is_first_thread(void) { return (threadIdx.x & 127) == 0; }
+DEVICE bool lets_go_of_place(void) { return ALL || is_first_thread(); } /* PEERS */
 DEVICE void take_turn(const consumer &me) { bar_sync(BARRIER_TURN + me.number, 256); }
 DEVICE void pass_turn(const consumer &me) { bar_arrive(BARRIER_TURN + (me.number + 1) % CONSUMERS, 256); }
 /* A vote says nothing new, but tells the compiler that all lanes agree: it has to know where products are under way. */
@@ -763,7 +766,7 @@ DEVICE void store_o(const attn_cuda_args90 &x, const tile_place &at, const consu
         }
         fence_proxy_async();
         bar_sync(BARRIER_STORE + me.number, 128);
-        if (is_first_thread()) mbarrier_arrive(q_empty);
+        if (lets_go_of_place()) mbarrier_arrive(q_empty);
         return;
     }
 #pragma unroll
@@ -776,6 +779,7 @@ DEVICE void store_o(const attn_cuda_args90 &x, const tile_place &at, const consu
         const bool packed = a.p.flags & ATTN_VARLEN_Q;
         fence_proxy_async();
         bar_sync(BARRIER_STORE + me.number, 128);
+        if (ALL && !is_first_thread()) mbarrier_arrive(q_empty);
         if (!is_first_thread()) return;
 #pragma unroll 1
         for (int c = 0; c < V_BLOCKS; c++)
@@ -797,7 +801,7 @@ DEVICE void store_o(const attn_cuda_args90 &x, const tile_place &at, const consu
     }
     fence_proxy_async(); /* the next tile of Q comes from the accelerator */
     bar_sync(BARRIER_STORE + me.number, 128);
-    if (is_first_thread()) mbarrier_arrive(q_empty);
+    if (lets_go_of_place()) mbarrier_arrive(q_empty);
 }
 
 /*
@@ -855,7 +859,6 @@ DEVICE void work_at(const attn_cuda_args90 &x, const buffers &b, consumer &me, c
         bar_sync(BARRIER_STORE + me.number, 128);
         add_nonfinite(a, copy, row0);
     }
-    if (ALL) bar_sync(BARRIER_STORE + me.number, 128); /* nobody looks at the place any more */
 }
 
 DEVICE void consume(const attn_cuda_args90 &x, const buffers &b) {
@@ -869,13 +872,10 @@ DEVICE void consume(const attn_cuda_args90 &x, const buffers &b) {
     stroll s = start_stroll(a);
     tile_place own;
     do {
-        for (; at_place(a, b, s, own); leave_place(a, b, s, is_first_thread()))
+        for (; at_place(a, b, s, own); leave_place(a, b, s, lets_go_of_place()))
             work_at(x, b, me, s, PLACE(b, s, own), masks);
         if (is_first_thread()) cp_async_bulk_wait_group();
-        if (ALL)
-            bar_sync(BARRIER_STORE + me.number,
-                     128); /* every warp has seen the end, before the first thread lets go of it */
-    } while (start_again(a, b, s, is_first_thread()));
+    } while (start_again(a, b, s, lets_go_of_place()));
 }
 
 KERNEL __launch_bounds__(THREADS + 128, 1) VARIANT(const __grid_constant__ attn_cuda_args90 x) {
