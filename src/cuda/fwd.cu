@@ -441,11 +441,19 @@ DEVICE void work(const attn_cuda_args &a, tile_place &at, uint32_t shared_q) {
     if (LSE_LAST) store_lse(a, at, lse);
 }
 
+DEVICE void fill_padding(const attn_cuda_args &a, const tile_place &at) {
+    if (at.pad_from < at.pad_to) fill_rows(a, at.s.b, at.h, at.pad_from, at.pad_to, threadIdx.x, THREADS);
+}
+
+/*
+ * Where padding is filled decides about registers of the loop, even where there is none: before the work the call takes some in
+ * 16-bit lines, after it what it wants to know does in float32. Lines for every feature read that from memory again.
+ */
 KERNEL __launch_bounds__(THREADS, CTAS) VARIANT(const __grid_constant__ attn_cuda_args a) {
     extern __shared__ __align__(128) uint8_t shared[];
     tile_place at;
-    if (find_place(a, at, (blockIdx.y + (int64_t)blockIdx.z * gridDim.y) * a.group, blockIdx.x))
-        work(a, at, cvta_shared(shared));
-    /* Last, where nothing else is in registers: before the work this call costs even those without padding a few of them. */
-    if (at.pad_from < at.pad_to) fill_rows(a, at.s.b, at.h, at.pad_from, at.pad_to, threadIdx.x, THREADS);
+    const bool found = find_place(a, at, (blockIdx.y + (int64_t)blockIdx.z * gridDim.y) * a.group, blockIdx.x);
+    if (WIDE) fill_padding(a, at);
+    if (found) work(a, at, cvta_shared(shared));
+    if (!WIDE) fill_padding(a, ALL ? *(const tile_place *)here_pointer((const uint8_t *)&at) : at);
 }
