@@ -363,21 +363,21 @@ DEVICE outlook look(const attn_cuda_args &a, const tile_place &at, int32_t top) 
     return {top, __ballot_sync(~0u, kind != ATTN_TILE_SKIP), __ballot_sync(~0u, kind == ATTN_TILE_PARTIAL)};
 }
 
-/* The next tile; n is -1 when there is none. */
+/* The next tile; n is -1 when there is none. In plain lines all are wanted, one after the other. */
 DEVICE tile next_tile_of(const attn_cuda_args &a, const tile_place &at, outlook &o) {
     tile t = {-1, false, false};
-    if (!ALL) { /* all of them, one after the other */
-        if (o.top < at.n_first) return t;
+    if (ALL) {
+        while (!o.wanted && o.top - 32 >= at.n_first) o = look(a, at, o.top - 32);
+        if (o.wanted) {
+            const int bit = __ffs(o.wanted) - 1;
+            t.n = o.top - bit;
+            t.partial = o.partial >> bit & 1;
+            o.wanted &= o.wanted - 1;
+        }
+    } else if (o.top >= at.n_first) {
         t.n = o.top--;
         t.partial = t.n * BN < at.all_from || t.n * BN + BN > at.all_to;
-        return t;
     }
-    while (!o.wanted && o.top - 32 >= at.n_first) o = look(a, at, o.top - 32);
-    if (!o.wanted) return t;
-    const int bit = __ffs(o.wanted) - 1;
-    t.n = o.top - bit;
-    t.partial = o.partial >> bit & 1;
-    o.wanted &= o.wanted - 1;
     return t;
 }
 
