@@ -51,19 +51,34 @@ fi
 "$out/hopper-test"
 # Hopper's kernels: those of every dim against ref, and with NaN and infinities where some rows may see them and others not. With a
 # negative scale, packed or of used lengths it is the lines for every feature that do it, otherwise the plain ones.
-export EMULATE_ARCH=90
-EMULATE_ORDER=random "$out/pieces" places
-ATTN_TEST_DTYPE=bf16 ATTN_TEST_BACKEND=cuda "$build/attn-tests" c1_ c2_ c4_empty s01_ s09_inf c5_unused c5_align c5_s03
-EMULATE_ORDER=random ATTN_TEST_DTYPE=f16 ATTN_TEST_BACKEND=cuda "$build/attn-tests" c2_nan_in_a c2_nan_in_pa s01_ s09_inf c5_align c5_paged_is
-EMULATE_ORDER=random "$build/attn" check --backend cuda --op forward --dtype bf16 --cases 300 --seed 9
-EMULATE_ORDER=reverse EMULATE_GUARD=before "$build/attn" check --backend cuda --op forward --dtype f16 --cases 150 --seed 4
-export EMULATE_ARCH=80
-"$out/pieces"
-ATTN_TEST_BACKEND=cuda "$build/attn-tests" c1_ c4_empty s01_ s09_inf c5_unused c5_align c5_varlen_short c5_s03
-# The lines of both tables give the same; with three tiles and columns past the dims.
-"$build/attn" tune --kernels "$tune" --rounds 1 --heads 1 --dim 56/40 --seqlen 70/260
-EMULATE_GUARD=before "$build/attn" tune --kernels "$tune" --rounds 1 --heads 1 --dim 120/104 --seqlen 70/200 --causal
-"$build/attn" tune --kernels "$tune" --rounds 1 --heads 1 --dim 248/232 --seqlen 70/200 --causal
-"$build/attn" check --backend cuda --small --cases 40 --seed 3 --feature dim_v
-EMULATE_ORDER=reverse EMULATE_GUARD=before "$build/attn" check --backend cuda --small --cases 100 --seed 1
-"$build/attn" check --backend cuda --small --cases 500 --seed 2
+hopper() {
+    export EMULATE_ARCH=90
+    EMULATE_ORDER=random "$out/pieces" places
+    ATTN_TEST_DTYPE=bf16 ATTN_TEST_BACKEND=cuda "$build/attn-tests" c1_ c2_ c4_empty s01_ s09_inf c5_unused c5_align c5_s03
+    EMULATE_ORDER=random ATTN_TEST_DTYPE=f16 ATTN_TEST_BACKEND=cuda \
+        "$build/attn-tests" c2_nan_in_a c2_nan_in_pa s01_ s09_inf c5_align c5_paged_is
+    EMULATE_ORDER=random "$build/attn" check --backend cuda --op forward --dtype bf16 --cases 300 --seed 9
+    EMULATE_ORDER=reverse EMULATE_GUARD=before "$build/attn" check --backend cuda --op forward --dtype f16 --cases 150 --seed 4
+}
+portable() {
+    export EMULATE_ARCH=80
+    "$out/pieces"
+    ATTN_TEST_BACKEND=cuda "$build/attn-tests" c1_ c4_empty s01_ s09_inf c5_unused c5_align c5_varlen_short c5_s03
+    # The lines of both tables give the same; with three tiles and columns past the dims.
+    "$build/attn" tune --kernels "$tune" --rounds 1 --heads 1 --dim 56/40 --seqlen 70/260
+    EMULATE_GUARD=before "$build/attn" tune --kernels "$tune" --rounds 1 --heads 1 --dim 120/104 --seqlen 70/200 --causal
+    "$build/attn" tune --kernels "$tune" --rounds 1 --heads 1 --dim 248/232 --seqlen 70/200 --causal
+    "$build/attn" check --backend cuda --small --cases 40 --seed 3 --feature dim_v
+    EMULATE_ORDER=reverse EMULATE_GUARD=before "$build/attn" check --backend cuda --small --cases 100 --seed 1
+    "$build/attn" check --backend cuda --small --cases 500 --seed 2
+}
+# Each on a core of its own. Both in the background: where || asks for the status, sh lets commands fail in between.
+hopper >"$out/hopper.log" 2>&1 &
+first=$!
+portable &
+second=$!
+status=0
+wait $second || status=1
+wait $first || status=1
+cat "$out/hopper.log"
+exit $status
