@@ -107,9 +107,11 @@ static bool want_matrix(rig *r, attn_matrix *m, attn_dtype dtype, rig_kind kind)
     m->stride[3] = 1;
     m->stride[2] = p->max_kv;
     m->stride[1] = (int64_t)p->max_q * p->max_kv;
-    int64_t elements;
-    if (__builtin_mul_overflow(m->stride[1], (int64_t)p->heads_q, &m->stride[0]) ||
-        __builtin_mul_overflow(m->stride[0], (int64_t)p->batch, &elements))
+    if (__builtin_mul_overflow(m->stride[1], (int64_t)p->heads_q, &m->stride[0])) return false;
+    /* One element even along a dim of extent 0: that is what d_bias has where a caller sets the stride to 0. */
+    int64_t elements = (int64_t)(p->max_q ? p->max_q : 1) * (p->max_kv ? p->max_kv : 1);
+    if (__builtin_mul_overflow(elements, (int64_t)p->heads_q, &elements) ||
+        __builtin_mul_overflow(elements, (int64_t)(p->batch ? p->batch : 1), &elements))
         return false;
     m->data = rig_tensor(r, dtype, elements, kind);
     return m->data != NULL;
