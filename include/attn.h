@@ -292,7 +292,7 @@ typedef struct attn_buffers {
     attn_tensor d_k;        /* backward, out: as k */
     attn_tensor d_v;        /* backward, out: as v */
     attn_matrix bias;       /* [batch][heads_q][max_q][max_kv], any stride may be 0 */
-    attn_matrix d_bias;     /* backward, out or NULL: along a dim of stride 0, even one of extent 0, it has one element, the sum */
+    attn_matrix d_bias;     /* backward, out or NULL: along a dim of stride 0, even of extent 0, one element, the sum */
     attn_matrix probs;      /* forward, out or NULL: [batch][heads_q][max_q][max_kv] floats (F64: doubles), p before
                                     dropout, with its sign bit set where it is dropped */
     const float *alibi;     /* slopes [heads_q], or [batch][heads_q] when alibi_stride is not 0 */
