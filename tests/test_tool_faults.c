@@ -113,6 +113,30 @@ TEST(fault_in_each_step_of_attn_plan) {
 TEST(fault_in_each_step_of_attn_bench) {
     SWEEP(cmd_bench, "bench", "--heads", "1", "--dim", "16", "--seqlen", "64", "--repeat", "1", "--check", "--threads", "2",
           "--op", "backward");
+    SWEEP(cmd_bench, "bench", "--suite", "overhead", "--repeat", "1", "--threads", "2");
+}
+
+/* What is measured of the machine itself. The command keeps it, so that few faults of the sweep above meet it. */
+TEST(fault_in_each_step_of_the_floors) {
+    workplace w;
+    if (!enter(&w)) return;
+    int wrong = 0, faults = 0;
+    for (int kind = ATTN_FAULT_ALLOC; kind <= ATTN_FAULT_THREAD; kind++) {
+        for (int which = 0; which < 2; which++) {
+            long after = 0, hit = 1;
+            for (; hit && after < MAX_FAULTS; after++) {
+                attn__fault_arm((attn_fault_kind)kind, after, 0);
+                double rate = which ? read_gb_per_s(2) : peak_gflops(2, false);
+                hit = attn__fault_hit((attn_fault_kind)kind);
+                attn__fault_arm((attn_fault_kind)kind, -1, 0);
+                faults += hit > 0;
+                wrong += hit ? rate >= 0 : !(rate > 0);
+            }
+            wrong += hit > 0;
+        }
+    }
+    leave(&w);
+    CHECK_SAY(faults >= 7 && !wrong, "%d faults, %d with another result than wanted", faults, wrong);
 }
 
 TEST(fault_in_each_step_of_attn_info) { SWEEP(cmd_info, "info", "--threads", "2"); }

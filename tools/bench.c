@@ -1,6 +1,7 @@
 /*
  * `attn bench`: times attention on random numbers, over every combination of the sizes that it is given, and says how far
- * that is from the arithmetic peak of the machine. With --check it runs the same data through ref, too.
+ * that is from the two floors of the machine, arithmetic (peak.c) and memory (memory.c). With --check it runs the same data
+ * through ref, too. overhead.c has what a call costs besides.
  *
  * What is counted: 2 * (dim_qk + dim_v) operations for each allowed pair of a query and a key in the forward pass, 2.5 times
  * that in the backward pass; bytes are those of every tensor read or written once. The time is the median.
@@ -23,8 +24,8 @@ enum { MAX_RUNS = 1000, WARM_RUNS = 3, BATCH = 32 };
 
 typedef struct bench_settings {
     settings common;
-    dtype_list dtypes;
-    bool json, check;
+    dtype_list dtypes, kv_dtypes;
+    bool json, check, cold;
     int32_t repeat;
     double seconds;
     const char *suite;
@@ -35,11 +36,13 @@ typedef struct bench_settings {
 static const option options_bench[] = {
     {"op", "OP", "forward (default) or backward", parse_op, AT(common.problem.op), 0},
     {"dtype", "TYPE", "f32 (default), f16, bf16, f64, e4m3, e5m2", parse_dtypes, AT(dtypes), 0},
+    {"kv-dtype", "TYPE", "of k and v, where it is another one; also i8", parse_dtypes, AT(kv_dtypes), 0},
+    {"cold", NULL, "tensors leave the CPU's caches before each run", parse_switch, AT(cold), 0},
     {"json", NULL, "one JSON object a line instead of a table", parse_switch, AT(json), 0},
     {"seconds", "S", "how long to run each shape; default 1", parse_real, AT(seconds), 0},
     {"repeat", "N", "how many runs of each shape, instead", parse_int, AT(repeat), 0},
     {"check", NULL, "compare with ref: relative RMS; exit 1 if it is too large", parse_switch, AT(check), 0},
-    {"suite", "NAME", "demo: a few quick shapes on every backend", parse_text, AT(suite), 0},
+    {"suite", "NAME", "demo: quick shapes; overhead: what a call costs", parse_text, AT(suite), 0},
     {0},
 };
 
@@ -48,9 +51,13 @@ static const command bench = {
     "[OPTION]...",
     "Times attention on random data. Sizes and dtypes may be lists with commas: every combination is run.\n"
     "The time is the median of the runs after a first one; peak is the share of the arithmetic peak that a\n"
-    "loop of multiply-adds reaches on this machine with as many threads, or that the data sheet of a GPU names.\n",
+    "loop of multiply-adds reaches on this machine with as many threads, or that the data sheet of a GPU names.\n"
+    "Bytes are those of every tensor once; read is the share of what as many threads read from memory in one\n"
+    "sequential stream each, 64 MiB that were thrown out of all caches before (not measured on a GPU). Tensors\n"
+    "that fit into a cache can exceed it: --cold leaves the caches first, as a long decode does by itself.\n",
     "attn bench --heads 32/8 --dim 128 --seqlen 512,1024,2048 --causal\n"
     "attn bench --heads 32/8 --dim 128 --seqlen 1/32768 --dtype bf16 --threads 2 --json\n"
+    "attn bench --heads 32/8 --dim 128 --seqlen 1/4096,16/4096 --batch 1,8 --kv-dtype f32,f16,bf16 --cold\n"
     "attn bench --op backward --seqlen 1024 --check\n"
     "attn bench --suite demo --check\n",
     {{"Options", options_bench},
@@ -65,8 +72,8 @@ typedef struct result {
     const char *backend, *kernel;
     int threads;
     double ms, gflops, gb_per_s;
-    double peak_fraction; /* 0: the peak is not known */
-    double error;         /* relative RMS against ref; < 0: not asked for */
+    double peak, read; /* GFLOP/s and GB/s of the machine; 0: not known */
+    double error;      /* relative RMS against ref; < 0: not asked for */
 } result;
 
 /* o and lse for a backward pass. */
@@ -80,9 +87,17 @@ static attn_status run_forward(const place *at, const attn_problem *p, const att
 
 /* ---- measuring ---- */
 
-/* `runs` runs, one after the other on the copies in turn; adds their times. */
-static attn_status time_batch(const attn_plan *plan, const copies *c, device *d, int runs, double *times) {
+/* Throws the host's tensors out of the caches. */
+static void flush_tensors(const tensors *t) {
+    for (int i = 0; i < TENSORS; i++)
+        if (t->memory[i]) memory_flush(t->memory[i], (size_t)t->count[i] * attn_dtype_size(t->dtype[i]));
+}
+
+/* `runs` runs, one after the other on the copies in turn; adds their times. cold, if not NULL, is flushed before them. */
+static attn_status time_batch(const attn_plan *plan, const copies *c, device *d, const tensors *cold, int runs,
+                              double *times) {
     attn_status status = ATTN_OK;
+    if (cold) flush_tensors(cold);
     bool works = device_mark(d, 0);
     for (int n = 0; n < runs && status == ATTN_OK && works; n++) {
         status = attn_run(plan, &c->buffers[n % c->count], device_stream(d, 0));
@@ -94,16 +109,19 @@ static attn_status time_batch(const attn_plan *plan, const copies *c, device *d,
 }
 
 /* Runs the plan again and again; the median in milliseconds. */
-static attn_status time_plan(const attn_plan *plan, const copies *c, device *d, const bench_settings *s, double *ms) {
+static attn_status time_plan(const attn_plan *plan, const copies *c, const tensors *t, device *d, const bench_settings *s,
+                             double *ms) {
+    const tensors *cold = s->cold && !device_is_gpu(d) ? t : NULL; /* on a GPU copies take turns anyway */
     double times[MAX_RUNS + BATCH], begin = tool_seconds();
     int batch = device_is_gpu(d) ? BATCH : 1, warm = device_is_gpu(d) ? WARM_RUNS : 1, count = 0;
-    attn_status status = time_batch(plan, c, d, warm, times); /* touches the memory, wakes the threads, loads the kernel */
+    attn_status status =
+        time_batch(plan, c, d, cold, warm, times); /* touches the memory, wakes the threads, loads the kernel */
     double now = tool_seconds(), end = now + s->seconds;
     int least = s->repeat > 0 ? s->repeat : now - begin > s->seconds ? 1 : 3;
     if (status == ATTN_OK && times[warm - 1] > 1e3 * s->seconds / batch) batch = 1;
     while (status == ATTN_OK && count < MAX_RUNS && (count < least || (s->repeat <= 0 && now < end))) {
         int runs = s->repeat > 0 && s->repeat - count < batch ? s->repeat - count : batch;
-        status = time_batch(plan, c, d, runs, times + count);
+        status = time_batch(plan, c, d, cold, runs, times + count);
         now = tool_seconds();
         count += runs;
     }
@@ -112,35 +130,41 @@ static attn_status time_plan(const attn_plan *plan, const copies *c, device *d, 
     return ATTN_OK;
 }
 
-/* Measuring the peak takes a moment, and shapes share it. */
-static double cached_peak(int threads, bool wide) {
-    static struct {
-        int threads;
-        double gflops;
-    } known[2];
-    if (known[wide].threads == threads) return known[wide].gflops;
-    double gflops = peak_gflops(threads, wide);
-    known[wide].threads = gflops > 0 ? threads : 0;
-    known[wide].gflops = gflops;
-    return gflops;
+/* Measuring the floors takes a moment, and shapes share them. */
+enum { FLOOR_F32, FLOOR_F64, FLOOR_READ, FLOORS };
+static struct {
+    int threads;
+    double rate;
+} known[FLOORS];
+
+static double cached_floor(int which, int threads) {
+    if (known[which].threads == threads) return known[which].rate;
+    double rate = which == FLOOR_READ ? read_gb_per_s(threads) : peak_gflops(threads, which == FLOOR_F64);
+    known[which].threads = rate > 0 ? threads : 0;
+    known[which].rate = rate;
+    return rate;
 }
 
 /* In GFLOP/s; 0: not known, < 0: could not be measured. */
 static double find_peak(const result *r, const device *where, const attn_problem *p, attn_dtype tile) {
     if (device_is_gpu(where)) return 1e3 * device_peak_tflops(where, tile);
-    return cached_peak(r->threads, attn__wide(p->dtype));
+    return cached_floor(attn__wide(p->dtype) ? FLOOR_F64 : FLOOR_F32, r->threads);
 }
 
 static int fill_rates(result *r, const device *where, const attn_problem *p, const tensors *d) {
     double bytes = 0;
     for (int i = 0; i < TENSORS; i++) bytes += (double)d->count[i] * (double)attn_dtype_size(d->dtype[i]);
-    double peak = find_peak(r, where, p, d->dtype[T_O]); /* fp8 is multiplied in 16 bits, as its results are */
-    if (peak < 0) return tool_error(TOOL_RUNTIME, "bench: the threads for measuring the peak could not be started");
+    r->peak = find_peak(r, where, p, d->dtype[T_O]); /* fp8 is multiplied in 16 bits, as its results are */
+    if (r->peak < 0) return tool_error(TOOL_RUNTIME, "bench: the threads for measuring the peak could not be started");
+    r->read = device_is_gpu(where) ? 0 : cached_floor(FLOOR_READ, r->threads);
+    if (r->read < 0) return tool_error(TOOL_RUNTIME, "bench: no threads or no memory for measuring how fast it is read");
     r->gflops = 1e-6 * count_flops(p) / r->ms;
     r->gb_per_s = 1e-6 * bytes / r->ms;
-    r->peak_fraction = peak > 0 ? r->gflops / peak : 0;
     return TOOL_OK;
 }
+
+/* Of a rate that may not be known: then 0. */
+static double share(double rate, double of) { return of > 0 ? rate / of : 0; }
 
 /* ---- comparing ---- */
 
@@ -188,8 +212,14 @@ static int compare_with_ref(result *r, const attn_problem *p, const tensors *d) 
     return code;
 }
 
-/* What --check lets pass. */
-static double error_bar(const attn_problem *p, const result *r) { return accuracy_bar(p, strcmp(r->backend, "cuda") == 0); }
+/* What --check lets pass: that of the coarser type, where gradients of k and v have another one than q. */
+static double error_bar(const attn_problem *p, const result *r) {
+    bool gpu = strcmp(r->backend, "cuda") == 0;
+    attn_problem kv = *p;
+    if (p->op == ATTN_BACKWARD && p->kv_dtype) kv.dtype = p->kv_dtype;
+    double one = accuracy_bar(p, gpu), other = accuracy_bar(&kv, gpu);
+    return one > other ? one : other;
+}
 
 /* ---- one shape ---- */
 
@@ -203,7 +233,7 @@ static int measure(const place *at, const attn_plan *plan, const attn_problem *p
     attn_status status = ATTN_OK;
     for (int n = 0; n < c->count && p->op == ATTN_BACKWARD && status == ATTN_OK; n++)
         status = run_forward(at, p, &c->buffers[n]);
-    if (status == ATTN_OK) status = time_plan(plan, c, at->d, s, &r->ms);
+    if (status == ATTN_OK) status = time_plan(plan, c, d, at->d, s, &r->ms);
     bool fetched = status != ATTN_OK || mirror_download(&c->m[0]);
     free_copies(c, at->d);
     if (status != ATTN_OK) return tool_status("bench", status);
@@ -234,35 +264,67 @@ static const char *pair_text(char text[32], int32_t a, int32_t b) {
     return text;
 }
 
+static const char *kv_name(const attn_problem *p) { return attn_dtype_name(p->kv_dtype ? p->kv_dtype : p->dtype); }
+
 static void print_json(const attn_problem *p, const result *r, const bench_settings *s) {
     char dim[32];
     const char *quote = p->dim_qk == p->dim_v ? "" : "\"";
-    printf("{\"op\": \"%s\", \"backend\": \"%s\", \"kernel\": \"%s\", \"dtype\": \"%s\", \"batch\": %d, \"heads_q\": %d, "
-           "\"heads_kv\": %d, \"dim\": %s%s%s, \"seqlen_q\": %d, \"seqlen_kv\": %d, \"causal\": %s, \"threads\": %d, "
-           "\"ms\": %.6g, \"gflops\": %.6g, \"gb_per_s\": %.6g, \"peak_fraction\": %.6g",
-           op_name(p->op), r->backend, r->kernel, attn_dtype_name(p->dtype), p->batch, p->heads_q, p->heads_kv, quote,
-           pair_text(dim, p->dim_qk, p->dim_v), quote, p->max_q, p->max_kv, p->flags & ATTN_CAUSAL ? "true" : "false",
-           r->threads, r->ms, r->gflops, r->gb_per_s, r->peak_fraction);
+    printf("{\"op\": \"%s\", \"backend\": \"%s\", \"kernel\": \"%s\", \"dtype\": \"%s\", \"kv_dtype\": \"%s\", "
+           "\"batch\": %d, \"heads_q\": %d, \"heads_kv\": %d, \"dim\": %s%s%s, \"seqlen_q\": %d, \"seqlen_kv\": %d, "
+           "\"causal\": %s, \"threads\": %d, \"ms\": %.6g, \"gflops\": %.6g, \"gb_per_s\": %.6g, \"peak_gflops\": %.6g, "
+           "\"peak_fraction\": %.6g, \"read_gb_per_s\": %.6g, \"read_fraction\": %.6g",
+           op_name(p->op), r->backend, r->kernel, attn_dtype_name(p->dtype), kv_name(p), p->batch, p->heads_q, p->heads_kv,
+           quote, pair_text(dim, p->dim_qk, p->dim_v), quote, p->max_q, p->max_kv,
+           p->flags & ATTN_CAUSAL ? "true" : "false", r->threads, r->ms, r->gflops, r->gb_per_s, r->peak,
+           share(r->gflops, r->peak), r->read, share(r->gb_per_s, r->read));
+    if (s->cold) printf(", \"cold\": true");
     if (p->flags & ATTN_WINDOW) printf(", \"window\": [%d, %d]", p->window_left, p->window_right);
     if (s->check && !(r->error < 0)) printf(isnan(r->error) ? ", \"error\": null" : ", \"error\": %.3g", r->error);
     printf("}\n");
 }
 
 static void print_head(const bench_settings *s) {
-    printf("%-8s %-5s %-26s %-11s %-7s %-16s %3s %9s %8s %7s %5s%s\n", "op", "dtype", "batch x heads x seqlen x dim",
-           "mask", "backend", "kernel", "thr", "ms", "GFLOP/s", "GB/s", "peak", s->check ? "    error" : "");
+    printf("%-8s %-9s %-28s %-11s %-7s %-16s %3s %9s %8s %5s %7s %5s%s\n", "op", "dtype", "batch x heads x seqlen x dim",
+           "mask", "backend", "kernel", "thr", "ms", "GFLOP/s", "peak", "GB/s", "read", s->check ? "    error" : "");
+}
+
+/* "37%", "-" where it is not known what that would be a share of. */
+static const char *percent(char text[16], double rate, double of) {
+    if (of > 0)
+        snprintf(text, 16, "%.0f%%", 100 * rate / of);
+    else
+        strcpy(text, "-");
+    return text;
 }
 
 static void print_row(const attn_problem *p, const result *r, const bench_settings *s) {
-    char heads[32], dim[32], seqlen[32], shape[128], mask[32] = "full";
+    char heads[32], dim[32], seqlen[32], shape[128], mask[32] = "full", dtype[32], peak[16], read[16];
     snprintf(shape, sizeof shape, "%d x %s x %s x %s", p->batch, pair_text(heads, p->heads_q, p->heads_kv),
              pair_text(seqlen, p->max_q, p->max_kv), pair_text(dim, p->dim_qk, p->dim_v));
     if (p->flags & ATTN_CAUSAL) strcpy(mask, "causal");
     if (p->flags & ATTN_WINDOW) snprintf(mask, sizeof mask, "%d,%d", p->window_left, p->window_right);
-    printf("%-8s %-5s %-28s %-11s %-7s %-16s %3d %9.3f %8.1f %7.1f %4.0f%%", op_name(p->op), attn_dtype_name(p->dtype),
-           shape, mask, r->backend, r->kernel, r->threads, r->ms, r->gflops, r->gb_per_s, 100 * r->peak_fraction);
+    bool mixed = p->kv_dtype && p->kv_dtype != p->dtype;
+    snprintf(dtype, sizeof dtype, mixed ? "%s/%s" : "%s", attn_dtype_name(p->dtype), kv_name(p));
+    printf("%-8s %-9s %-28s %-11s %-7s %-16s %3d %9.3f %8.1f %5s %7.1f %5s", op_name(p->op), dtype, shape, mask, r->backend,
+           r->kernel, r->threads, r->ms, r->gflops, percent(peak, r->gflops, r->peak), r->gb_per_s,
+           percent(read, r->gb_per_s, r->read));
     if (s->check && r->error < 0) printf("        -");
     if (s->check && !(r->error < 0)) printf("  %7.1e", r->error);
+    printf("\n");
+}
+
+/* What 100% are, under a table. */
+static void print_floors(void) {
+    static const char *const units[FLOORS] = {"GFLOP/s f32", "GFLOP/s f64", "GB/s read"};
+    int threads = known[FLOOR_READ].threads;
+    if (!threads) return; /* a GPU */
+    printf("measured here, %d thread%s:", threads, threads == 1 ? "" : "s");
+    const char *before = " ";
+    for (int which = 0; which < FLOORS; which++) {
+        if (known[which].threads != threads) continue;
+        printf("%s%.1f %s", before, known[which].rate, units[which]);
+        before = ", ";
+    }
     printf("\n");
 }
 
@@ -318,6 +380,7 @@ static int run_demo(const bench_settings *s) {
         code = bench_line(&places[n % 2], &p, s);
         if (code > worst) worst = code;
     }
+    if (!s->json && code <= TOOL_FAILED) print_floors();
     for (int i = 0; i < 2; i++) close_place(&places[i]);
     return worst > code ? worst : code;
 }
@@ -327,7 +390,8 @@ static int run_sweep(const bench_settings *s) {
     const settings *c = &s->common;
     place at = {NULL, NULL};
     int code = open_place(&at, &c->config, "bench"), worst = code;
-    int64_t total = (int64_t)s->dtypes.count * c->batch.count * c->heads.count * c->dim.count * c->seqlen.count;
+    int64_t total =
+        (int64_t)s->dtypes.count * s->kv_dtypes.count * c->batch.count * c->heads.count * c->dim.count * c->seqlen.count;
     if (!s->json && code == TOOL_OK) print_head(s);
     for (int64_t n = 0; n < total && code <= TOOL_FAILED; n++) {
         int64_t rest = n;
@@ -339,7 +403,9 @@ static int run_sweep(const bench_settings *s) {
         const int32_t *heads = c->heads.at[rest % c->heads.count];
         rest /= c->heads.count;
         p.batch = c->batch.at[rest % c->batch.count][0];
-        p.dtype = s->dtypes.at[rest / c->batch.count];
+        rest /= c->batch.count;
+        p.kv_dtype = s->kv_dtypes.at[rest % s->kv_dtypes.count];
+        p.dtype = s->dtypes.at[rest / s->kv_dtypes.count];
         p.max_q = seqlen[0];
         p.max_kv = seqlen[1];
         p.dim_qk = dim[0];
@@ -349,20 +415,22 @@ static int run_sweep(const bench_settings *s) {
         code = bench_line(&at, &p, s);
         if (code > worst) worst = code;
     }
+    if (!s->json && code <= TOOL_FAILED) print_floors();
     close_place(&at);
     return worst;
 }
 
 int cmd_bench(int argc, char **argv) {
-    bench_settings s = {.seconds = 1, .dtypes = {1, {ATTN_F32}}};
+    bench_settings s = {.seconds = 1, .dtypes = {1, {ATTN_F32}}, .kv_dtypes = {1, {ATTN_DTYPE_DEFAULT}}};
     int code = options_parse(&bench, &s, argc, argv);
     if (code != OPTIONS_GO) return code;
     if (s.common.problem.op == ATTN_KV_APPEND) return tool_error(TOOL_USAGE, "bench: --op forward or backward");
     if (!(s.seconds > 0) || s.repeat < 0 || s.repeat > MAX_RUNS)
         return tool_error(TOOL_USAGE, "bench: --seconds above 0, --repeat from 1 to %d", MAX_RUNS);
     if (!s.suite) return run_sweep(&s);
+    if (strcmp(s.suite, "overhead") == 0) return bench_overhead(&s.common.config, s.repeat, s.json);
     if (strcmp(s.suite, "demo") != 0)
-        return tool_error(TOOL_USAGE, "bench: --suite '%s'; demo is the one there is", s.suite);
+        return tool_error(TOOL_USAGE, "bench: --suite '%s'; there are demo and overhead", s.suite);
     s.seconds = 0.2;
     return run_demo(&s);
 }

@@ -1,6 +1,7 @@
 /*
  * The arithmetic peak of this machine, measured: a loop of fused multiply-adds on enough independent registers to hide their
- * latency, with the widest vectors that the CPU has, on as many threads as are to be compared with.
+ * latency, with the widest vectors that the CPU has, on as many threads as are to be compared with. memory.c has the other
+ * floor, that of reading.
  */
 #define _POSIX_C_SOURCE 200809L
 
@@ -86,9 +87,7 @@ static fma_loop choose(bool wide) {
 }
 
 typedef struct worker {
-    pthread_t thread;
     fma_loop loop;
-    const atomic_bool *go; /* all threads are there */
     double gflops;
 } worker;
 
@@ -96,35 +95,62 @@ typedef struct worker {
  * The rate of the fastest of some slices: one in which something else had the CPU says nothing about the CPU. The first and
  * the last ones do not count, since other threads may not yet, or no longer, want their share of a core then.
  */
-static void *work(void *arg) {
+static void work(void *arg) {
     enum { ROUNDS = 100000, SLICES = 160 };
     worker *w = arg;
-    while (!atomic_load(w->go)) sched_yield();
     for (int slice = 0; slice < SLICES; slice++) {
         double begin = tool_seconds(), value = w->loop.run(ROUNDS), elapsed = tool_seconds() - begin;
         double rate = 2e-9 * ACCUMULATORS * w->loop.lanes * ROUNDS / elapsed;
         bool counts = slice >= SLICES / 4 && slice < SLICES - SLICES / 4 && isfinite(value);
         if (counts && rate > w->gflops) w->gflops = rate;
     }
-    return NULL;
 }
 
 double peak_gflops(int threads, bool wide) {
-    if (threads > attn__cpu_count()) threads = attn__cpu_count(); /* more would take turns, each at full speed */
+    threads = peak_threads(threads);
     worker *workers = tool_alloc(threads, sizeof *workers);
-    atomic_bool go = false;
-    int started = 0;
     double sum = 0;
-    for (; workers && started < threads; started++) {
-        workers[started] = (worker){.loop = choose(wide), .go = &go};
-        if (attn__fault(ATTN_FAULT_THREAD) || pthread_create(&workers[started].thread, NULL, work, &workers[started]) != 0)
-            break;
-    }
-    atomic_store(&go, true);
-    for (int i = 0; i < started; i++) {
-        pthread_join(workers[i].thread, NULL);
-        sum += workers[i].gflops;
-    }
+    for (int i = 0; workers && i < threads; i++) workers[i] = (worker){.loop = choose(wide)};
+    bool ran = workers && run_together(threads, work, workers, sizeof *workers);
+    for (int i = 0; i < threads && ran; i++) sum += workers[i].gflops;
     free(workers);
-    return started == threads ? sum : -1;
+    return ran ? sum : -1;
+}
+
+/* ---- threads ---- */
+
+int peak_threads(int threads) {
+    int cpus = attn__cpu_count();
+    return threads < cpus ? threads : cpus;
+}
+
+enum { WAIT, GO, LEAVE };
+
+typedef struct starter {
+    pthread_t thread;
+    const atomic_int *sign;
+    void (*body)(void *);
+    void *arg;
+} starter;
+
+static void *start(void *arg) {
+    const starter *s = arg;
+    while (atomic_load(s->sign) == WAIT) sched_yield();
+    if (atomic_load(s->sign) == GO) s->body(s->arg);
+    return NULL;
+}
+
+bool run_together(int threads, void (*body)(void *), void *args, size_t arg_bytes) {
+    starter *starters = tool_alloc(threads, sizeof *starters);
+    atomic_int sign = WAIT;
+    int started = 0;
+    for (; starters && started < threads; started++) {
+        starter *s = &starters[started];
+        *s = (starter){.sign = &sign, .body = body, .arg = (char *)args + (size_t)started * arg_bytes};
+        if (attn__fault(ATTN_FAULT_THREAD) || pthread_create(&s->thread, NULL, start, s) != 0) break;
+    }
+    atomic_store(&sign, starters && started == threads ? GO : LEAVE);
+    for (int i = 0; i < started; i++) pthread_join(starters[i].thread, NULL);
+    free(starters);
+    return atomic_load(&sign) == GO;
 }

@@ -116,10 +116,25 @@ extern const option options_machine[];
 extern const option options_problem[];
 extern const option options_sizes[];
 
-/* ---- peak (peak.c) ---- */
+/* ---- the two floors: peak.c, memory.c ---- */
 
 /* Measures how many GFLOP/s of fused multiply-adds that many threads reach together; wide: in double. < 0: no threads. */
 double peak_gflops(int threads, bool wide);
+
+/* Measures how many GB/s that many threads together read from memory, past all caches. < 0: no threads, no memory. */
+double read_gb_per_s(int threads);
+
+/* Threads that a floor is measured with: no more than CPUs, where more would take turns, each at full speed. */
+int peak_threads(int threads);
+
+/* body(element) for each of so many elements, each on a thread of its own, once all of them are there. False: they were not. */
+bool run_together(int threads, void (*body)(void *), void *args, size_t arg_bytes);
+
+/* Out of every cache, as far as the CPU lets a program do that. */
+void memory_flush(const void *memory, size_t bytes);
+
+/* Asks for huge pages where this memory has room for them: what is measured is to be reading, not the search for pages. */
+void memory_prefer_huge(void *memory, size_t bytes);
 
 /* ---- time and progress (progress.c) ---- */
 

@@ -42,15 +42,16 @@ bool make_data(tensors *d, const attn_problem *p, uint64_t seed) {
     int64_t q = (int64_t)p->max_q * p->heads_q, kv = (int64_t)p->max_kv * p->heads_kv;
     if (__builtin_mul_overflow(q, p->batch, &q) || __builtin_mul_overflow(kv, p->batch, &kv)) q = kv = -1;
     bool fp8 = p->dtype == ATTN_E4M3 || p->dtype == ATTN_E5M2;
-    attn_dtype out = fp8 ? ATTN_BF16 : p->dtype, lse = attn__wide(p->dtype) ? ATTN_F64 : ATTN_F32;
+    attn_dtype in = p->kv_dtype ? p->kv_dtype : p->dtype, out = fp8 ? ATTN_BF16 : p->dtype,
+               lse = attn__wide(p->dtype) ? ATTN_F64 : ATTN_F32;
     const struct {
         int64_t vectors;
         int32_t dim;
         attn_dtype dtype;
     } rows[TENSORS] = {
-        [T_Q] = {q, p->dim_qk, p->dtype},    [T_K] = {kv, p->dim_qk, p->dtype},  [T_V] = {kv, p->dim_v, p->dtype},
-        [T_O] = {q, p->dim_v, out},          [T_D_O] = {q, p->dim_v, out},       [T_D_Q] = {q, p->dim_qk, p->dtype},
-        [T_D_K] = {kv, p->dim_qk, p->dtype}, [T_D_V] = {kv, p->dim_v, p->dtype}, [T_LSE] = {q, 1, lse},
+        [T_Q] = {q, p->dim_qk, p->dtype}, [T_K] = {kv, p->dim_qk, in},  [T_V] = {kv, p->dim_v, in},
+        [T_O] = {q, p->dim_v, out},       [T_D_O] = {q, p->dim_v, out}, [T_D_Q] = {q, p->dim_qk, p->dtype},
+        [T_D_K] = {kv, p->dim_qk, in},    [T_D_V] = {kv, p->dim_v, in}, [T_LSE] = {q, 1, lse},
     };
     memset(d, 0, sizeof *d);
     for (int i = 0; i < TENSORS; i++) {
@@ -59,6 +60,7 @@ bool make_data(tensors *d, const attn_problem *p, uint64_t seed) {
         d->dtype[i] = rows[i].dtype;
         d->memory[i] = tool_alloc(d->count[i], attn_dtype_size(rows[i].dtype));
         if (!d->memory[i]) return false;
+        memory_prefer_huge(d->memory[i], (size_t)d->count[i] * attn_dtype_size(rows[i].dtype));
         if (i <= T_V || i == T_D_O) fill_random(d->dtype[i], d->memory[i], d->count[i], &seed);
     }
     attn_buffers *f = &d->buffers;

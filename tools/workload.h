@@ -57,4 +57,12 @@ double accuracy_bar(const attn_problem *p, bool gpu);
 /* Of so many numbers, which are sorted. */
 double median(double *numbers, int count);
 
+/* ---- overhead.c ---- */
+
+/*
+ * `attn bench --suite overhead`: what a first call and a small one cost besides the arithmetic. Medians of so many, at
+ * most and by default 31. An exit code.
+ */
+int bench_overhead(const attn_config *config, int repeat, bool json);
+
 #endif

@@ -98,7 +98,10 @@ def test_info_json_agrees_with_the_text():
         assert any(k["op"] == op and k["backend"] == "cpu" and k["available"] for k in info["kernels"])
 
 
-KEYS = "op backend kernel dtype batch heads_q heads_kv dim seqlen_q seqlen_kv causal threads ms gflops gb_per_s peak_fraction"
+KEYS = (
+    "op backend kernel dtype kv_dtype batch heads_q heads_kv dim seqlen_q seqlen_kv causal threads ms gflops gb_per_s "
+    "peak_gflops peak_fraction read_gb_per_s read_fraction"
+)
 
 
 def test_bench_json_has_exactly_the_keys():
@@ -111,6 +114,10 @@ def test_bench_json_has_exactly_the_keys():
         assert list(line) == KEYS.split()
         assert line["heads_q"] == 4 and line["heads_kv"] == 2 and line["causal"] is True and line["threads"] == 2
         assert line["ms"] > 0 and 0 < line["peak_fraction"] < 1.5
+        assert line["peak_fraction"] == pytest.approx(line["gflops"] / line["peak_gflops"], rel=1e-4)
+        # No machine reads a terabyte a second with two threads, and none that runs this less than 0.1 GB.
+        assert 0.1 < line["read_gb_per_s"] < 1000
+        assert line["read_fraction"] == pytest.approx(line["gb_per_s"] / line["read_gb_per_s"], rel=1e-4)
     assert (lines[1]["seqlen_q"], lines[1]["seqlen_kv"]) == (1, 128)
     # Work is counted by pairs that the mask allows: 64*65/2 of them, and one row of 128.
     for line, pairs in zip(lines, (64 * 65 / 2, 128)):
@@ -126,6 +133,44 @@ def test_bench_check_adds_an_error(op):
     assert [line["dtype"] for line in lines] == ["f32", "f16", "bf16", "f64"]
     for line in lines:
         assert list(line) == KEYS.split() + ["error"] and 0 <= line["error"] < 2.3e-3
+
+
+def test_bench_kv_dtype_counts_its_bytes():
+    args = ["--heads", "4/2", "--dim", "32", "--seqlen", "3/256", "--repeat", "3", "--cold", "--check", "--backend", "cpu"]
+    done = call("bench", "--json", "--dtype", "f32,bf16", "--kv-dtype", "f32,f16,i8", *args)
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [(x["dtype"], x["kv_dtype"]) for x in lines] == [(a, b) for a in ("f32", "bf16") for b in ("f32", "f16", "i8")]
+    size = {"f32": 4, "f16": 2, "bf16": 2, "i8": 1}
+    for line in lines:
+        assert line["cold"] is True and line["error"] < 2.3e-3
+        rows, keys = 3 * 4 * 32, 256 * 2 * 32  # q and o, and lse; k and v
+        wanted = 2 * rows * size[line["dtype"]] + 2 * keys * size[line["kv_dtype"]] + 4 * 3 * 4
+        assert line["gb_per_s"] * line["ms"] * 1e6 == pytest.approx(wanted, rel=1e-4)
+    done = call("bench", "--op", "backward", "--kv-dtype", "bf16", "--check", "--seqlen", "64", "--repeat", "1")
+    assert done.returncode == 0 and " f32/bf16 " in done.stdout, done.stderr
+
+
+def test_bench_table_says_what_the_shares_are_of():
+    done = call("bench", "--heads", "2", "--seqlen", "64", "--repeat", "1", "--threads", "1", "--backend", "cpu")
+    assert done.returncode == 0, done.stderr
+    head, row, floors = done.stdout.splitlines()
+    assert head.split()[-4:] == ["GFLOP/s", "peak", "GB/s", "read"]
+    gflops, peak, rate, read = row.split()[-4:]
+    found = re.fullmatch(r"measured here, 1 thread: ([0-9.]+) GFLOP/s f32, ([0-9.]+) GB/s read", floors)
+    assert abs(float(gflops) / float(found[1]) - int(peak[:-1]) / 100) < 0.01
+    assert abs(float(rate) / float(found[2]) - int(read[:-1]) / 100) < 0.02
+
+
+def test_bench_overhead():
+    done = call("bench", "--suite", "overhead", "--json", "--threads", "2")
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [line["what"].split()[0] for line in lines[:3]] == ["first", "first", "a"]
+    assert all(line["us"] > 0 and line["threads"] == 2 for line in lines)
+    assert (lines[2]["rows"], lines[2]["keys"], lines[2]["heads"], lines[2]["dim"]) == (1, 1, 1, 64)
+    assert len(call("bench", "--suite", "overhead").stdout.splitlines()) == len(lines)
+    assert call("bench", "--suite", "overhead", "--backend", "cuda").returncode == 2
 
 
 def test_demo_suite_is_a_table_over_backends():
