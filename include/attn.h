@@ -361,7 +361,7 @@ typedef struct attn_tile {
     int32_t row, rows;  /* query rows [row, row + rows) */
     int32_t col, cols;  /* keys [col, col + cols) */
     int32_t tile_class; /* 0: skipped (nothing allowed), 1: full (all allowed, no mask work), 2: partial */
-    int32_t order;      /* place of its query tile in the work list, 0 first */
+    int32_t order;      /* place of its query tile in the work list, 0 first; tiles that are worked together share it */
     int32_t chunk;      /* KV chunk that it belongs to; all 0 where the rows are not split */
 } attn_tile;
 

@@ -118,7 +118,7 @@ static void gradients(const attn_rows *t, scratch *m, int32_t j0, int32_t keys, 
     const attn_problem *p = t->p;
     real *slope = with_slope && p->softcap > 0 ? m->slope : NULL;
     probabilities(t, m, j0, keys, class, slope, total);
-    REAL(tile_dots)(t, m->d_s, m->v, t->dim_v, m->d_o_t, p->dim_v, keys);
+    t->micro->dots(m->d_s, t->width, m->v, t->dim_v, m->d_o_t, keys, p->dim_v);
     if (p->dropout > 0) REAL(tile_drop)(t, m->d_s, j0, keys);
     t->micro->d_scores(m->d_s, m->p, slope, keys, t->width, m->delta, (real)(1 / (1 - p->dropout)));
 }

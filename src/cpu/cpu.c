@@ -10,7 +10,7 @@
 #include "work.h"
 
 /* Both number types of what tile.h declares for one. */
-int64_t attn__fwd_scratch_f64(const attn_problem *p);
+int64_t attn__fwd_scratch_f64(const attn_plan *plan);
 int64_t attn__bwd_scratch_f64(const attn_problem *p);
 void attn__fwd_unit_f64(const attn_plan *plan, const attn_buffers *f, const attn_unit *unit, int32_t h, int32_t slot);
 void attn__fwd_fold_f64(const attn_plan *plan, const attn_buffers *f, int32_t b, int32_t h, int32_t slot);
@@ -75,8 +75,8 @@ static bool may_be_in_double(const attn_problem *p) {
     return p->dtype == ATTN_F64 || (p->dtype == ATTN_F32 && may_be_short);
 }
 
-int64_t attn__fwd_scratch(const attn_problem *p) { /* double takes the more of it */
-    return may_be_in_double(p) ? attn__fwd_scratch_f64(p) : attn__fwd_scratch_f32(p);
+int64_t attn__fwd_scratch(const attn_plan *plan) { /* double takes the more of it */
+    return may_be_in_double(&plan->problem) ? attn__fwd_scratch_f64(plan) : attn__fwd_scratch_f32(plan);
 }
 
 int64_t attn__bwd_scratch(const attn_problem *p) {
@@ -108,10 +108,22 @@ static void limit_threads(attn_plan *plan) {
     if (plan->slots > most) plan->slots = most > 1 ? (int32_t)most : 1;
 }
 
+/*
+ * Loading keys, which converts and packs them, costs a fifth of the arithmetic of one tile; a strip shares it. Shorter strips
+ * where threads would have to wait for the last long one. No result depends on it.
+ */
+static void choose_strip(attn_plan *plan) {
+    const attn_problem *p = &plan->problem;
+    enum { UNITS_PER_THREAD = 8 };
+    int64_t tiles = (int64_t)p->batch * p->heads_q * attn__ceil_div(p->max_q, ATTN_TILE_ROWS);
+    plan->strip = p->op == ATTN_FORWARD && !attn__is_short(p->max_q) ? ATTN_STRIP : 1;
+    while (plan->strip > 1 && tiles / plan->strip < UNITS_PER_THREAD * (int64_t)plan->slots) plan->strip /= 2;
+}
+
 static attn_status lay_out(attn_plan *plan) {
     const attn_problem *p = &plan->problem;
     bool forward = p->op == ATTN_FORWARD;
-    int64_t scratch = forward ? attn__fwd_scratch(p) : attn__bwd_scratch(p);
+    int64_t scratch = forward ? attn__fwd_scratch(plan) : attn__bwd_scratch(p);
     int64_t ranges = (int64_t)p->batch * p->flashmask_heads * attn__ceil_div(p->max_kv, ATTN_TILE_COLS);
     int64_t lse = p->flags & ATTN_VARLEN_Q ? p->heads_q * p->total_q : (int64_t)p->batch * p->heads_q * p->max_q;
     bool fits = attn__plan_reserve(plan, CPU_UNITS, attn__work_rows_most(plan), sizeof(attn_unit)) &&
@@ -130,6 +142,7 @@ static attn_status plan_cpu(attn_plan *plan) {
     attn__plan_say(plan, "kernel: %s\n", plan->kernel->name);
     if (plan->problem.op == ATTN_KV_APPEND) return ATTN_OK;
     choose_split(plan);
+    choose_strip(plan);
     limit_threads(plan);
     attn__plan_say(plan, "threads: %d\n", plan->slots);
     attn__plan_say(plan, "tiles: %d rows x %d keys\n", ATTN_TILE_ROWS, ATTN_TILE_COLS);
@@ -146,15 +159,15 @@ typedef struct job {
     const attn_plan *plan;
     const attn_buffers *f;
     const attn_unit *units;
+    int64_t count; /* of units */
 } job;
 
 static bool in_double(const job *j, int32_t b) { return attn__sequence_in_double(j->plan, j->f, b); }
 
 static void work_unit(void *arg, int64_t index, int32_t slot) {
     const job *j = arg;
-    int32_t heads = j->plan->problem.heads_q;
-    const attn_unit *unit = &j->units[index / heads];
-    (in_double(j, unit->b) ? attn__fwd_unit_f64 : attn__fwd_unit_f32)(j->plan, j->f, unit, (int32_t)(index % heads), slot);
+    const attn_unit *unit = &j->units[index % j->count]; /* head by head: its keys may still be near */
+    (in_double(j, unit->b) ? attn__fwd_unit_f64 : attn__fwd_unit_f32)(j->plan, j->f, unit, (int32_t)(index / j->count), slot);
 }
 
 static void fold_sequence(void *arg, int64_t index, int32_t slot) {
@@ -165,11 +178,11 @@ static void fold_sequence(void *arg, int64_t index, int32_t slot) {
 
 static attn_status forward(const attn_plan *plan, const attn_buffers *f) {
     attn_unit *units = attn__part(plan, f, CPU_UNITS);
-    job j = {plan, f, units};
+    job j = {plan, f, units, 0};
     const attn_problem *p = &plan->problem;
     RETURN_IF_ERROR(attn__work_flash(plan, f));
-    int64_t count = attn__work_rows(plan, f, units);
-    RETURN_IF_ERROR(attn__parallel(plan->context, plan->slots, count * p->heads_q, work_unit, &j));
+    j.count = attn__work_rows(plan, f, units);
+    RETURN_IF_ERROR(attn__parallel(plan->context, plan->slots, j.count * p->heads_q, work_unit, &j));
     if (plan->partials > 0)
         RETURN_IF_ERROR(attn__parallel(plan->context, plan->slots, (int64_t)p->batch * p->heads_q, fold_sequence, &j));
     if (!f->probs.data) return ATTN_OK;
@@ -192,13 +205,16 @@ static int visit_unit(const attn_plan *plan, const attn_buffers *f, const attn_u
                       int (*visit)(void *user, const attn_tile *tile), void *user) {
     attn_seq s = attn__seq(&plan->problem, f, unit->b);
     attn_mask mask = attn__seq_mask(&plan->problem, &s);
-    for (int32_t j0 = 0; j0 < s.sk; j0 += ATTN_TILE_COLS) {
-        int32_t keys = attn__min32(ATTN_TILE_COLS, s.sk - j0);
+    int32_t row_tiles = (unit->rows + ATTN_TILE_ROWS - 1) / ATTN_TILE_ROWS;
+    for (int64_t n = 0; n < attn__ceil_div(s.sk, ATTN_TILE_COLS) * row_tiles; n++) {
+        int32_t j0 = (int32_t)(n / row_tiles) * ATTN_TILE_COLS, keys = attn__min32(ATTN_TILE_COLS, s.sk - j0);
+        int32_t i0 = unit->row + (int32_t)(n % row_tiles) * ATTN_TILE_ROWS;
+        int32_t rows = attn__min32(ATTN_TILE_ROWS, unit->row + unit->rows - i0);
         int32_t chunk = attn__is_short(s.sq) ? j0 / ATTN_CHUNK : 0;
         if (unit->chunk >= 0 && chunk != unit->chunk) continue;
-        attn_tile tile = {.row = unit->row, .rows = unit->rows, .col = j0, .cols = keys, .order = order, .chunk = chunk};
+        attn_tile tile = {.row = i0, .rows = rows, .col = j0, .cols = keys, .order = order, .chunk = chunk};
         const attn_flash_range *range = attn__work_range(plan, f, unit->b, kv_head, j0 / ATTN_TILE_COLS);
-        tile.tile_class = attn__mask_tile(&mask, unit->row, unit->row + unit->rows, j0, j0 + keys, range);
+        tile.tile_class = attn__mask_tile(&mask, i0, i0 + rows, j0, j0 + keys, range);
         int stop = visit(user, &tile);
         if (stop) return stop;
     }

@@ -20,9 +20,16 @@ typedef struct state {
     real *sum; /* [width] */
 } state;
 
+/* A tile of a strip. */
+typedef struct member {
+    attn_rows t;
+    real *q; /* as tile_load_q leaves it */
+    state now;
+} member;
+
 /* One thread's memory. */
 typedef struct scratch {
-    real *q;           /* as tile_load_q leaves it */
+    real *q;           /* of all tiles of the strip, as `now` is */
     real *k, *v, *s;   /* [cols][dim_qk], [cols][dim_v], [cols][width] */
     real *guard, *row; /* see tile_gemm; one row or column of anything */
     real *alpha;       /* [width] */
@@ -30,18 +37,26 @@ typedef struct scratch {
 } scratch;
 
 /* Lays the scratch out from `at`, or only counts when at is NULL. Returns the number of reals. */
-static int64_t lay_out(scratch *m, real *at, const attn_problem *p) {
+static int64_t lay_out(scratch *m, real *at, const attn_plan *plan) {
+    const attn_problem *p = &plan->problem;
+    const int64_t rows = plan->strip * ATTN_TILE_ROWS;
     int64_t qk = attn__pad(p->dim_qk), v = attn__pad(p->dim_v), most = qk > v ? qk : v, used = 0;
     const struct {
         real **field;
         int64_t count;
     } fields[] = {
-        {&m->q, qk * ATTN_TILE_ROWS},       {&m->k, qk * ATTN_TILE_COLS},
-        {&m->v, v * ATTN_TILE_COLS},        {&m->s, ATTN_TILE_COLS * ATTN_TILE_ROWS},
-        {&m->guard, most * ATTN_TILE_ROWS}, {&m->row, most + ATTN_TILE_COLS},
-        {&m->alpha, ATTN_TILE_ROWS},        {&m->now.o, v * ATTN_TILE_ROWS},
-        {&m->now.max, ATTN_TILE_ROWS},      {&m->now.sum, ATTN_TILE_ROWS},
-        {&m->folded.o, v * ATTN_TILE_ROWS}, {&m->folded.max, ATTN_TILE_ROWS},
+        {&m->q, qk * rows},
+        {&m->k, qk * ATTN_TILE_COLS},
+        {&m->v, v * ATTN_TILE_COLS},
+        {&m->s, ATTN_TILE_COLS * ATTN_TILE_ROWS},
+        {&m->guard, most * ATTN_TILE_ROWS},
+        {&m->row, most + ATTN_TILE_COLS},
+        {&m->alpha, ATTN_TILE_ROWS},
+        {&m->now.o, v * rows},
+        {&m->now.max, rows},
+        {&m->now.sum, rows},
+        {&m->folded.o, v * ATTN_TILE_ROWS},
+        {&m->folded.max, ATTN_TILE_ROWS},
         {&m->folded.sum, ATTN_TILE_ROWS},
     };
     for (size_t n = 0; n < sizeof fields / sizeof fields[0]; n++) {
@@ -51,12 +66,12 @@ static int64_t lay_out(scratch *m, real *at, const attn_problem *p) {
     return used;
 }
 
-int64_t REAL(fwd_scratch)(const attn_problem *p) {
+int64_t REAL(fwd_scratch)(const attn_plan *plan) {
     scratch unused;
-    return lay_out(&unused, NULL, p) * (int64_t)sizeof(real);
+    return lay_out(&unused, NULL, plan) * (int64_t)sizeof(real);
 }
 
-static void clear(const attn_rows *t, state *st) {
+static void clear(const attn_rows *t, const state *st) {
     memset(st->o, 0, (size_t)t->rows * (size_t)t->dim_v * sizeof(real));
     for (int32_t r = 0; r < t->width; r++) {
         st->max[r] = (real)-INFINITY;
@@ -84,29 +99,41 @@ static void fold(const attn_rows *t, state *to, const state *part) {
     }
 }
 
-/* Keys [first, end) of the tile's rows, into m->now. */
-static void work_keys(const attn_rows *t, scratch *m, int32_t first, int32_t end) {
-    clear(t, &m->now);
+/* One tile of keys, which are loaded unless the rows are narrow. */
+static void work_tile(const member *x, scratch *m, int32_t j0, int32_t keys, int class) {
+    const attn_rows *t = &x->t;
+    if (t->narrow)
+        REAL(tile_narrow_scores)(t, m->s, x->q, j0, keys, class, m->k, m->row);
+    else
+        REAL(tile_scores)(t, m->s, NULL, NULL, x->q, m->k, j0, keys, class, m->row);
+    t->micro->softmax(m->s, keys, t->width, x->now.max, x->now.sum, m->alpha);
+    if (t->p->dropout > 0) REAL(tile_drop)(t, m->s, j0, keys);
+    for (int32_t r = 0; r < t->rows; r++) {
+        if (m->alpha[r] != 1) t->micro->scale(x->now.o + (int64_t)r * t->dim_v, t->dim_v, m->alpha[r]);
+    }
+    if (t->narrow)
+        REAL(tile_narrow_gemm)(t, x->now.o, m->s, j0, keys, class, m->v);
+    else
+        REAL(tile_gemm)(t, x->now.o, t->dim_v, m->s, m->v, t->dim_v, t->dim_v, j0, keys, false, class);
+}
+
+/* Keys [first, end) of the rows of a strip. */
+static void work_keys(const member *strip, int32_t count, scratch *m, int32_t first, int32_t end) {
+    for (int32_t n = 0; n < count; n++) clear(&strip[n].t, &strip[n].now);
     for (int32_t j0 = first / ATTN_TILE_COLS * ATTN_TILE_COLS; j0 < end; j0 += ATTN_TILE_COLS) {
-        int32_t keys = attn__min32(ATTN_TILE_COLS, t->mask.sk - j0);
-        int class = REAL(tile_class)(t, j0, keys);
-        if (class == ATTN_TILE_SKIP) continue;
-        if (t->narrow) {
-            REAL(tile_narrow_scores)(t, m->s, m->q, j0, keys, class, m->k, m->row);
-        } else {
-            REAL(tile_load_k)(t, m->k, j0, keys);
-            REAL(tile_scores)(t, m->s, NULL, NULL, m->q, m->k, j0, keys, class, m->row);
-        }
-        t->micro->softmax(m->s, keys, t->width, m->now.max, m->now.sum, m->alpha);
-        if (t->p->dropout > 0) REAL(tile_drop)(t, m->s, j0, keys);
-        for (int32_t r = 0; r < t->rows; r++) {
-            if (m->alpha[r] != 1) t->micro->scale(m->now.o + (int64_t)r * t->dim_v, t->dim_v, m->alpha[r]);
-        }
-        if (t->narrow) {
-            REAL(tile_narrow_gemm)(t, m->now.o, m->s, j0, keys, class, m->v);
-        } else {
-            REAL(tile_load_v)(t, m->v, j0, keys);
-            REAL(tile_gemm)(t, m->now.o, t->dim_v, m->s, m->v, t->dim_v, t->dim_v, j0, keys, false, class);
+        int32_t keys = attn__min32(ATTN_TILE_COLS, strip->t.mask.sk - j0);
+        bool loaded = strip->t.narrow;
+        for (int32_t n = 0; n < count; n++) {
+            int class = REAL(tile_class)(&strip[n].t, j0, keys);
+            if (class == ATTN_TILE_SKIP) continue;
+            if (!loaded) {
+                REAL(tile_load_k)(&strip->t, m->k, j0, keys);
+                REAL(tile_load_v)(&strip->t, m->v, j0, keys);
+                loaded = true;
+            }
+            int32_t share = ATTN_TILE_COLS / count, ask = j0 + ATTN_TILE_COLS + n * share;
+            if (ask + share <= end && count > 1) REAL(tile_ask)(&strip->t, ask, share);
+            work_tile(&strip[n], m, j0, keys, class);
         }
     }
 }
@@ -158,7 +185,7 @@ static void keep_partial(const attn_rows *t, const state *st, int32_t chunk) {
 }
 
 static void thread_scratch(const attn_rows *t, int32_t slot, scratch *m) {
-    lay_out(m, (real *)((char *)attn__part(t->plan, t->f, CPU_SCRATCH) + slot * attn__fwd_scratch(t->p)), t->p);
+    lay_out(m, (real *)((char *)attn__part(t->plan, t->f, CPU_SCRATCH) + slot * attn__fwd_scratch(t->plan)), t->plan);
 }
 
 /* Second pass of a split run: all rows of one sequence and head. */
@@ -184,33 +211,59 @@ void REAL(fwd_fold)(const attn_plan *plan, const attn_buffers *f, int32_t b, int
 
 /* ---- the kernel ---- */
 
+/* What comes of a tile that has been set up. */
+static void begin(member *x, scratch *m, int32_t place) {
+    int64_t row = (int64_t)place * ATTN_TILE_ROWS;
+    x->q = m->q + row * x->t.dim_qk;
+    x->now = (state){m->now.o + row * x->t.dim_v, m->now.max + row, m->now.sum + row};
+    x->t.guard = m->guard;
+    REAL(tile_load_q)(&x->t, x->q, m->row);
+}
+
+/* A unit of a long sequence: a strip, which the first of its heads works. */
+static void work_strip(const attn_plan *plan, const attn_buffers *f, const attn_unit *unit, int32_t h, int32_t slot) {
+    member strip[ATTN_STRIP];
+    scratch m;
+    int32_t group = plan->problem.heads_q / plan->problem.heads_kv, fit = attn__strip_heads(plan), count = 0, first, end;
+    if (h % group % fit != 0) return;
+    for (int32_t n = h; n < h + attn__min32(fit, group - h % group); n++) {
+        for (int32_t i = 0; i < unit->rows; i += ATTN_TILE_ROWS, count++) {
+            attn_unit tile = {unit->b, unit->row + i, attn__min32(ATTN_TILE_ROWS, unit->rows - i), -1};
+            REAL(tile_make)(&strip[count].t, plan, f, &tile, n, false);
+            if (count == 0) thread_scratch(&strip->t, slot, &m);
+            begin(&strip[count], &m, count);
+        }
+    }
+    attn__mask_rows(&strip->t.mask, unit->row, unit->row + unit->rows, &first, &end);
+    work_keys(strip, count, &m, first, end);
+    for (int32_t n = 0; n < count; n++) finish(&strip[n].t, &strip[n].now);
+}
+
 void REAL(fwd_unit)(const attn_plan *plan, const attn_buffers *f, const attn_unit *unit, int32_t h, int32_t slot) {
-    attn_rows t;
+    member x;
     scratch m;
     int32_t first, end;
-    if (!REAL(tile_make)(&t, plan, f, unit, h, true)) return;
-    thread_scratch(&t, slot, &m);
-    t.guard = m.guard;
-    t.narrow = t.micro->narrow_dots && attn__is_narrow(&t.s);
-    REAL(tile_load_q)(&t, m.q, m.row);
-    attn__mask_rows(&t.mask, t.i0, t.i0 + t.count, &first, &end);
-    if (!attn__is_short(t.s.sq)) {
-        work_keys(&t, &m, first, end);
-        finish(&t, &m.now);
+    if (!attn__is_short(attn__seq(&plan->problem, f, unit->b).sq)) {
+        work_strip(plan, f, unit, h, slot);
         return;
     }
+    if (!REAL(tile_make)(&x.t, plan, f, unit, h, true)) return;
+    thread_scratch(&x.t, slot, &m);
+    x.t.narrow = x.t.micro->narrow_dots && attn__is_narrow(&x.t.s);
+    begin(&x, &m, 0);
+    attn__mask_rows(&x.t.mask, x.t.i0, x.t.i0 + x.t.count, &first, &end);
     if (unit->chunk >= 0) {
         int32_t chunk = unit->chunk * ATTN_CHUNK;
-        work_keys(&t, &m, attn__max32(first, chunk), attn__min32(end, chunk + ATTN_CHUNK));
-        keep_partial(&t, &m.now, unit->chunk);
+        work_keys(&x, 1, &m, attn__max32(first, chunk), attn__min32(end, chunk + ATTN_CHUNK));
+        keep_partial(&x.t, &x.now, unit->chunk);
         return;
     }
-    clear(&t, &m.folded);
+    clear(&x.t, &m.folded);
     while (first < end) {
         int32_t stop = attn__min32(end, (first / ATTN_CHUNK + 1) * ATTN_CHUNK);
-        work_keys(&t, &m, first, stop);
-        fold(&t, &m.folded, &m.now);
+        work_keys(&x, 1, &m, first, stop);
+        fold(&x.t, &m.folded, &x.now);
         first = stop;
     }
-    finish(&t, &m.folded);
+    finish(&x.t, &m.folded);
 }

@@ -79,9 +79,40 @@ INLINE vreal load_any(const bool single, const void *p, int64_t at) {
 
 INLINE vreal splat(real x) { return x - (vreal){0}; }
 INLINE vreal pick(vint mask, vreal a, vreal b) { return (vreal)((mask & (vint)a) | (~mask & (vint)b)); }
-INLINE vreal larger(vreal a, vreal b) { return pick(a > b, a, b); }
+
+/* a where it is larger than b, otherwise (NaN too) b. */
+INLINE vreal larger(vreal a, vreal b) {
+#if defined(ATTN_REAL_F64)
+    return pick(a > b, a, b);
+#elif defined(__AVX512F__)
+    return _mm512_max_ps(a, b);
+#elif defined(__AVX2__)
+    return _mm256_max_ps(a, b);
+#else
+    return pick(a > b, a, b);
+#endif
+}
 
 /* ---- products ---- */
+
+#if defined(__AVX512F__)
+#include "block_avx512.h"
+#define BY_HAND(mr) block_##mr((char *)c, ldc * B, (const char *)a, row * B, col * B, (const char *)b, ldb * B, k, accumulate)
+INLINE bool block_by_hand(const int mr, const int nv, const bool single, real *c, int64_t ldc, const real *a, int64_t row,
+                          int64_t col, const real *b, int64_t ldb, int32_t k, bool accumulate) {
+    const int64_t B = sizeof(real);
+    if (nv != NV || (single && sizeof(real) != sizeof(float)) || k <= 0) return false;
+    switch (mr) {
+    case 6: BY_HAND(6); break;
+    case 5: BY_HAND(5); break;
+    case 4: BY_HAND(4); break;
+    case 3: BY_HAND(3); break;
+    case 2: BY_HAND(2); break;
+    default: BY_HAND(1); break;
+    }
+    return true;
+}
+#endif
 
 /*
  * mr x nv vectors of the product stay in registers over the whole of k. They start from zero and meet c only at the end: a sum
@@ -89,6 +120,9 @@ INLINE vreal larger(vreal a, vreal b) { return pick(a > b, a, b); }
  */
 INLINE void block(const int mr, const int nv, const bool single, real *c, int64_t ldc, const real *a, int64_t row,
                   int64_t col, const void *b, int64_t at, int64_t ldb, int32_t k, bool accumulate) {
+#if defined(__AVX512F__)
+    if (block_by_hand(mr, nv, single, c, ldc, a, row, col, (const real *)b + at, ldb, k, accumulate)) return;
+#endif
     vreal acc[MR][NV];
     UNROLL for (int i = 0; i < mr; i++) { UNROLL for (int v = 0; v < nv; v++) acc[i][v] = (vreal){0}; }
     for (int32_t n = 0; n < k; n++) {
@@ -134,6 +168,58 @@ INLINE void product(const bool single, real *c, int64_t ldc, const real *a, int6
 static void micro_gemm(real *c, int64_t ldc, const real *a, int64_t row, int64_t col, const real *b, int64_t ldb, int32_t m,
                        int32_t n, int32_t k, bool accumulate) {
     product(false, c, ldc, a, row, col, b, ldb, m, n, k, accumulate);
+}
+
+/* ---- dot products ---- */
+
+enum { BLOCK = 16, GROUP = 64 };
+
+/*
+ * mr keys against nv vectors of rows. What waits to be added, the first groups and the one at hand, lies at distances that the
+ * compiler knows, not in s.
+ */
+INLINE void dots_block(const int mr, const int nv, real *s, int32_t width, const real *k, int64_t ldk, const real *q_t,
+                       int32_t dim) {
+    real waiting[2][MR * NV * VL] __attribute__((aligned(64)));
+    int32_t first = 0;
+    do {
+        int32_t end = first + GROUP < dim ? first + GROUP : dim, n = first;
+        real *group = waiting[first > 0];
+        do {
+            block(mr, nv, false, group, NV * VL, k + n, ldk, 1, q_t, (int64_t)n * width, width, end - n < BLOCK ? end - n : BLOCK,
+                  n > first);
+        } while ((n += BLOCK) < end);
+        for (int i = 0; first > 0 && end < dim && i < mr; i++) {
+            for (int at = i * NV * VL; at < (i * NV + nv) * VL; at += VL)
+                store(waiting[0] + at, load(waiting[0] + at) + load(waiting[1] + at));
+        }
+    } while ((first += GROUP) < dim);
+    UNROLL for (int i = 0; i < mr; i++) {
+        UNROLL for (int v = 0; v < nv; v++) {
+            int at = (i * NV + v) * VL;
+            vreal sum = load(waiting[0] + at);
+            store(s + i * width + v * VL, dim > GROUP ? sum + load(waiting[1] + at) : sum);
+        }
+    }
+}
+
+INLINE void dots_panel(const int nv, real *s, int32_t width, const real *k, int64_t ldk, const real *q_t, int32_t keys,
+                       int32_t dim) {
+    for (; keys >= MR; keys -= MR, s += MR * width, k += MR * ldk) dots_block(MR, nv, s, width, k, ldk, q_t, dim);
+    switch (keys) {
+    case 5: dots_block(5, nv, s, width, k, ldk, q_t, dim); break;
+    case 4: dots_block(4, nv, s, width, k, ldk, q_t, dim); break;
+    case 3: dots_block(3, nv, s, width, k, ldk, q_t, dim); break;
+    case 2: dots_block(2, nv, s, width, k, ldk, q_t, dim); break;
+    case 1: dots_block(1, nv, s, width, k, ldk, q_t, dim); break;
+    default: break;
+    }
+}
+
+static void micro_dots(real *s, int32_t width, const real *k, int64_t ldk, const real *q_t, int32_t keys, int32_t dim) {
+    int32_t r = 0;
+    for (; r + NV * VL <= width; r += NV * VL) dots_panel(NV, s + r, width, k, ldk, q_t + r, keys, dim);
+    for (; r < width; r += VL) dots_panel(1, s + r, width, k, ldk, q_t + r, keys, dim);
 }
 
 /* ---- products of few rows ---- */
@@ -347,8 +433,12 @@ INLINE vreal exp_of(vreal x, const bool with_rest, vreal rest) {
     y = y * f + 4.99999934478e-1f;
     y = y * f + 1.0f;
     y = y * f + 1.0f;
+#if defined(__AVX512F__)
+    return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, splat(-87.336544f), _CMP_NLT_UQ), y, n);
+#else
     y = (vreal)((vbits)y + ((vbits)shifted << 23)); /* unsigned: it wraps for what is set to 0 below */
     return (vreal)(~(vint)(x < splat(-87.336544f)) & (vint)(y + (x - x)));
+#endif
 }
 
 /*
@@ -528,6 +618,7 @@ static bool micro_finite(const real *x, int64_t n) {
 extern const attn_micro TABLE_NAME(ATTN_ISA);
 const attn_micro TABLE_NAME(ATTN_ISA) = {
     .gemm = micro_gemm,
+    .dots = micro_dots,
 #ifdef ATTN_REAL_F64
     .narrow_dots = micro_narrow_dots,
     .chain_dots = micro_chain_dots,

@@ -28,6 +28,12 @@ typedef struct REAL(micro) {
                  int32_t n, int32_t k, bool accumulate);
 
     /*
+     * s[key][row] = dot product of k's row `key` [ldk] and column `row` of q_t [dim][width], dim as it is. Short sums keep the
+     * rounding error small: BLOCK dims are summed before they meet the rest of their GROUP, and that before it meets the rest.
+     */
+    void (*dots)(real *s, int32_t width, const real *k, int64_t ldk, const real *q_t, int32_t keys, int32_t dim);
+
+    /*
      * For few rows. s[key][row] = dot product of a key's row and q[row][ldq], dim a multiple of ATTN_LANES; 0 in the padding of
      * width. Dims lie in lanes: nothing is spent on rows that are not there. The order of a sum depends on dim alone.
      */

@@ -105,6 +105,23 @@ void REAL(tile_load_v)(const attn_rows *t, real *v, int32_t j0, int32_t keys) {
     load_kv(t, v, &t->f->v, t->p->dim_v, t->dim_v, j0, keys);
 }
 
+/* Asks for rows of k or v, so that they are near when they are loaded. */
+static void ask_for(const attn_rows *t, const attn_tensor *of, int32_t dim, int32_t j0, int32_t keys) {
+    enum { LINE = 64 };
+    const attn_problem *p = t->p;
+    int64_t size = (int64_t)attn_dtype_size(p->kv_dtype);
+    for (int32_t j = j0; j < j0 + keys; j++) {
+        const char *row =
+            (const char *)of->data + attn__kv_offset(p, t->f, of, &t->s, t->s.leftpad + j, t->kv_head) * size;
+        for (int64_t byte = 0; byte < dim * size; byte += LINE) __builtin_prefetch(row + byte, 0, 2);
+    }
+}
+
+void REAL(tile_ask)(const attn_rows *t, int32_t j0, int32_t keys) {
+    ask_for(t, &t->f->k, t->p->dim_qk, j0, keys);
+    ask_for(t, &t->f->v, t->p->dim_v, j0, keys);
+}
+
 /* Rows of k or v where they lie, if the micro-kernels can read them there; otherwise loaded into room. */
 static attn_panel view(const attn_rows *t, const attn_tensor *of, int32_t dim, int32_t j0, int32_t keys, real *room) {
     const attn_problem *p = t->p;
@@ -160,23 +177,6 @@ static void apply_mask(const attn_rows *t, real *s, int32_t j0, int32_t keys) {
     }
 }
 
-void REAL(tile_dots)(const attn_rows *t, real *s, const real *x, int64_t ldx, const real *y_t, int32_t dim, int32_t keys) {
-    /*
-     * Short sums keep the rounding error small: BLOCK dims are summed before they meet the rest of their GROUP, and that before it
-     * meets the rest. With more dims than a group there is room for a tile of scores in the guard.
-     */
-    enum { BLOCK = 16, GROUP = 64 };
-    for (int32_t first = 0; first < dim; first += GROUP) {
-        real *to = first > 0 ? t->guard : s;
-        for (int32_t n = first; n < attn__min32(dim, first + GROUP); n += BLOCK) {
-            int32_t dims = attn__min32(BLOCK, dim - n);
-            t->micro->gemm(to, t->width, x + n, ldx, 1, y_t + (int64_t)n * t->width, t->width, keys, t->width, dims,
-                           n > first);
-        }
-        if (first > 0) t->micro->add(s, to, keys * t->width);
-    }
-}
-
 /* From dot products to scores. */
 static void adjust(const attn_rows *t, real *s, real *slope, real *rest, int32_t j0, int32_t keys, int tile_class,
                    real *scratch) {
@@ -189,7 +189,7 @@ static void adjust(const attn_rows *t, real *s, real *slope, real *rest, int32_t
 
 void REAL(tile_scores)(const attn_rows *t, real *s, real *slope, real *rest, const real *q_t, const real *k, int32_t j0,
                        int32_t keys, int tile_class, real *scratch) {
-    REAL(tile_dots)(t, s, k, t->dim_qk, q_t, t->p->dim_qk, keys);
+    t->micro->dots(s, t->width, k, t->dim_qk, q_t, keys, t->p->dim_qk);
     adjust(t, s, slope, rest, j0, keys, tile_class, scratch);
 }
 

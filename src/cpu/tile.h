@@ -28,7 +28,7 @@ typedef struct REAL(tile) {
     real slope[ATTN_TILE_ROWS]; /* of ALiBi */
     int32_t dim_qk, dim_v;      /* padded to ATTN_LANES: distance of rows in scratch */
     attn_philox dropout;
-    real *guard; /* scratch of tile_gemm and tile_dots: ATTN_TILE_ROWS rows of the larger dim */
+    real *guard; /* scratch of tile_gemm: ATTN_TILE_ROWS rows of the larger dim */
 } REAL(tile);
 
 typedef REAL(tile) attn_rows;
@@ -51,11 +51,11 @@ void REAL(tile_load_rows)(const attn_rows *t, real *x, real *x_t, const attn_ten
 void REAL(tile_load_k)(const attn_rows *t, real *k, int32_t j0, int32_t keys);
 void REAL(tile_load_v)(const attn_rows *t, real *v, int32_t j0, int32_t keys);
 
+/* Asks for these keys and values, which will be loaded later. */
+void REAL(tile_ask)(const attn_rows *t, int32_t j0, int32_t keys);
+
 /* Class of the tile against keys [j0, j0 + keys), of which j0 is a multiple of ATTN_TILE_COLS. */
 int REAL(tile_class)(const attn_rows *t, int32_t j0, int32_t keys);
-
-/* Dot products of keys' rows x [keys][ldx] with the tile's rows y_t [dim][width], into s [keys][width]. */
-void REAL(tile_dots)(const attn_rows *t, real *s, const real *x, int64_t ldx, const real *y_t, int32_t dim, int32_t keys);
 
 /*
  * Scores of the tile's rows against loaded keys, into s [keys][width]: softcap, ALiBi and bias applied, masked pairs
@@ -86,11 +86,11 @@ void REAL(tile_narrow_gemm)(const attn_rows *t, real *c, const real *p, int32_t 
                             real *room);
 
 /* Bytes of scratch that one thread needs. */
-int64_t REAL(fwd_scratch)(const attn_problem *p);
+int64_t REAL(fwd_scratch)(const attn_plan *plan);
 int64_t REAL(bwd_scratch)(const attn_problem *p);
 
 /* The same for a problem that has sequences in both number types; and bytes of one row's partial result. */
-int64_t attn__fwd_scratch(const attn_problem *p);
+int64_t attn__fwd_scratch(const attn_plan *plan);
 int64_t attn__bwd_scratch(const attn_problem *p);
 int64_t attn__fwd_partial(const attn_problem *p);
 

@@ -62,7 +62,7 @@ static int64_t cost_of(const attn_plan *plan, const attn_buffers *f, const attn_
 /* Query tiles of one sequence. A short one is a single tile, or one per chunk that its rows can see. */
 static void rows_of_sequence(const attn_plan *plan, const attn_buffers *f, const attn_seq *s, sorter *to) {
     attn_mask mask = attn__seq_mask(&plan->problem, s);
-    int32_t step = ATTN_TILE_ROWS;
+    int32_t step = attn__strip_rows(plan);
     for (int32_t row = 0; row < s->sq; row += step) {
         int32_t rows = attn__min32(step, s->sq - row), first, end;
         attn__mask_rows(&mask, row, row + rows, &first, &end);

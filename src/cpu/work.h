@@ -17,6 +17,7 @@
 enum {
     ATTN_TILE_ROWS = 64,  /* query rows of a tile, of every kernel */
     ATTN_TILE_COLS = 64,  /* keys of a tile */
+    ATTN_STRIP = 8,       /* the most query tiles that share a load of keys */
     ATTN_SPLIT_ROWS = 16, /* at most so many rows: heads of a group share a tile, keys are worked in chunks */
     ATTN_CHUNK = 1024     /* keys of a chunk; a multiple of ATTN_TILE_COLS */
 };
@@ -82,6 +83,14 @@ static inline bool attn__in_double(const attn_problem *p, const attn_seq *s) {
 static inline bool attn__sequence_in_double(const attn_plan *plan, const attn_buffers *f, int32_t b) {
     attn_seq s = attn__seq(&plan->problem, f, b);
     return attn__in_double(&plan->problem, &s);
+}
+
+/* A strip's tiles: so many heads of a group, and so many tiles of rows of each. A unit of a long sequence has the rows of a strip. */
+static inline int32_t attn__strip_heads(const attn_plan *plan) {
+    return attn__min32(plan->strip, plan->problem.heads_q / plan->problem.heads_kv);
+}
+static inline int32_t attn__strip_rows(const attn_plan *plan) {
+    return plan->strip / attn__strip_heads(plan) * ATTN_TILE_ROWS;
 }
 
 /* The backward (passes.c). */
