@@ -99,7 +99,7 @@ static void fold(const attn_rows *t, state *to, const state *part) {
     }
 }
 
-/* One tile of keys, which are loaded unless the rows are narrow. */
+/* One tile of keys, which are loaded; a narrow tile sees to that by itself. */
 static void work_tile(const member *x, scratch *m, int32_t j0, int32_t keys, int class) {
     const attn_rows *t = &x->t;
     if (t->narrow)
@@ -131,8 +131,6 @@ static void work_keys(const member *strip, int32_t count, scratch *m, int32_t fi
                 REAL(tile_load_v)(&strip->t, m->v, j0, keys);
                 loaded = true;
             }
-            int32_t share = ATTN_TILE_COLS / count, ask = j0 + ATTN_TILE_COLS + n * share;
-            if (ask + share <= end && count > 1) REAL(tile_ask)(&strip->t, ask, share);
             work_tile(&strip[n], m, j0, keys, class);
         }
     }
@@ -225,6 +223,8 @@ static void work_strip(const attn_plan *plan, const attn_buffers *f, const attn_
     member strip[ATTN_STRIP];
     scratch m;
     int32_t group = plan->problem.heads_q / plan->problem.heads_kv, fit = attn__strip_heads(plan), count = 0, first, end;
+    attn_seq s = attn__seq(&plan->problem, f, unit->b);
+    attn_mask mask = attn__seq_mask(&plan->problem, &s);
     if (h % group % fit != 0) return;
     for (int32_t n = h; n < h + attn__min32(fit, group - h % group); n++) {
         for (int32_t i = 0; i < unit->rows; i += ATTN_TILE_ROWS, count++) {
@@ -234,7 +234,7 @@ static void work_strip(const attn_plan *plan, const attn_buffers *f, const attn_
             begin(&strip[count], &m, count);
         }
     }
-    attn__mask_rows(&strip->t.mask, unit->row, unit->row + unit->rows, &first, &end);
+    attn__mask_rows(&mask, unit->row, unit->row + unit->rows, &first, &end);
     work_keys(strip, count, &m, first, end);
     for (int32_t n = 0; n < count; n++) finish(&strip[n].t, &strip[n].now);
 }

@@ -25,6 +25,7 @@ enum { VECTOR_BYTES = 16, MR = 6, NV = 4 };
 enum { VECTOR_BYTES = 16, MR = 6, NV = 2 };
 #endif
 enum { VL = VECTOR_BYTES / sizeof(real), KB = 4 };
+enum { BLOCK = 16, GROUP = 64 }; /* of dims, see dots in micro.h */
 
 #ifdef ATTN_REAL_F64
 typedef int64_t integer;
@@ -172,54 +173,47 @@ static void micro_gemm(real *c, int64_t ldc, const real *a, int64_t row, int64_t
 
 /* ---- dot products ---- */
 
-enum { BLOCK = 16, GROUP = 64 };
-
 /*
- * mr keys against nv vectors of rows. What waits to be added, the first groups and the one at hand, lies at distances that the
- * compiler knows, not in s.
+ * One group, of dim <= GROUP dims: mr keys against nv vectors of rows. Blocks meet in a place of their own, at distances that the
+ * compiler knows, and then s, unless this is the first group.
  */
 INLINE void dots_block(const int mr, const int nv, real *s, int32_t width, const real *k, int64_t ldk, const real *q_t,
-                       int32_t dim) {
-    real waiting[2][MR * NV * VL] __attribute__((aligned(64)));
-    int32_t first = 0;
-    do {
-        int32_t end = first + GROUP < dim ? first + GROUP : dim, n = first;
-        real *group = waiting[first > 0];
-        do {
-            block(mr, nv, false, group, NV * VL, k + n, ldk, 1, q_t, (int64_t)n * width, width, end - n < BLOCK ? end - n : BLOCK,
-                  n > first);
-        } while ((n += BLOCK) < end);
-        for (int i = 0; first > 0 && end < dim && i < mr; i++) {
-            for (int at = i * NV * VL; at < (i * NV + nv) * VL; at += VL)
-                store(waiting[0] + at, load(waiting[0] + at) + load(waiting[1] + at));
-        }
-    } while ((first += GROUP) < dim);
+                       int32_t dim, bool accumulate) {
+    real group[MR * NV * VL] __attribute__((aligned(64)));
+    block(mr, nv, false, group, NV * VL, k, ldk, 1, q_t, 0, width, dim < BLOCK ? dim : BLOCK, false);
+    for (int32_t n = BLOCK; n < dim; n += BLOCK)
+        block(mr, nv, false, group, NV * VL, k + n, ldk, 1, q_t, (int64_t)n * width, width, dim - n < BLOCK ? dim - n : BLOCK, true);
     UNROLL for (int i = 0; i < mr; i++) {
         UNROLL for (int v = 0; v < nv; v++) {
-            int at = (i * NV + v) * VL;
-            vreal sum = load(waiting[0] + at);
-            store(s + i * width + v * VL, dim > GROUP ? sum + load(waiting[1] + at) : sum);
+            real *to = s + i * width + v * VL;
+            vreal sum = load(group + (i * NV + v) * VL);
+            store(to, accumulate ? load(to) + sum : sum);
         }
     }
 }
 
 INLINE void dots_panel(const int nv, real *s, int32_t width, const real *k, int64_t ldk, const real *q_t, int32_t keys,
-                       int32_t dim) {
-    for (; keys >= MR; keys -= MR, s += MR * width, k += MR * ldk) dots_block(MR, nv, s, width, k, ldk, q_t, dim);
+                       int32_t dim, bool accumulate) {
+    for (; keys >= MR; keys -= MR, s += MR * width, k += MR * ldk)
+        dots_block(MR, nv, s, width, k, ldk, q_t, dim, accumulate);
     switch (keys) {
-    case 5: dots_block(5, nv, s, width, k, ldk, q_t, dim); break;
-    case 4: dots_block(4, nv, s, width, k, ldk, q_t, dim); break;
-    case 3: dots_block(3, nv, s, width, k, ldk, q_t, dim); break;
-    case 2: dots_block(2, nv, s, width, k, ldk, q_t, dim); break;
-    case 1: dots_block(1, nv, s, width, k, ldk, q_t, dim); break;
+    case 5: dots_block(5, nv, s, width, k, ldk, q_t, dim, accumulate); break;
+    case 4: dots_block(4, nv, s, width, k, ldk, q_t, dim, accumulate); break;
+    case 3: dots_block(3, nv, s, width, k, ldk, q_t, dim, accumulate); break;
+    case 2: dots_block(2, nv, s, width, k, ldk, q_t, dim, accumulate); break;
+    case 1: dots_block(1, nv, s, width, k, ldk, q_t, dim, accumulate); break;
     default: break;
     }
 }
 
+/* Group by group: of q_t so much stays in the first cache. */
 static void micro_dots(real *s, int32_t width, const real *k, int64_t ldk, const real *q_t, int32_t keys, int32_t dim) {
-    int32_t r = 0;
-    for (; r + NV * VL <= width; r += NV * VL) dots_panel(NV, s + r, width, k, ldk, q_t + r, keys, dim);
-    for (; r < width; r += VL) dots_panel(1, s + r, width, k, ldk, q_t + r, keys, dim);
+    for (int32_t n = 0; n < dim; n += GROUP) {
+        int32_t r = 0, dims = dim - n < GROUP ? dim - n : GROUP;
+        const real *q = q_t + (int64_t)n * width;
+        for (; r + NV * VL <= width; r += NV * VL) dots_panel(NV, s + r, width, k + n, ldk, q + r, keys, dims, n > 0);
+        for (; r < width; r += VL) dots_panel(1, s + r, width, k + n, ldk, q + r, keys, dims, n > 0);
+    }
 }
 
 /* ---- products of few rows ---- */

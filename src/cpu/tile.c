@@ -81,18 +81,20 @@ void REAL(tile_load_rows)(const attn_rows *t, real *x, real *x_t, const attn_ten
         for (int32_t r = 0; r < t->width; r++) x_t[(int64_t)n * t->width + r] = r < t->rows ? x[r * padded + n] : 0;
 }
 
-/* Rows of k or v. Neighbouring rows are a fixed distance apart, except from page to page. */
+/* Where row `at` of k or v is, `before` being the row before it (or NULL): a fixed distance on, except from page to page. */
+static const char *kv_row(const attn_rows *t, const attn_tensor *of, int32_t at, const char *before) {
+    const attn_problem *p = t->p;
+    int64_t size = (int64_t)attn_dtype_size(p->kv_dtype);
+    if (before && !(p->page_size && at % p->page_size == 0)) return before + of->stride[1] * size;
+    return (const char *)of->data + attn__kv_offset(p, t->f, of, &t->s, at, t->kv_head) * size;
+}
+
 static void load_kv(const attn_rows *t, real *to, const attn_tensor *from, int32_t dim, int32_t padded, int32_t j0,
                     int32_t keys) {
-    const attn_problem *p = t->p;
-    int64_t size = (int64_t)attn_dtype_size(p->kv_dtype), start = 0, row = 0;
-    for (int32_t j = 0; j < keys; j++, row++, to += padded) {
-        int32_t at = t->s.leftpad + j0 + j;
-        if (j == 0 || (p->page_size && at % p->page_size == 0)) {
-            start = attn__kv_offset(p, t->f, from, &t->s, at, t->kv_head);
-            row = 0;
-        }
-        t->micro->load(to, (const char *)from->data + (start + row * from->stride[1]) * size, p->kv_dtype, dim);
+    const char *row = NULL;
+    for (int32_t j = 0; j < keys; j++, to += padded) {
+        row = kv_row(t, from, t->s.leftpad + j0 + j, row);
+        t->micro->load(to, row, t->p->kv_dtype, dim);
         for (int32_t x = dim; x < padded; x++) to[x] = 0;
     }
 }
@@ -105,35 +107,21 @@ void REAL(tile_load_v)(const attn_rows *t, real *v, int32_t j0, int32_t keys) {
     load_kv(t, v, &t->f->v, t->p->dim_v, t->dim_v, j0, keys);
 }
 
-/* Asks for rows of k or v, so that they are near when they are loaded. */
-static void ask_for(const attn_rows *t, const attn_tensor *of, int32_t dim, int32_t j0, int32_t keys) {
-    enum { LINE = 64 };
-    const attn_problem *p = t->p;
-    int64_t size = (int64_t)attn_dtype_size(p->kv_dtype);
-    for (int32_t j = j0; j < j0 + keys; j++) {
-        const char *row =
-            (const char *)of->data + attn__kv_offset(p, t->f, of, &t->s, t->s.leftpad + j, t->kv_head) * size;
-        for (int64_t byte = 0; byte < dim * size; byte += LINE) __builtin_prefetch(row + byte, 0, 2);
-    }
-}
-
-void REAL(tile_ask)(const attn_rows *t, int32_t j0, int32_t keys) {
-    ask_for(t, &t->f->k, t->p->dim_qk, j0, keys);
-    ask_for(t, &t->f->v, t->p->dim_v, j0, keys);
+/* Do these rows lie in one page, a fixed distance apart? */
+static bool in_one_page(const attn_rows *t, int32_t j0, int32_t keys) {
+    int32_t size = t->p->page_size;
+    return !size || (t->s.leftpad + j0) % size + keys <= size;
 }
 
 /* Rows of k or v where they lie, if the micro-kernels can read them there; otherwise loaded into room. */
 static attn_panel view(const attn_rows *t, const attn_tensor *of, int32_t dim, int32_t j0, int32_t keys, real *room) {
     const attn_problem *p = t->p;
-    int32_t at = t->s.leftpad + j0;
     bool readable = p->kv_dtype == ATTN_F32 || p->kv_dtype == REAL_DTYPE;
-    bool in_one_page = !p->page_size || at % p->page_size + keys <= p->page_size;
-    if (!readable || !in_one_page || dim % ATTN_LANES != 0) {
+    if (!readable || !in_one_page(t, j0, keys) || dim % ATTN_LANES != 0) {
         load_kv(t, room, of, dim, attn__pad(dim), j0, keys);
         return (attn_panel){room, attn__pad(dim), REAL_DTYPE == ATTN_F32};
     }
-    int64_t start = attn__kv_offset(p, t->f, of, &t->s, at, t->kv_head) * (int64_t)attn_dtype_size(p->kv_dtype);
-    return (attn_panel){(const char *)of->data + start, of->stride[1], p->kv_dtype == ATTN_F32};
+    return (attn_panel){kv_row(t, of, t->s.leftpad + j0, NULL), of->stride[1], p->kv_dtype == ATTN_F32};
 }
 
 int REAL(tile_class)(const attn_rows *t, int32_t j0, int32_t keys) {

@@ -51,9 +51,6 @@ void REAL(tile_load_rows)(const attn_rows *t, real *x, real *x_t, const attn_ten
 void REAL(tile_load_k)(const attn_rows *t, real *k, int32_t j0, int32_t keys);
 void REAL(tile_load_v)(const attn_rows *t, real *v, int32_t j0, int32_t keys);
 
-/* Asks for these keys and values, which will be loaded later. */
-void REAL(tile_ask)(const attn_rows *t, int32_t j0, int32_t keys);
-
 /* Class of the tile against keys [j0, j0 + keys), of which j0 is a multiple of ATTN_TILE_COLS. */
 int REAL(tile_class)(const attn_rows *t, int32_t j0, int32_t keys);
 

@@ -17,7 +17,7 @@
 enum {
     ATTN_TILE_ROWS = 64,  /* query rows of a tile, of every kernel */
     ATTN_TILE_COLS = 64,  /* keys of a tile */
-    ATTN_STRIP = 8,       /* the most query tiles that share a load of keys */
+    ATTN_STRIP = 16,      /* the most query tiles that share a load of keys */
     ATTN_SPLIT_ROWS = 16, /* at most so many rows: heads of a group share a tile, keys are worked in chunks */
     ATTN_CHUNK = 1024     /* keys of a chunk; a multiple of ATTN_TILE_COLS */
 };
