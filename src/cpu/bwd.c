@@ -3,15 +3,19 @@
  *
  *   p = exp(s - lse)    d_p = d_o v^T    d_s = p (d_p - delta)    d_v = p^T d_o    d_k = scale d_s^T q    d_q = scale d_s k
  *
- * Here is what the passes (passes.c) do with one sequence, each over its own outputs:
+ * Here is what the passes (passes.c) do with one sequence:
  *   rows    lse, as given, and delta of each row
- *   queries d_q of a query tile: over its key tiles; and a better lse
- *   keys    d_k and d_v of a tile of keys: over the heads of its group and their query tiles
+ *   restore a better lse of few rows
+ *   keys    d_k and d_v of a strip of keys, over the heads of its group and their query tiles, and what the strip adds to d_q
  *   bias    what one sequence and head add to a tile of d_bias
+ *
+ * The five products of a tile are done once. d_k and d_v belong to one thread. d_q gets a share from each strip of keys; strips take
+ * turns, in the order of keys, so its bits depend on nothing else (C5).
  */
 #include "tile.h"
 
 #include <math.h>
+#include <sched.h>
 #include <string.h>
 
 #include "../numeric.h"
@@ -20,9 +24,10 @@
 typedef struct scratch {
     real *q, *q_t;         /* [rows][dim_qk], and transposed and scaled */
     real *d_o, *d_o_t;     /* [rows][dim_v], and transposed */
-    real *k, *v;           /* [cols][dim_qk], [cols][dim_v] */
+    real *k, *v;           /* [keys of a strip][dim_qk], [dim_v] */
+    real *d_k, *d_v;       /* as k and v */
     real *p, *d_s, *slope; /* [cols][width] */
-    real *d_a, *d_b;       /* gradients: d_q or d_k [64][dim_qk]; d_v [cols][dim_v] */
+    real *d_q;             /* [rows][dim_qk]: what the strip adds */
     real *lse, *low;       /* [width]: lse, and what real has no room for */
     real *delta;           /* [width] */
     double *total;         /* [width]: sums of p */
@@ -33,15 +38,29 @@ typedef struct scratch {
 static int64_t lay_out(scratch *m, char *at, const attn_problem *p) {
     enum { TILE = ATTN_TILE_ROWS > ATTN_TILE_COLS ? ATTN_TILE_ROWS : ATTN_TILE_COLS, SCORES = TILE * TILE };
     int64_t qk = attn__pad(p->dim_qk), v = attn__pad(p->dim_v), most = qk > v ? qk : v;
-    int64_t used = (SCORES + TILE) * (int64_t)sizeof(double);
+    int64_t used = (SCORES + TILE) * (int64_t)sizeof(double),
+            keys = attn__min32(ATTN_STRIP_KEYS, attn__pad(p->max_kv) + TILE);
     const struct {
         real **field;
         int64_t count;
     } fields[] = {
-        {&m->q, qk * TILE},  {&m->q_t, qk * TILE}, {&m->d_o, v * TILE},      {&m->d_o_t, v * TILE},
-        {&m->k, qk * TILE},  {&m->v, v * TILE},    {&m->p, SCORES},          {&m->d_s, SCORES},
-        {&m->slope, SCORES}, {&m->d_a, qk * TILE}, {&m->d_b, v * TILE},      {&m->lse, TILE},
-        {&m->low, TILE},     {&m->delta, TILE},    {&m->guard, most * TILE}, {&m->row, 2 * most + TILE},
+        {&m->q, qk * TILE},
+        {&m->q_t, qk * TILE},
+        {&m->d_o, v * TILE},
+        {&m->d_o_t, v * TILE},
+        {&m->k, qk * keys},
+        {&m->v, v * keys},
+        {&m->d_k, qk * keys},
+        {&m->d_v, v * keys},
+        {&m->p, SCORES},
+        {&m->d_s, SCORES},
+        {&m->slope, SCORES},
+        {&m->d_q, qk * TILE},
+        {&m->lse, TILE},
+        {&m->low, TILE},
+        {&m->delta, TILE},
+        {&m->guard, most * TILE},
+        {&m->row, 2 * most + TILE},
     };
     for (size_t n = 0; n < sizeof fields / sizeof fields[0]; n++) {
         if (at) *fields[n].field = (real *)(at + used);
@@ -66,6 +85,7 @@ void REAL(bwd_rows)(const attn_plan *plan, const attn_buffers *f, int32_t b, int
     const attn_problem *p = &plan->problem;
     const attn_micro *micro = plan->kernel->REAL_MICRO;
     attn_seq s = attn__seq(p, f, b);
+    attn_mask mask = attn__seq_mask(p, &s);
     attn_row *rows = attn__part(plan, f, CPU_ROWS);
     scratch m;
     thread_scratch(plan, f, slot, &m);
@@ -78,7 +98,14 @@ void REAL(bwd_rows)(const attn_plan *plan, const attn_buffers *f, int32_t b, int
         double sum = 0;
         for (int32_t x = 0; x < p->dim_v; x++) sum += (double)o[x] * (double)d_o[x];
         int64_t at = attn__lse_index(p, &s, i, h);
-        rows[at] = (attn_row){attn__load(lse, f->lse, at), sum - (f->d_lse ? attn__load(lse, f->d_lse, at) : 0)};
+        rows[at].lse = attn__load(lse, f->lse, at);
+        rows[at].delta = sum - (f->d_lse ? attn__load(lse, f->d_lse, at) : 0);
+        atomic_init(&rows[at].turn, 0);
+        int32_t first, end;
+        attn__mask_row(&mask, i, &first, &end);
+        if (first < end || !f->d_q.data) continue;
+        int64_t q_size = (int64_t)attn_dtype_size(p->dtype); /* a row that no strip may come by */
+        memset((char *)f->d_q.data + attn__q_offset(p, &f->d_q, &s, i, h) * q_size, 0, (size_t)(p->dim_qk * q_size));
     }
 }
 
@@ -102,55 +129,53 @@ static void load_rows(const attn_rows *t, scratch *m, bool with_q) {
     }
 }
 
-/* p of a tile whose keys are loaded; slope, if not NULL: the softcap's derivative; total, if not NULL, grows by p. */
-static void probabilities(const attn_rows *t, scratch *m, int32_t j0, int32_t keys, int class, real *slope, double *total) {
+/* p of a tile against keys k, loaded; slope, if not NULL: the softcap's derivative; total, if not NULL, grows by p. */
+static void probabilities(const attn_rows *t, scratch *m, const real *k, int32_t j0, int32_t keys, int class, real *slope,
+                          double *total) {
     /*
      * Keys far away have large scores, by ALiBi, and gradients that are small but wanted as exactly as others; what is rounded off such
      * scores is kept, in the place of d_s, which comes later. Double has room for it.
      */
     real *rest = (t->p->flags & ATTN_ALIBI) && REAL_DTYPE == ATTN_F32 ? m->d_s : NULL;
-    REAL(tile_scores)(t, m->p, slope, rest, m->q_t, m->k, j0, keys, class, m->row);
+    REAL(tile_scores)(t, m->p, slope, rest, m->q_t, k, j0, keys, class, m->row);
     t->micro->exp(m->p, rest, keys, t->width, m->lse, m->low, total);
 }
 
-/* p and d_s of a tile whose keys and values are loaded; with_slope: through the softcap. */
-static void gradients(const attn_rows *t, scratch *m, int32_t j0, int32_t keys, int class, bool with_slope, double *total) {
+/* p and d_s of a tile against keys k and values v, loaded; with_slope: through the softcap. */
+static void gradients(const attn_rows *t, scratch *m, const real *k, const real *v, int32_t j0, int32_t keys, int class,
+                      bool with_slope) {
     const attn_problem *p = t->p;
     real *slope = with_slope && p->softcap > 0 ? m->slope : NULL;
-    probabilities(t, m, j0, keys, class, slope, total);
-    t->micro->dots(m->d_s, t->width, m->v, t->dim_v, m->d_o_t, keys, p->dim_v);
+    probabilities(t, m, k, j0, keys, class, slope, NULL);
+    t->micro->dots(m->d_s, t->width, v, t->dim_v, m->d_o_t, keys, p->dim_v);
     if (p->dropout > 0) REAL(tile_drop)(t, m->d_s, j0, keys);
     t->micro->d_scores(m->d_s, m->p, slope, keys, t->width, m->delta, (real)(1 / (1 - p->dropout)));
 }
 
-/* ---- queries: d_q ---- */
+/* ---- restore: lse of few rows ---- */
 
 /*
  * Gives lse back digits that float32 had no room for, which are worth more than all else that is rounded in p: with the right
  * lse the row's p add up to 1, and m->total says how far they are from it. Only where that can be rounding; otherwise lse
- * belongs to a softmax over more keys than are here (attn.h). Returns the factor that p of row r lacks.
+ * belongs to a softmax over more keys than are here (attn.h).
  */
-static double restore_lse(const attn_rows *t, const scratch *m, int32_t r) {
+static void restore_row(const attn_rows *t, const scratch *m, int32_t r) {
     attn_row *row = (attn_row *)attn__part(t->plan, t->f, CPU_ROWS) + attn__lse_index(t->p, &t->s, t->i[r], t->h[r]);
-    if (t->p->dtype == ATTN_F64 || row->lse == -INFINITY) return 1;
+    if (row->lse == -INFINITY) return;
     double total = m->total[r] + (t->p->flags & ATTN_SINK ? exp((double)t->f->sink[t->h[r]] - row->lse) : 0);
     double off = log(total), ulp = 0x1p-23 * (fabs(row->lse) > 1 ? fabs(row->lse) : 1);
-    if (!(fabs(off) <= ulp)) return 1;
-    row->lse += off;
-    return 1 / total;
+    if (fabs(off) <= ulp) row->lse += off;
 }
 
-void REAL(bwd_queries)(const attn_plan *plan, const attn_buffers *f, const attn_unit *unit, int32_t h, int32_t slot) {
-    const attn_problem *p = &plan->problem;
-    const attn_tensor *to = &f->d_q;
+void REAL(bwd_restore)(const attn_plan *plan, const attn_buffers *f, int32_t b, int32_t h, int32_t slot) {
+    attn_unit unit = {.b = b, .row = 0, .rows = attn__seq(&plan->problem, f, b).sq, .chunk = -1};
     int32_t first, end;
     attn_rows t;
     scratch m;
-    if (!REAL(tile_make)(&t, plan, f, unit, h, true)) return;
+    if (unit.rows == 0 || !REAL(tile_make)(&t, plan, f, &unit, h, true)) return;
     thread_scratch(plan, f, slot, &m);
     t.guard = m.guard;
     load_rows(&t, &m, false);
-    memset(m.d_a, 0, (size_t)t.rows * (size_t)t.dim_qk * sizeof(real));
     memset(m.total, 0, (size_t)t.width * sizeof(double));
     attn__mask_rows(&t.mask, t.i0, t.i0 + t.count, &first, &end);
     for (int32_t j0 = first / ATTN_TILE_COLS * ATTN_TILE_COLS; j0 < end; j0 += ATTN_TILE_COLS) {
@@ -158,23 +183,64 @@ void REAL(bwd_queries)(const attn_plan *plan, const attn_buffers *f, const attn_
         int class = REAL(tile_class)(&t, j0, keys);
         if (class == ATTN_TILE_SKIP) continue;
         REAL(tile_load_k)(&t, m.k, j0, keys);
-        if (!to->data) {
-            probabilities(&t, &m, j0, keys, class, NULL, m.total);
-            continue;
-        }
-        REAL(tile_load_v)(&t, m.v, j0, keys);
-        gradients(&t, &m, j0, keys, class, true, m.total);
-        REAL(tile_gemm)(&t, m.d_a, t.dim_qk, m.d_s, m.k, t.dim_qk, t.dim_qk, j0, keys, false, class);
+        probabilities(&t, &m, m.k, j0, keys, class, NULL, m.total);
     }
-    int64_t size = (int64_t)attn_dtype_size(p->dtype);
-    for (int32_t r = 0; r < t.rows; r++) {
-        real factor = (real)(p->scale * restore_lse(&t, &m, r));
-        int64_t at = attn__q_offset(p, to, &t.s, t.i[r], t.h[r]) * size;
-        if (to->data) t.micro->store((char *)to->data + at, p->dtype, m.d_a + (int64_t)r * t.dim_qk, factor, p->dim_qk);
-    }
+    for (int32_t r = 0; r < t.rows; r++) restore_row(&t, &m, r);
 }
 
-/* ---- keys: d_k and d_v ---- */
+/* ---- keys: d_k, d_v, and d_q in turns ---- */
+
+/* Waits until as many strips have added to the tile's d_q as come before this one. They have been claimed, so they are at work. */
+static void wait_for_turn(_Atomic int32_t *turn, int32_t mine) {
+    for (int n = 0; atomic_load_explicit(turn, memory_order_acquire) != mine; n++)
+        if (n > 1000) sched_yield();
+}
+
+/* m->d_q joins what the strips before this one have left; the last of them, [first, last], writes the result. */
+static void add_to_queries(const attn_rows *t, scratch *m, int32_t strip, int32_t first, int32_t last) {
+    const attn_problem *p = t->p;
+    const attn_tensor *to = &t->f->d_q;
+    attn_row *rows = attn__part(t->plan, t->f, CPU_ROWS);
+    _Atomic int32_t *turn = &rows[attn__lse_index(p, &t->s, t->i0, t->h0)].turn;
+    int64_t size = (int64_t)attn_dtype_size(p->dtype);
+    wait_for_turn(turn, strip - first);
+    for (int32_t r = 0; r < t->rows; r++) {
+        real *mine = m->d_q + (int64_t)r * t->dim_qk;
+        int64_t row = attn__lse_index(p, &t->s, t->i[r], t->h[r]), at = attn__q_offset(p, to, &t->s, t->i[r], t->h[r]);
+        real *sum = (real *)((char *)attn__part(t->plan, t->f, CPU_D_Q) + row * attn__bwd_d_q(p));
+        if (strip > first) t->micro->add(strip < last ? sum : mine, strip < last ? mine : sum, t->dim_qk);
+        if (strip == first && strip < last) memcpy(sum, mine, (size_t)t->dim_qk * sizeof *sum);
+        if (strip == last) t->micro->store((char *)to->data + at * size, p->dtype, mine, (real)p->scale, p->dim_qk);
+    }
+    atomic_store_explicit(turn, strip - first + 1, memory_order_release);
+}
+
+/* One query tile against one key tile, `at` keys into the strip. */
+static void add_tile(const attn_rows *t, scratch *m, int32_t j0, int32_t at, int32_t keys) {
+    const attn_buffers *f = t->f;
+    real *k = m->k + (int64_t)at * t->dim_qk, *v = m->v + (int64_t)at * t->dim_v;
+    int class = REAL(tile_class)(t, j0, keys);
+    if (class == ATTN_TILE_SKIP) return;
+    gradients(t, m, k, v, j0, keys, class, true);
+    if (f->d_q.data) REAL(tile_gemm)(t, m->d_q, t->dim_qk, m->d_s, k, t->dim_qk, t->dim_qk, j0, keys, false, class);
+    if (f->d_k.data) REAL(tile_gemm)
+    (t, m->d_k + (int64_t)at * t->dim_qk, t->dim_qk, m->d_s, m->q, t->dim_qk, t->dim_qk, j0, keys, true, class);
+    if (!f->d_v.data) return;
+    if (t->p->dropout > 0) REAL(tile_drop)(t, m->p, j0, keys);
+    REAL(tile_gemm)(t, m->d_v + (int64_t)at * t->dim_v, t->dim_v, m->p, m->d_o, t->dim_v, t->dim_v, j0, keys, true, class);
+}
+
+/* One query tile against the strip. */
+static void work_queries(const attn_rows *t, scratch *m, const attn_unit *unit) {
+    int32_t first, end, strip = unit->row / ATTN_STRIP_KEYS;
+    attn__mask_rows(&t->mask, t->i0, t->i0 + t->count, &first, &end);
+    if (first >= end || strip < first / ATTN_STRIP_KEYS || strip > (end - 1) / ATTN_STRIP_KEYS) return;
+    load_rows(t, m, true);
+    memset(m->d_q, 0, (size_t)t->rows * (size_t)t->dim_qk * sizeof(real));
+    for (int32_t at = 0; at < unit->rows; at += ATTN_TILE_COLS)
+        add_tile(t, m, unit->row + at, at, attn__min32(ATTN_TILE_COLS, unit->rows - at));
+    if (t->f->d_q.data) add_to_queries(t, m, strip, first / ATTN_STRIP_KEYS, (end - 1) / ATTN_STRIP_KEYS);
+}
 
 static void store_kv(const attn_rows *t, const attn_tensor *to, const real *from, int32_t dim, double factor, int32_t j0,
                      int32_t keys) {
@@ -186,17 +252,6 @@ static void store_kv(const attn_rows *t, const attn_tensor *to, const real *from
     }
 }
 
-/* One query tile's share of a key tile's gradients. */
-static void add_to_keys(const attn_rows *t, scratch *m, int32_t j0, int32_t keys) {
-    int class = REAL(tile_class)(t, j0, keys);
-    if (class == ATTN_TILE_SKIP) return;
-    load_rows(t, m, true);
-    gradients(t, m, j0, keys, class, true, NULL);
-    REAL(tile_gemm)(t, m->d_a, t->dim_qk, m->d_s, m->q, t->dim_qk, t->dim_qk, j0, keys, true, class);
-    if (t->p->dropout > 0) REAL(tile_drop)(t, m->p, j0, keys);
-    REAL(tile_gemm)(t, m->d_b, t->dim_v, m->p, m->d_o, t->dim_v, t->dim_v, j0, keys, true, class);
-}
-
 void REAL(bwd_keys)(const attn_plan *plan, const attn_buffers *f, const attn_unit *unit, int32_t kv_head, int32_t slot) {
     const attn_problem *p = &plan->problem;
     int32_t group = p->heads_q / p->heads_kv, j0 = unit->row, keys = unit->rows, first, end;
@@ -204,8 +259,8 @@ void REAL(bwd_keys)(const attn_plan *plan, const attn_buffers *f, const attn_uni
     scratch m;
     thread_scratch(plan, f, slot, &m);
     REAL(tile_make)(&t, plan, f, &(attn_unit){unit->b, 0, 1, -1}, kv_head * group, false);
-    memset(m.d_a, 0, (size_t)keys * (size_t)t.dim_qk * sizeof(real));
-    memset(m.d_b, 0, (size_t)keys * (size_t)t.dim_v * sizeof(real));
+    memset(m.d_k, 0, (size_t)keys * (size_t)t.dim_qk * sizeof(real));
+    memset(m.d_v, 0, (size_t)keys * (size_t)t.dim_v * sizeof(real));
     attn__mask_cols(&t.mask, j0, j0 + keys, &first, &end);
     if (first < end) {
         REAL(tile_load_k)(&t, m.k, j0, keys);
@@ -217,11 +272,11 @@ void REAL(bwd_keys)(const attn_plan *plan, const attn_buffers *f, const attn_uni
             attn_rows q;
             if (!REAL(tile_make)(&q, plan, f, &rows, h, true)) continue;
             q.guard = m.guard;
-            add_to_keys(&q, &m, j0, keys);
+            work_queries(&q, &m, unit);
         }
     }
-    store_kv(&t, &f->d_k, m.d_a, p->dim_qk, p->scale, j0, keys);
-    store_kv(&t, &f->d_v, m.d_b, p->dim_v, 1 / (1 - p->dropout), j0, keys);
+    store_kv(&t, &f->d_k, m.d_k, p->dim_qk, p->scale, j0, keys);
+    store_kv(&t, &f->d_v, m.d_v, p->dim_v, 1 / (1 - p->dropout), j0, keys);
 }
 
 /* ---- bias ---- */
@@ -233,7 +288,7 @@ static void add_to_bias(const attn_rows *t, scratch *m, const int64_t size[4], i
     if (class == ATTN_TILE_SKIP) return;
     REAL(tile_load_k)(t, m->k, j0, keys);
     REAL(tile_load_v)(t, m->v, j0, keys);
-    gradients(t, m, j0, keys, class, false, NULL);
+    gradients(t, m, m->k, m->v, j0, keys, class, false);
     for (int32_t r = 0; r < t->rows; r++) {
         for (int32_t col = 0; col < keys; col++) {
             int32_t to_row = size[2] > 1 ? r : 0, to_col = size[3] > 1 ? col : 0;

@@ -83,6 +83,10 @@ int64_t attn__bwd_scratch(const attn_problem *p) {
     return may_be_in_double(p) ? attn__bwd_scratch_f64(p) : attn__bwd_scratch_f32(p);
 }
 
+int64_t attn__bwd_d_q(const attn_problem *p) { /* padded as float is, which is as much or more */
+    return attn__pad(p->dim_qk) * (int64_t)(may_be_in_double(p) ? sizeof(double) : sizeof(float));
+}
+
 int64_t attn__fwd_partial(const attn_problem *p) { /* o, padded as float is, which is as much or more; maximum and sum */
     return (attn__pad(p->dim_v) + 2) * (int64_t)(may_be_in_double(p) ? sizeof(double) : sizeof(float));
 }
@@ -131,7 +135,8 @@ static attn_status lay_out(attn_plan *plan) {
                 attn__plan_reserve(plan, CPU_FLASH, ranges, sizeof(attn_flash_range)) &&
                 attn__plan_reserve(plan, CPU_SCRATCH, plan->slots, scratch) &&
                 attn__plan_reserve(plan, CPU_PARTIAL, plan->partials, attn__fwd_partial(p)) &&
-                attn__plan_reserve(plan, CPU_ROWS, forward ? 0 : lse, sizeof(attn_row));
+                attn__plan_reserve(plan, CPU_ROWS, forward ? 0 : lse, sizeof(attn_row)) &&
+                attn__plan_reserve(plan, CPU_D_Q, forward || p->max_kv <= ATTN_STRIP_KEYS ? 0 : lse, attn__bwd_d_q(p));
     RETURN_IF(!fits, ATTN_INVALID, "max_q=%d, max_kv=%d: the workspace does not fit into memory", p->max_q, p->max_kv);
     return ATTN_OK;
 }
@@ -167,7 +172,8 @@ static bool in_double(const job *j, int32_t b) { return attn__sequence_in_double
 static void work_unit(void *arg, int64_t index, int32_t slot) {
     const job *j = arg;
     const attn_unit *unit = &j->units[index % j->count]; /* head by head: its keys may still be near */
-    (in_double(j, unit->b) ? attn__fwd_unit_f64 : attn__fwd_unit_f32)(j->plan, j->f, unit, (int32_t)(index / j->count), slot);
+    (in_double(j, unit->b) ? attn__fwd_unit_f64 : attn__fwd_unit_f32)(j->plan, j->f, unit, (int32_t)(index / j->count),
+                                                                      slot);
 }
 
 static void fold_sequence(void *arg, int64_t index, int32_t slot) {

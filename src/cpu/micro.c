@@ -98,7 +98,7 @@ INLINE vreal larger(vreal a, vreal b) {
 
 #if defined(__AVX512F__)
 #include "block_avx512.h"
-#define BY_HAND(mr) block_##mr((char *)c, ldc * B, (const char *)a, row * B, col * B, (const char *)b, ldb * B, k, accumulate)
+#define BY_HAND(mr) block_##mr((char *)c, ldc *B, (const char *)a, row *B, col *B, (const char *)b, ldb *B, k, accumulate)
 INLINE bool block_by_hand(const int mr, const int nv, const bool single, real *c, int64_t ldc, const real *a, int64_t row,
                           int64_t col, const real *b, int64_t ldb, int32_t k, bool accumulate) {
     const int64_t B = sizeof(real);
@@ -182,7 +182,8 @@ INLINE void dots_block(const int mr, const int nv, real *s, int32_t width, const
     real group[MR * NV * VL] __attribute__((aligned(64)));
     block(mr, nv, false, group, NV * VL, k, ldk, 1, q_t, 0, width, dim < BLOCK ? dim : BLOCK, false);
     for (int32_t n = BLOCK; n < dim; n += BLOCK)
-        block(mr, nv, false, group, NV * VL, k + n, ldk, 1, q_t, (int64_t)n * width, width, dim - n < BLOCK ? dim - n : BLOCK, true);
+        block(mr, nv, false, group, NV * VL, k + n, ldk, 1, q_t, (int64_t)n * width, width,
+              dim - n < BLOCK ? dim - n : BLOCK, true);
     UNROLL for (int i = 0; i < mr; i++) {
         UNROLL for (int v = 0; v < nv; v++) {
             real *to = s + i * width + v * VL;

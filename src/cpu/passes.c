@@ -1,10 +1,11 @@
 /*
- * The backward, pass by pass. Each is parallel over its own outputs, so that every sum has one thread and one order (C5):
+ * The backward, pass by pass:
  *   rows    lse and delta of each row
- *   queries d_q of a query tile, and a better lse, which the passes after it use
+ *   restore a better lse of rows that are worked in double but given in float32
+ *   keys    d_k and d_v of a strip of keys, and its share of d_q, in turns
  *   sink    d_sink of a head
- *   keys    d_k and d_v of a tile of keys
  *   bias    a tile of d_bias: over every sequence and head that is summed into it
+ * Every sum has one order, whatever the threads do (C5).
  *
  * bwd.c has what a pass does with one sequence, in float or in double as suits that sequence (attn__in_double).
  */
@@ -17,7 +18,7 @@
 /* Both number types of what tile.h declares for one. */
 void attn__bwd_rows_f64(const attn_plan *plan, const attn_buffers *f, int32_t b, int32_t h, int32_t slot);
 void attn__bwd_keys_f64(const attn_plan *plan, const attn_buffers *f, const attn_unit *unit, int32_t kv_head, int32_t slot);
-void attn__bwd_queries_f64(const attn_plan *plan, const attn_buffers *f, const attn_unit *unit, int32_t h, int32_t slot);
+void attn__bwd_restore_f64(const attn_plan *plan, const attn_buffers *f, int32_t b, int32_t h, int32_t slot);
 void attn__bwd_bias_f64(const attn_plan *plan, const attn_buffers *f, const int64_t size[4], int32_t b, int32_t h,
                         int32_t row_tile, int32_t col_tile, int32_t slot);
 
@@ -34,6 +35,12 @@ static void work_rows(void *arg, int64_t index, int32_t slot) {
     const job *j = arg;
     int32_t heads = j->plan->problem.heads_q, b = (int32_t)(index / heads);
     (in_double(j, b) ? attn__bwd_rows_f64 : attn__bwd_rows_f32)(j->plan, j->f, b, (int32_t)(index % heads), slot);
+}
+
+static void work_restore(void *arg, int64_t index, int32_t slot) {
+    const job *j = arg;
+    int32_t heads = j->plan->problem.heads_q, b = (int32_t)(index / heads);
+    if (in_double(j, b)) attn__bwd_restore_f64(j->plan, j->f, b, (int32_t)(index % heads), slot);
 }
 
 /* The sink's probability times its gradient, over all rows of the head that have a key. */
@@ -58,14 +65,6 @@ static void work_keys(void *arg, int64_t index, int32_t slot) {
     int32_t heads = j->plan->problem.heads_kv;
     const attn_unit *unit = &j->units[index / heads];
     (in_double(j, unit->b) ? attn__bwd_keys_f64 : attn__bwd_keys_f32)(j->plan, j->f, unit, (int32_t)(index % heads), slot);
-}
-
-static void work_queries(void *arg, int64_t index, int32_t slot) {
-    const job *j = arg;
-    int32_t heads = j->plan->problem.heads_q;
-    const attn_unit *unit = &j->units[index / heads];
-    (in_double(j, unit->b) ? attn__bwd_queries_f64 : attn__bwd_queries_f32)(j->plan, j->f, unit, (int32_t)(index % heads),
-                                                                            slot);
 }
 
 static void work_bias(void *arg, int64_t index, int32_t slot) {
@@ -107,14 +106,13 @@ attn_status attn__backward(const attn_plan *plan, const attn_buffers *f) {
     job j = {.plan = plan, .f = f};
     RETURN_IF_ERROR(attn__work_flash(plan, f));
     RETURN_IF_ERROR(attn__parallel(context, plan->slots, (int64_t)p->batch * p->heads_q, work_rows, &j));
-    attn_unit *rows = attn__part(plan, f, CPU_UNITS), *keys = attn__part(plan, f, CPU_KV_UNITS);
-    int64_t count = attn__work_rows(plan, f, rows);
-    j.units = rows;
-    RETURN_IF_ERROR(attn__parallel(context, plan->slots, count * p->heads_q, work_queries, &j));
+    if (p->dtype == ATTN_F32)
+        RETURN_IF_ERROR(attn__parallel(context, plan->slots, (int64_t)p->batch * p->heads_q, work_restore, &j));
     if (f->d_sink) RETURN_IF_ERROR(attn__parallel(context, plan->slots, p->heads_q, work_sink, &j));
-    if (f->d_k.data || f->d_v.data) {
-        count = attn__work_keys(plan, f, keys);
-        j.units = keys;
+    if (f->d_q.data || f->d_k.data || f->d_v.data) {
+        attn_unit *units = attn__part(plan, f, CPU_KV_UNITS);
+        int64_t count = attn__work_keys(plan, f, units);
+        j.units = units;
         RETURN_IF_ERROR(attn__parallel(context, plan->slots, count * p->heads_kv, work_keys, &j));
     }
     return f->d_bias.data ? run_bias(&j) : ATTN_OK;

@@ -86,9 +86,10 @@ void REAL(tile_narrow_gemm)(const attn_rows *t, real *c, const real *p, int32_t 
 int64_t REAL(fwd_scratch)(const attn_plan *plan);
 int64_t REAL(bwd_scratch)(const attn_problem *p);
 
-/* The same for a problem that has sequences in both number types; and bytes of one row's partial result. */
+/* The same for a problem that has sequences in both number types; and bytes of one row's partial result, or unfinished d_q. */
 int64_t attn__fwd_scratch(const attn_plan *plan);
 int64_t attn__bwd_scratch(const attn_problem *p);
+int64_t attn__bwd_d_q(const attn_problem *p);
 int64_t attn__fwd_partial(const attn_problem *p);
 
 /* The kernels. A forward runs fwd_unit for each unit and head; if it is split, then fwd_fold for each sequence and head. */
@@ -97,12 +98,11 @@ void REAL(fwd_fold)(const attn_plan *plan, const attn_buffers *f, int32_t b, int
 attn_status REAL(probs_run)(const attn_plan *plan, const attn_buffers *f);
 
 /*
- * The passes of a backward: rows of one sequence and head; gradients of a tile of keys and of a query tile; what one sequence and
- * head add to a tile of d_bias (the first ATTN_TILE_ROWS * ATTN_TILE_COLS doubles of the slot's scratch), whose dims have `size`.
+ * The passes of a backward: rows of one sequence and head, and a better lse of them; a strip of keys; what one sequence and head add to a tile of d_bias (the first ATTN_TILE_ROWS * ATTN_TILE_COLS doubles of the slot's scratch), whose dims have `size`.
  */
 void REAL(bwd_rows)(const attn_plan *plan, const attn_buffers *f, int32_t b, int32_t h, int32_t slot);
 void REAL(bwd_keys)(const attn_plan *plan, const attn_buffers *f, const attn_unit *unit, int32_t kv_head, int32_t slot);
-void REAL(bwd_queries)(const attn_plan *plan, const attn_buffers *f, const attn_unit *unit, int32_t h, int32_t slot);
+void REAL(bwd_restore)(const attn_plan *plan, const attn_buffers *f, int32_t b, int32_t h, int32_t slot);
 void REAL(bwd_bias)(const attn_plan *plan, const attn_buffers *f, const int64_t size[4], int32_t b, int32_t h,
                     int32_t row_tile, int32_t col_tile, int32_t slot);
 

@@ -77,14 +77,11 @@ static void rows_of_sequence(const attn_plan *plan, const attn_buffers *f, const
     }
 }
 
-/* Key tiles of one sequence. */
+/* Strips of keys of one sequence. They take turns at d_q, so each comes after those that it waits for. */
 static void keys_of_sequence(const attn_plan *plan, const attn_buffers *f, const attn_seq *s, sorter *to) {
-    attn_mask mask = attn__seq_mask(&plan->problem, s);
-    for (int32_t key = 0; key < s->sk; key += ATTN_TILE_COLS) {
-        int32_t keys = attn__min32(ATTN_TILE_COLS, s->sk - key), first, end;
-        attn__mask_cols(&mask, key, key + keys, &first, &end);
-        add(to, (attn_unit){s->b, key, keys, -1}, cost_of(plan, f, s, &mask, first, end, key, key + keys));
-    }
+    (void)plan, (void)f;
+    for (int32_t key = 0; key < s->sk; key += ATTN_STRIP_KEYS)
+        add(to, (attn_unit){s->b, key, attn__min32(ATTN_STRIP_KEYS, s->sk - key), -1}, s->sk - key);
 }
 
 static int64_t make_list(const attn_plan *plan, const attn_buffers *f, attn_unit *units,
@@ -123,9 +120,9 @@ int64_t attn__work_rows_most(const attn_plan *plan) {
 
 int64_t attn__work_keys_most(const attn_plan *plan) {
     const attn_problem *p = &plan->problem;
-    int64_t most = p->batch * attn__ceil_div(p->max_kv, ATTN_TILE_COLS);
+    int64_t most = p->batch * attn__ceil_div(p->max_kv, ATTN_STRIP_KEYS);
     if (p->flags & ATTN_VARLEN_KV) {
-        int64_t packed = p->total_kv / ATTN_TILE_COLS + p->batch;
+        int64_t packed = p->total_kv / ATTN_STRIP_KEYS + p->batch;
         most = most < packed ? most : packed;
     }
     return most;

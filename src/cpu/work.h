@@ -12,14 +12,17 @@
 #ifndef ATTN_CPU_WORK_H
 #define ATTN_CPU_WORK_H
 
+#include <stdatomic.h>
+
 #include "../host.h"
 
 enum {
-    ATTN_TILE_ROWS = 64,  /* query rows of a tile, of every kernel */
-    ATTN_TILE_COLS = 64,  /* keys of a tile */
-    ATTN_STRIP = 16,      /* the most query tiles that share a load of keys */
-    ATTN_SPLIT_ROWS = 16, /* at most so many rows: heads of a group share a tile, keys are worked in chunks */
-    ATTN_CHUNK = 1024     /* keys of a chunk; a multiple of ATTN_TILE_COLS */
+    ATTN_TILE_ROWS = 64,   /* query rows of a tile, of every kernel */
+    ATTN_TILE_COLS = 64,   /* keys of a tile */
+    ATTN_STRIP_KEYS = 512, /* keys of a unit of the backward; a multiple of ATTN_TILE_COLS */
+    ATTN_STRIP = 16,       /* the most query tiles that share a load of keys */
+    ATTN_SPLIT_ROWS = 16,  /* at most so many rows: heads of a group share a tile, keys are worked in chunks */
+    ATTN_CHUNK = 1024      /* keys of a chunk; a multiple of ATTN_TILE_COLS */
 };
 
 /* plan->part of the cpu backend: where things are in the workspace. */
@@ -29,16 +32,18 @@ enum {
     CPU_FLASH,    /* attn_flash_range [batch][flashmask_heads][tiles of max_kv] */
     CPU_SCRATCH,  /* [slots]: tiles of the threads */
     CPU_PARTIAL,  /* forward, split: [batch * heads_q * max_q][chunks][dim_v + 2] */
-    CPU_ROWS      /* backward: attn_row, as lse */
+    CPU_ROWS,     /* backward: attn_row, as lse */
+    CPU_D_Q       /* backward of more keys than a strip: d_q, unfinished, [as lse][dim_qk] */
 };
 
 /* What the backward knows of a row, whatever its number type. */
 typedef struct attn_row {
-    double lse;   /* -inf: no key */
-    double delta; /* rowsum(d_o * o) - d_lse */
+    double lse;           /* -inf: no key */
+    double delta;         /* rowsum(d_o * o) - d_lse */
+    _Atomic int32_t turn; /* the first row of a tile: strips of keys that have added to d_q */
 } attn_row;
 
-/* One piece of work: rows [row, row + rows) of sequence b (or keys, in the backward), for every head. */
+/* One piece of work: rows [row, row + rows) of sequence b (or keys, in the backward: a strip), for every head. */
 typedef struct attn_unit {
     int32_t b;
     int32_t row, rows;
@@ -46,8 +51,8 @@ typedef struct attn_unit {
 } attn_unit;
 
 /*
- * Units of all sequences, the most expensive first. Returns how many; never more than the plan reserved. Comes after
- * attn__work_flash, whose ranges say what is skipped.
+ * Units of all sequences, the most expensive first, but those of keys in the order of keys, on which d_q depends. Returns how
+ * many; never more than the plan reserved. Comes after attn__work_flash, whose ranges say what is skipped.
  */
 int64_t attn__work_rows(const attn_plan *plan, const attn_buffers *f, attn_unit *units);
 int64_t attn__work_keys(const attn_plan *plan, const attn_buffers *f, attn_unit *units);
