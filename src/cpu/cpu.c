@@ -113,15 +113,19 @@ static void limit_threads(attn_plan *plan) {
 }
 
 /*
- * Loading keys, which converts and packs them, costs a fifth of the arithmetic of one tile; a strip shares it. Shorter strips
- * where threads would have to wait for the last long one. No result depends on it.
+ * Loading keys, which converts and packs them, costs a fifth of the arithmetic of one tile; a strip shares it. Where rows are few a
+ * strip has the heads that lie side by side, so that memory is read as it lies. Shorter strips where threads would have to wait
+ * for the last long one. No result depends on it.
  */
 static void choose_strip(attn_plan *plan) {
     const attn_problem *p = &plan->problem;
-    enum { UNITS_PER_THREAD = 8 };
-    int64_t tiles = (int64_t)p->batch * p->heads_q * attn__ceil_div(p->max_q, ATTN_TILE_ROWS);
-    plan->strip = p->op == ATTN_FORWARD && !attn__is_short(p->max_q) ? ATTN_STRIP : 1;
-    while (plan->strip > 1 && tiles / plan->strip < UNITS_PER_THREAD * (int64_t)plan->slots) plan->strip /= 2;
+    bool is_short = attn__is_short(p->max_q);
+    int64_t units_per_thread = is_short ? 2 : 8;
+    int64_t tiles = is_short ? p->batch * p->heads_kv * attn__short_tiles(p, p->max_q) : 0;
+    if (is_short && plan->partials > 0) tiles *= attn__ceil_div(p->max_kv, ATTN_CHUNK);
+    if (!is_short) tiles = (int64_t)p->batch * p->heads_q * attn__ceil_div(p->max_q, ATTN_TILE_ROWS);
+    plan->strip = p->op == ATTN_FORWARD ? ATTN_STRIP : 1;
+    while (plan->strip > 1 && tiles / plan->strip < units_per_thread * plan->slots) plan->strip /= 2;
 }
 
 static attn_status lay_out(attn_plan *plan) {
@@ -171,9 +175,12 @@ static bool in_double(const job *j, int32_t b) { return attn__sequence_in_double
 
 static void work_unit(void *arg, int64_t index, int32_t slot) {
     const job *j = arg;
-    const attn_unit *unit = &j->units[index % j->count]; /* head by head: its keys may still be near */
-    (in_double(j, unit->b) ? attn__fwd_unit_f64 : attn__fwd_unit_f32)(j->plan, j->f, unit, (int32_t)(index / j->count),
-                                                                      slot);
+    int32_t heads = j->plan->problem.heads_q;
+    bool by_head =
+        !attn__is_short(j->plan->problem.max_q); /* its keys may still be near; few rows read each key but once */
+    const attn_unit *unit = &j->units[by_head ? index % j->count : index / heads];
+    int32_t h = (int32_t)(by_head ? index / j->count : index % heads);
+    (in_double(j, unit->b) ? attn__fwd_unit_f64 : attn__fwd_unit_f32)(j->plan, j->f, unit, h, slot);
 }
 
 static void fold_sequence(void *arg, int64_t index, int32_t slot) {

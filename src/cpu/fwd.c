@@ -23,8 +23,8 @@ typedef struct state {
 /* A tile of a strip. */
 typedef struct member {
     attn_rows t;
-    real *q; /* as tile_load_q leaves it */
-    state now;
+    real *q;           /* as tile_load_q leaves it */
+    state now, folded; /* the chunk at hand; all chunks before it */
 } member;
 
 /* One thread's memory. */
@@ -33,13 +33,14 @@ typedef struct scratch {
     real *k, *v, *s;   /* [cols][dim_qk], [cols][dim_v], [cols][width] */
     real *guard, *row; /* see tile_gemm; one row or column of anything */
     real *alpha;       /* [width] */
-    state now, folded; /* the chunk at hand; all chunks before it */
+    state now, folded;
 } scratch;
 
 /* Lays the scratch out from `at`, or only counts when at is NULL. Returns the number of reals. */
 static int64_t lay_out(scratch *m, real *at, const attn_plan *plan) {
     const attn_problem *p = &plan->problem;
-    const int64_t rows = plan->strip * ATTN_TILE_ROWS;
+    bool may_be_short = attn__is_short(p->max_q) || (p->flags & (ATTN_VARLEN_Q | ATTN_USED_Q));
+    const int64_t rows = plan->strip * ATTN_TILE_ROWS, folded = may_be_short ? rows : 0;
     int64_t qk = attn__pad(p->dim_qk), v = attn__pad(p->dim_v), most = qk > v ? qk : v, used = 0;
     const struct {
         real **field;
@@ -55,9 +56,9 @@ static int64_t lay_out(scratch *m, real *at, const attn_plan *plan) {
         {&m->now.o, v * rows},
         {&m->now.max, rows},
         {&m->now.sum, rows},
-        {&m->folded.o, v * ATTN_TILE_ROWS},
-        {&m->folded.max, ATTN_TILE_ROWS},
-        {&m->folded.sum, ATTN_TILE_ROWS},
+        {&m->folded.o, v * folded},
+        {&m->folded.max, folded},
+        {&m->folded.sum, folded},
     };
     for (size_t n = 0; n < sizeof fields / sizeof fields[0]; n++) {
         if (at) *fields[n].field = at + used;
@@ -122,14 +123,14 @@ static void work_keys(const member *strip, int32_t count, scratch *m, int32_t fi
     for (int32_t n = 0; n < count; n++) clear(&strip[n].t, &strip[n].now);
     for (int32_t j0 = first / ATTN_TILE_COLS * ATTN_TILE_COLS; j0 < end; j0 += ATTN_TILE_COLS) {
         int32_t keys = attn__min32(ATTN_TILE_COLS, strip->t.mask.sk - j0);
-        bool loaded = strip->t.narrow;
+        int32_t loaded = -1; /* the KV head whose keys are loaded */
         for (int32_t n = 0; n < count; n++) {
             int class = REAL(tile_class)(&strip[n].t, j0, keys);
             if (class == ATTN_TILE_SKIP) continue;
-            if (!loaded) {
-                REAL(tile_load_k)(&strip->t, m->k, j0, keys);
-                REAL(tile_load_v)(&strip->t, m->v, j0, keys);
-                loaded = true;
+            if (strip[n].t.kv_head != loaded && !strip->t.narrow) {
+                REAL(tile_load_k)(&strip[n].t, m->k, j0, keys);
+                REAL(tile_load_v)(&strip[n].t, m->v, j0, keys);
+                loaded = strip[n].t.kv_head;
             }
             work_tile(&strip[n], m, j0, keys, class);
         }
@@ -209,61 +210,72 @@ void REAL(fwd_fold)(const attn_plan *plan, const attn_buffers *f, int32_t b, int
 
 /* ---- the kernel ---- */
 
-/* What comes of a tile that has been set up. */
-static void begin(member *x, scratch *m, int32_t place) {
-    int64_t row = (int64_t)place * ATTN_TILE_ROWS;
+/* A tile joins the strip. */
+static void join(member *strip, int32_t place, scratch *m, int32_t slot) {
+    member *x = &strip[place];
+    int64_t row = (int64_t)place * ATTN_TILE_ROWS, o = row * x->t.dim_v;
+    if (place == 0) thread_scratch(&x->t, slot, m);
     x->q = m->q + row * x->t.dim_qk;
-    x->now = (state){m->now.o + row * x->t.dim_v, m->now.max + row, m->now.sum + row};
+    x->now = (state){m->now.o + o, m->now.max + row, m->now.sum + row};
+    x->folded = (state){m->folded.o + o, m->folded.max + row, m->folded.sum + row};
     x->t.guard = m->guard;
     REAL(tile_load_q)(&x->t, x->q, m->row);
 }
 
-/* A unit of a long sequence: a strip, which the first of its heads works. */
-static void work_strip(const attn_plan *plan, const attn_buffers *f, const attn_unit *unit, int32_t h, int32_t slot) {
-    member strip[ATTN_STRIP];
-    scratch m;
-    int32_t group = plan->problem.heads_q / plan->problem.heads_kv, fit = attn__strip_heads(plan), count = 0, first, end;
-    attn_seq s = attn__seq(&plan->problem, f, unit->b);
-    attn_mask mask = attn__seq_mask(&plan->problem, &s);
-    if (h % group % fit != 0) return;
+/* The strip of a long sequence that begins with head h, or none: tiles of rows of as many heads of the group as fit. */
+static int32_t make_long(member *strip, scratch *m, const attn_plan *plan, const attn_buffers *f, const attn_unit *unit,
+                         int32_t h, int32_t slot) {
+    int32_t group = plan->problem.heads_q / plan->problem.heads_kv, fit = attn__strip_heads(plan), count = 0;
+    if (h % group % fit != 0) return 0;
     for (int32_t n = h; n < h + attn__min32(fit, group - h % group); n++) {
         for (int32_t i = 0; i < unit->rows; i += ATTN_TILE_ROWS, count++) {
             attn_unit tile = {unit->b, unit->row + i, attn__min32(ATTN_TILE_ROWS, unit->rows - i), -1};
             REAL(tile_make)(&strip[count].t, plan, f, &tile, n, false);
-            if (count == 0) thread_scratch(&strip->t, slot, &m);
-            begin(&strip[count], &m, count);
+            join(strip, count, m, slot);
         }
     }
-    attn__mask_rows(&mask, unit->row, unit->row + unit->rows, &first, &end);
-    work_keys(strip, count, &m, first, end);
-    for (int32_t n = 0; n < count; n++) finish(&strip[n].t, &strip[n].now);
+    return count;
+}
+
+/* The same of a short sequence: all tiles of as many groups as fit, or only the tile that begins with head h. */
+static int32_t make_short(member *strip, scratch *m, const attn_plan *plan, const attn_buffers *f, const attn_unit *unit,
+                          int32_t h, int32_t slot) {
+    const attn_problem *p = &plan->problem;
+    int32_t groups = plan->strip / attn__short_tiles(p, unit->rows), heads = groups * (p->heads_q / p->heads_kv), count = 0;
+    if (groups > 0 && h % heads != 0) return 0;
+    for (int32_t n = h; n < attn__min32(h + attn__max32(heads, 1), p->heads_q); n++) {
+        if (!REAL(tile_make)(&strip[count].t, plan, f, unit, n, true)) continue;
+        strip[count].t.narrow = attn__is_narrow(&strip[count].t.s);
+        join(strip, count++, m, slot);
+    }
+    return count;
 }
 
 void REAL(fwd_unit)(const attn_plan *plan, const attn_buffers *f, const attn_unit *unit, int32_t h, int32_t slot) {
-    member x;
+    member strip[ATTN_STRIP];
     scratch m;
-    int32_t first, end;
-    if (!attn__is_short(attn__seq(&plan->problem, f, unit->b).sq)) {
-        work_strip(plan, f, unit, h, slot);
+    attn_seq s = attn__seq(&plan->problem, f, unit->b);
+    attn_mask mask = attn__seq_mask(&plan->problem, &s);
+    bool is_short = attn__is_short(s.sq);
+    int32_t count = (is_short ? make_short : make_long)(strip, &m, plan, f, unit, h, slot), first, end;
+    attn__mask_rows(&mask, unit->row, unit->row + unit->rows, &first, &end);
+    if (count == 0) return;
+    if (!is_short || unit->chunk >= 0) {
+        int32_t from = is_short ? unit->chunk * ATTN_CHUNK : first, to = is_short ? from + ATTN_CHUNK : end;
+        work_keys(strip, count, &m, attn__max32(first, from), attn__min32(end, to));
+        for (int32_t n = 0; n < count; n++) {
+            if (is_short)
+                keep_partial(&strip[n].t, &strip[n].now, unit->chunk);
+            else
+                finish(&strip[n].t, &strip[n].now);
+        }
         return;
     }
-    if (!REAL(tile_make)(&x.t, plan, f, unit, h, true)) return;
-    thread_scratch(&x.t, slot, &m);
-    x.t.narrow = x.t.micro->narrow_dots && attn__is_narrow(&x.t.s);
-    begin(&x, &m, 0);
-    attn__mask_rows(&x.t.mask, x.t.i0, x.t.i0 + x.t.count, &first, &end);
-    if (unit->chunk >= 0) {
-        int32_t chunk = unit->chunk * ATTN_CHUNK;
-        work_keys(&x, 1, &m, attn__max32(first, chunk), attn__min32(end, chunk + ATTN_CHUNK));
-        keep_partial(&x.t, &x.now, unit->chunk);
-        return;
+    for (int32_t n = 0; n < count; n++) clear(&strip[n].t, &strip[n].folded);
+    for (int32_t stop; first < end; first = stop) {
+        stop = attn__min32(end, (first / ATTN_CHUNK + 1) * ATTN_CHUNK);
+        work_keys(strip, count, &m, first, stop);
+        for (int32_t n = 0; n < count; n++) fold(&strip[n].t, &strip[n].folded, &strip[n].now);
     }
-    clear(&x.t, &m.folded);
-    while (first < end) {
-        int32_t stop = attn__min32(end, (first / ATTN_CHUNK + 1) * ATTN_CHUNK);
-        work_keys(&x, 1, &m, first, stop);
-        fold(&x.t, &m.folded, &x.now);
-        first = stop;
-    }
-    finish(&x.t, &m.folded);
+    for (int32_t n = 0; n < count; n++) finish(&strip[n].t, &strip[n].folded);
 }

@@ -36,6 +36,10 @@ typedef uint32_t natural;
 #endif
 typedef real vreal __attribute__((vector_size(VECTOR_BYTES)));
 typedef float vsingle __attribute__((vector_size(VL * sizeof(float))));
+typedef uint16_t vhalf __attribute__((vector_size(VL * sizeof(uint16_t))));
+#if defined(__aarch64__)
+typedef __fp16 vfloat16 __attribute__((vector_size(VL * sizeof(uint16_t))));
+#endif
 typedef real pair __attribute__((vector_size(2 * sizeof(real))));
 typedef integer vint __attribute__((vector_size(VECTOR_BYTES))); /* what comparisons give */
 typedef natural vbits __attribute__((vector_size(VECTOR_BYTES)));
@@ -64,12 +68,26 @@ INLINE vreal load(const real *p) {
 }
 
 INLINE void store(real *p, vreal v) { memcpy(p, &v, sizeof v); }
-/* VL numbers from place `at` of an array, which holds floats (single) or reals. */
-INLINE vreal load_any(const bool single, const void *p, int64_t at) {
-    if (!single) return load((const real *)p + at);
-#if defined(ATTN_REAL_F64) && defined(__AVX512F__) /* by hand: gcc converts halves and puts them together */
+
+#if !defined(ATTN_REAL_F64) && !defined(__AVX2__) && !defined(__aarch64__)
+/* f16 in the low bits of each lane: the exponent is moved by a product, exact for subnormals too; infinities by a mask. */
+INLINE vreal widened_f16(vbits x) {
+    vbits sign = (x & 0x8000) << 16, rest = (x & 0x7fff) << 13, infinite = (vbits)(rest >= 0x7c00u << 13);
+    vbits bits = (vbits)((vreal)rest * 0x1p112f);
+    return (vreal)(sign | bits | (infinite & 0x7f800000));
+}
+#elif !defined(ATTN_REAL_F64) && defined(__aarch64__)
+#define widened_f16(x) ((vreal)(x)) /* not reached */
+#endif
+
+/* VL numbers from place `at` of an array of reals, or of what READABLE names. */
+#ifdef ATTN_REAL_F64
+#define READABLE(dtype) ((dtype) == ATTN_F32)
+INLINE vreal load_any(const attn_dtype of, const void *p, int64_t at) {
+    if (of == REAL_DTYPE) return load((const real *)p + at);
+#if defined(__AVX512F__) /* by hand: gcc converts halves and puts them together */
     return _mm512_cvtps_pd(_mm256_loadu_ps((const float *)p + at));
-#elif defined(ATTN_REAL_F64) && defined(__AVX2__)
+#elif defined(__AVX2__)
     return _mm256_cvtps_pd(_mm_loadu_ps((const float *)p + at));
 #else
     vsingle v;
@@ -77,6 +95,30 @@ INLINE vreal load_any(const bool single, const void *p, int64_t at) {
     return __builtin_convertvector(v, vreal);
 #endif
 }
+#else
+#define READABLE(dtype) ((dtype) == ATTN_F16 || (dtype) == ATTN_BF16)
+INLINE vreal load_any(const attn_dtype of, const void *p, int64_t at) {
+    if (of == REAL_DTYPE) return load((const real *)p + at);
+    const uint16_t *x = (const uint16_t *)p + at;
+#if defined(__AVX512F__)
+    __m256i half = _mm256_loadu_si256((const void *)x);
+    if (of == ATTN_F16) return _mm512_cvtph_ps(half);
+    return (vreal)_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16);
+#elif defined(__AVX2__)
+    __m128i half = _mm_loadu_si128((const void *)x);
+    if (of == ATTN_F16) return _mm256_cvtph_ps(half);
+    return (vreal)_mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16);
+#else
+    vhalf v;
+    memcpy(&v, x, sizeof v);
+#if defined(__aarch64__)
+    if (of == ATTN_F16) return __builtin_convertvector((vfloat16)v, vreal);
+#endif
+    vbits wide = __builtin_convertvector(v, vbits);
+    return of == ATTN_F16 ? widened_f16(wide) : (vreal)(wide << 16);
+#endif
+}
+#endif
 
 INLINE vreal splat(real x) { return x - (vreal){0}; }
 INLINE vreal pick(vint mask, vreal a, vreal b) { return (vreal)((mask & (vint)a) | (~mask & (vint)b)); }
@@ -99,10 +141,10 @@ INLINE vreal larger(vreal a, vreal b) {
 #if defined(__AVX512F__)
 #include "block_avx512.h"
 #define BY_HAND(mr) block_##mr((char *)c, ldc *B, (const char *)a, row *B, col *B, (const char *)b, ldb *B, k, accumulate)
-INLINE bool block_by_hand(const int mr, const int nv, const bool single, real *c, int64_t ldc, const real *a, int64_t row,
+INLINE bool block_by_hand(const int mr, const int nv, const attn_dtype of, real *c, int64_t ldc, const real *a, int64_t row,
                           int64_t col, const real *b, int64_t ldb, int32_t k, bool accumulate) {
     const int64_t B = sizeof(real);
-    if (nv != NV || (single && sizeof(real) != sizeof(float)) || k <= 0) return false;
+    if (nv != NV || of != REAL_DTYPE || k <= 0) return false;
     switch (mr) {
     case 6: BY_HAND(6); break;
     case 5: BY_HAND(5); break;
@@ -119,16 +161,16 @@ INLINE bool block_by_hand(const int mr, const int nv, const bool single, real *c
  * mr x nv vectors of the product stay in registers over the whole of k. They start from zero and meet c only at the end: a sum
  * over thousands of keys is so made of short sums, and its rounding error grows with their number, not with that of the keys.
  */
-INLINE void block(const int mr, const int nv, const bool single, real *c, int64_t ldc, const real *a, int64_t row,
+INLINE void block(const int mr, const int nv, const attn_dtype of, real *c, int64_t ldc, const real *a, int64_t row,
                   int64_t col, const void *b, int64_t at, int64_t ldb, int32_t k, bool accumulate) {
 #if defined(__AVX512F__)
-    if (block_by_hand(mr, nv, single, c, ldc, a, row, col, (const real *)b + at, ldb, k, accumulate)) return;
+    if (block_by_hand(mr, nv, of, c, ldc, a, row, col, (const real *)b + at, ldb, k, accumulate)) return;
 #endif
     vreal acc[MR][NV];
     UNROLL for (int i = 0; i < mr; i++) { UNROLL for (int v = 0; v < nv; v++) acc[i][v] = (vreal){0}; }
     for (int32_t n = 0; n < k; n++) {
         vreal bv[NV];
-        UNROLL for (int v = 0; v < nv; v++) bv[v] = load_any(single, b, at + v * VL);
+        UNROLL for (int v = 0; v < nv; v++) bv[v] = load_any(of, b, at + v * VL);
         UNROLL for (int i = 0; i < mr; i++) {
             vreal av = splat(a[i * row]);
             UNROLL for (int v = 0; v < nv; v++) acc[i][v] += av * bv[v];
@@ -145,30 +187,30 @@ INLINE void block(const int mr, const int nv, const bool single, real *c, int64_
 }
 
 /* All rows for nv vectors of columns, of which the first is at place `at` of b. */
-INLINE void panel(const int nv, const bool single, real *c, int64_t ldc, const real *a, int64_t row, int64_t col,
+INLINE void panel(const int nv, const attn_dtype of, real *c, int64_t ldc, const real *a, int64_t row, int64_t col,
                   const void *b, int64_t at, int64_t ldb, int32_t m, int32_t k, bool accumulate) {
     for (; m >= MR; m -= MR, c += MR * ldc, a += MR * row)
-        block(MR, nv, single, c, ldc, a, row, col, b, at, ldb, k, accumulate);
+        block(MR, nv, of, c, ldc, a, row, col, b, at, ldb, k, accumulate);
     switch (m) {
-    case 5: block(5, nv, single, c, ldc, a, row, col, b, at, ldb, k, accumulate); break;
-    case 4: block(4, nv, single, c, ldc, a, row, col, b, at, ldb, k, accumulate); break;
-    case 3: block(3, nv, single, c, ldc, a, row, col, b, at, ldb, k, accumulate); break;
-    case 2: block(2, nv, single, c, ldc, a, row, col, b, at, ldb, k, accumulate); break;
-    case 1: block(1, nv, single, c, ldc, a, row, col, b, at, ldb, k, accumulate); break;
+    case 5: block(5, nv, of, c, ldc, a, row, col, b, at, ldb, k, accumulate); break;
+    case 4: block(4, nv, of, c, ldc, a, row, col, b, at, ldb, k, accumulate); break;
+    case 3: block(3, nv, of, c, ldc, a, row, col, b, at, ldb, k, accumulate); break;
+    case 2: block(2, nv, of, c, ldc, a, row, col, b, at, ldb, k, accumulate); break;
+    case 1: block(1, nv, of, c, ldc, a, row, col, b, at, ldb, k, accumulate); break;
     default: break;
     }
 }
 
-INLINE void product(const bool single, real *c, int64_t ldc, const real *a, int64_t row, int64_t col, const void *b,
+INLINE void product(const attn_dtype of, real *c, int64_t ldc, const real *a, int64_t row, int64_t col, const void *b,
                     int64_t ldb, int32_t m, int32_t n, int32_t k, bool accumulate) {
     int32_t x = 0;
-    for (; x + NV * VL <= n; x += NV * VL) panel(NV, single, c + x, ldc, a, row, col, b, x, ldb, m, k, accumulate);
-    for (; x < n; x += VL) panel(1, single, c + x, ldc, a, row, col, b, x, ldb, m, k, accumulate);
+    for (; x + NV * VL <= n; x += NV * VL) panel(NV, of, c + x, ldc, a, row, col, b, x, ldb, m, k, accumulate);
+    for (; x < n; x += VL) panel(1, of, c + x, ldc, a, row, col, b, x, ldb, m, k, accumulate);
 }
 
 static void micro_gemm(real *c, int64_t ldc, const real *a, int64_t row, int64_t col, const real *b, int64_t ldb, int32_t m,
                        int32_t n, int32_t k, bool accumulate) {
-    product(false, c, ldc, a, row, col, b, ldb, m, n, k, accumulate);
+    product(REAL_DTYPE, c, ldc, a, row, col, b, ldb, m, n, k, accumulate);
 }
 
 /* ---- dot products ---- */
@@ -180,9 +222,9 @@ static void micro_gemm(real *c, int64_t ldc, const real *a, int64_t row, int64_t
 INLINE void dots_block(const int mr, const int nv, real *s, int32_t width, const real *k, int64_t ldk, const real *q_t,
                        int32_t dim, bool accumulate) {
     real group[MR * NV * VL] __attribute__((aligned(64)));
-    block(mr, nv, false, group, NV * VL, k, ldk, 1, q_t, 0, width, dim < BLOCK ? dim : BLOCK, false);
+    block(mr, nv, REAL_DTYPE, group, NV * VL, k, ldk, 1, q_t, 0, width, dim < BLOCK ? dim : BLOCK, false);
     for (int32_t n = BLOCK; n < dim; n += BLOCK)
-        block(mr, nv, false, group, NV * VL, k + n, ldk, 1, q_t, (int64_t)n * width, width,
+        block(mr, nv, REAL_DTYPE, group, NV * VL, k + n, ldk, 1, q_t, (int64_t)n * width, width,
               dim - n < BLOCK ? dim - n : BLOCK, true);
     UNROLL for (int i = 0; i < mr; i++) {
         UNROLL for (int v = 0; v < nv; v++) {
@@ -219,14 +261,18 @@ static void micro_dots(real *s, int32_t width, const real *k, int64_t ldk, const
 
 /* ---- products of few rows ---- */
 
-#ifdef ATTN_REAL_F64
-
 static void micro_narrow_gemm(real *c, int64_t ldc, const real *p, int32_t width, const attn_panel *v, int32_t m, int32_t n,
                               int32_t keys) {
-    if (v->single)
-        product(true, c, ldc, p, 1, width, v->data, v->row, m, n, keys, true);
+    if (v->dtype == REAL_DTYPE) product(REAL_DTYPE, c, ldc, p, 1, width, v->data, v->row, m, n, keys, true);
+#ifdef ATTN_REAL_F64
     else
-        micro_gemm(c, ldc, p, 1, width, v->data, v->row, m, n, keys, true);
+        product(ATTN_F32, c, ldc, p, 1, width, v->data, v->row, m, n, keys, true);
+#else
+    else if (v->dtype == ATTN_F16)
+        product(ATTN_F16, c, ldc, p, 1, width, v->data, v->row, m, n, keys, true);
+    else
+        product(ATTN_BF16, c, ldc, p, 1, width, v->data, v->row, m, n, keys, true);
+#endif
 }
 
 /*
@@ -234,7 +280,7 @@ static void micro_narrow_gemm(real *c, int64_t ldc, const real *p, int32_t width
  * do that, which give the same bits: chains in the lanes of one vector, with which nothing is spent on rows that are not there;
  * and rows in lanes, each chain a vector, which needs no sum over lanes.
  */
-enum { KEYS = 6 * NV / VL < 6 ? 6 * NV / VL : 6 };
+enum { KEYS = 6 * NV / VL < 1 ? 1 : 6 * NV / VL < 6 ? 6 * NV / VL : 6 };
 
 INLINE real sum_of_lanes(vreal v) {
     pair x[VL / 2];
@@ -244,7 +290,7 @@ INLINE real sum_of_lanes(vreal v) {
 }
 
 /* kb keys against rb rows, chains in lanes. */
-INLINE void dot_block(const int kb, const int rb, const bool single, real *s, int32_t width, const void *k, int64_t at,
+INLINE void dot_block(const int kb, const int rb, const attn_dtype of, real *s, int32_t width, const void *k, int64_t at,
                       int64_t ldk, const real *q, int64_t ldq, int32_t dim) {
     vreal acc[KB][NV];
     UNROLL for (int j = 0; j < kb; j++) { UNROLL for (int r = 0; r < rb; r++) acc[j][r] = (vreal){0}; }
@@ -252,7 +298,7 @@ INLINE void dot_block(const int kb, const int rb, const bool single, real *s, in
         vreal qv[NV];
         UNROLL for (int r = 0; r < rb; r++) qv[r] = load(q + r * ldq + x);
         UNROLL for (int j = 0; j < kb; j++) {
-            vreal kv = load_any(single, k, at + j * ldk + x);
+            vreal kv = load_any(of, k, at + j * ldk + x);
             UNROLL for (int r = 0; r < rb; r++) acc[j][r] += kv * qv[r];
         }
     }
@@ -260,11 +306,11 @@ INLINE void dot_block(const int kb, const int rb, const bool single, real *s, in
 }
 
 /* All rows against kb keys. */
-INLINE void dot_rows(const int kb, const bool single, real *s, int32_t width, const void *k, int64_t at, int64_t ldk,
+INLINE void dot_rows(const int kb, const attn_dtype of, real *s, int32_t width, const void *k, int64_t at, int64_t ldk,
                      const real *q, int64_t ldq, int32_t rows, int32_t dim) {
     int32_t r = 0;
-    for (; r + NV <= rows; r += NV) dot_block(kb, NV, single, s + r, width, k, at, ldk, q + r * ldq, ldq, dim);
-    for (; r < rows; r++) dot_block(kb, 1, single, s + r, width, k, at, ldk, q + r * ldq, ldq, dim);
+    for (; r + NV <= rows; r += NV) dot_block(kb, NV, of, s + r, width, k, at, ldk, q + r * ldq, ldq, dim);
+    for (; r < rows; r++) dot_block(kb, 1, of, s + r, width, k, at, ldk, q + r * ldq, ldq, dim);
     for (; r < width; r++) {
         UNROLL for (int j = 0; j < kb; j++) s[j * width + r] = 0;
     }
@@ -282,23 +328,31 @@ INLINE void ask_ahead(const void *from, int64_t size, int32_t j, int32_t rows, i
     }
 }
 
-INLINE void dots(const bool single, real *s, int32_t width, const void *k, int64_t ldk, const real *q, int64_t ldq,
+INLINE void dots(const attn_dtype of, real *s, int32_t width, const void *k, int64_t ldk, const real *q, int64_t ldq,
                  int32_t rows, int32_t keys, int32_t dim) {
     int32_t j = 0;
     for (; j + KB <= keys; j += KB) {
-        ask_ahead(k, single ? sizeof(float) : sizeof(real), j, KB, ldk, dim);
-        dot_rows(KB, single, s + (int64_t)j * width, width, k, j * ldk, ldk, q, ldq, rows, dim);
+        ask_ahead(k, (int64_t)attn_dtype_size(of), j, KB, ldk, dim);
+        dot_rows(KB, of, s + (int64_t)j * width, width, k, j * ldk, ldk, q, ldq, rows, dim);
     }
-    for (; j < keys; j++) dot_rows(1, single, s + (int64_t)j * width, width, k, j * ldk, ldk, q, ldq, rows, dim);
+    for (; j < keys; j++) dot_rows(1, of, s + (int64_t)j * width, width, k, j * ldk, ldk, q, ldq, rows, dim);
 }
 
 static void micro_narrow_dots(real *s, int32_t width, const attn_panel *k, const real *q, int64_t ldq, int32_t rows,
                               int32_t keys, int32_t dim) {
-    if (k->single)
-        dots(true, s, width, k->data, k->row, q, ldq, rows, keys, dim);
+    if (k->dtype == REAL_DTYPE) dots(REAL_DTYPE, s, width, k->data, k->row, q, ldq, rows, keys, dim);
+#ifdef ATTN_REAL_F64
     else
-        dots(false, s, width, k->data, k->row, q, ldq, rows, keys, dim);
+        dots(ATTN_F32, s, width, k->data, k->row, q, ldq, rows, keys, dim);
+#else
+    else if (k->dtype == ATTN_F16)
+        dots(ATTN_F16, s, width, k->data, k->row, q, ldq, rows, keys, dim);
+    else
+        dots(ATTN_BF16, s, width, k->data, k->row, q, ldq, rows, keys, dim);
+#endif
 }
+
+static bool micro_readable(attn_dtype dtype) { return dtype == REAL_DTYPE || READABLE(dtype); }
 
 /* kb keys against VL rows, rows in lanes. */
 INLINE void chain_block(const int kb, real *s, int32_t width, const real *k, int64_t ldk, const real *q_t, int32_t dim) {
@@ -328,8 +382,6 @@ static void micro_chain_dots(real *s, int32_t width, const real *k, int64_t ldk,
         for (; j < keys; j++) chain_block(1, s + (int64_t)j * width + r, width, k + j * ldk, ldk, q_t + r, dim);
     }
 }
-
-#endif
 
 /* ---- conversion ---- */
 
@@ -614,11 +666,10 @@ extern const attn_micro TABLE_NAME(ATTN_ISA);
 const attn_micro TABLE_NAME(ATTN_ISA) = {
     .gemm = micro_gemm,
     .dots = micro_dots,
-#ifdef ATTN_REAL_F64
     .narrow_dots = micro_narrow_dots,
     .chain_dots = micro_chain_dots,
     .narrow_gemm = micro_narrow_gemm,
-#endif
+    .readable = micro_readable,
     .load = micro_load,
     .store = micro_store,
     .softmax = micro_softmax,

@@ -19,7 +19,7 @@ enum { ATTN_LANES = 64 / sizeof(real) };
 typedef struct attn_panel {
     const void *data;
     int64_t row;
-    bool single; /* of float; otherwise of real */
+    attn_dtype dtype; /* one that is readable */
 } attn_panel;
 
 typedef struct REAL(micro) {
@@ -46,6 +46,9 @@ typedef struct REAL(micro) {
     /* c[m][n] += sum_j p[j][width] v[j][n]: gemm's arithmetic with v as it lies. */
     void (*narrow_gemm)(real *c, int64_t ldc, const real *p, int32_t width, const attn_panel *v, int32_t m, int32_t n,
                         int32_t keys);
+
+    /* Can an attn_panel be of that dtype? */
+    bool (*readable)(attn_dtype dtype);
 
     /* Converts n elements; any dtype. */
     void (*load)(real *to, const void *from, attn_dtype dtype, int32_t n);

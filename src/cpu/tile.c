@@ -116,12 +116,11 @@ static bool in_one_page(const attn_rows *t, int32_t j0, int32_t keys) {
 /* Rows of k or v where they lie, if the micro-kernels can read them there; otherwise loaded into room. */
 static attn_panel view(const attn_rows *t, const attn_tensor *of, int32_t dim, int32_t j0, int32_t keys, real *room) {
     const attn_problem *p = t->p;
-    bool readable = p->kv_dtype == ATTN_F32 || p->kv_dtype == REAL_DTYPE;
-    if (!readable || !in_one_page(t, j0, keys) || dim % ATTN_LANES != 0) {
+    if (!t->micro->readable(p->kv_dtype) || !in_one_page(t, j0, keys) || dim % ATTN_LANES != 0) {
         load_kv(t, room, of, dim, attn__pad(dim), j0, keys);
-        return (attn_panel){room, attn__pad(dim), REAL_DTYPE == ATTN_F32};
+        return (attn_panel){room, attn__pad(dim), REAL_DTYPE};
     }
-    return (attn_panel){kv_row(t, of, t->s.leftpad + j0, NULL), of->stride[1], p->kv_dtype == ATTN_F32};
+    return (attn_panel){kv_row(t, of, t->s.leftpad + j0, NULL), of->stride[1], p->kv_dtype};
 }
 
 int REAL(tile_class)(const attn_rows *t, int32_t j0, int32_t keys) {

@@ -22,7 +22,7 @@ typedef struct REAL(tile) {
     attn_mask mask;
     int32_t kv_head, h0, heads, i0, count;
     int32_t rows, width;        /* heads * count; padded to ATTN_LANES */
-    bool narrow;                /* the forward works it by the tile_narrow functions: attn__is_narrow, in double */
+    bool narrow;                /* the forward works it by the tile_narrow functions: attn__is_narrow */
     int32_t h[ATTN_TILE_ROWS];  /* query head of each row */
     int32_t i[ATTN_TILE_ROWS];  /* query row of each row */
     real slope[ATTN_TILE_ROWS]; /* of ALiBi */

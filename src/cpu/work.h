@@ -90,6 +90,12 @@ static inline bool attn__sequence_in_double(const attn_plan *plan, const attn_bu
     return attn__in_double(&plan->problem, &s);
 }
 
+/* Tiles that the heads of one group make, when each has so few rows. */
+static inline int32_t attn__short_tiles(const attn_problem *p, int32_t rows) {
+    int32_t fit = ATTN_TILE_ROWS / attn__max32(rows, 1);
+    return (p->heads_q / p->heads_kv + fit - 1) / fit;
+}
+
 /* A strip's tiles: so many heads of a group, and so many tiles of rows of each. A unit of a long sequence has the rows of a strip. */
 static inline int32_t attn__strip_heads(const attn_plan *plan) {
     return attn__min32(plan->strip, plan->problem.heads_q / plan->problem.heads_kv);
