@@ -94,7 +94,7 @@ TEST(c5_unwanted_outputs_do_not_change_the_others) { each_cpu(unwanted_outputs);
 
 /* ---- threads ---- */
 
-static const int32_t thread_counts[] = {2, 7};
+static const int32_t thread_counts[] = {2, 7, 16};
 
 static void check_threads(const rig *form) {
     const char *isa;
@@ -111,7 +111,7 @@ static void check_threads(const rig *form) {
     }
 }
 
-TEST(c5_threads_1_2_and_7) {
+TEST(c5_threads_1_to_16) {
     static const attn_dtype dtypes[] = {ATTN_F32, ATTN_F16, ATTN_BF16, ATTN_F64};
     for (size_t d = 0; d < sizeof dtypes / sizeof *dtypes; d++) {
         rig r = rich(dtypes[d], 2, 150, 200);
@@ -119,7 +119,7 @@ TEST(c5_threads_1_2_and_7) {
     }
 }
 
-TEST(c5_threads_1_2_and_7_split_decode) {
+TEST(c5_threads_1_to_16_split_decode) {
     static const attn_dtype dtypes[] = {ATTN_F32, ATTN_BF16, ATTN_F64};
     for (size_t d = 0; d < sizeof dtypes / sizeof *dtypes; d++) {
         rig r = {.p = problem(dtypes[d], 3, 8, 2, 1, 5000, 32)};
@@ -130,13 +130,26 @@ TEST(c5_threads_1_2_and_7_split_decode) {
 }
 
 /* Few rows and many keys beside a sequence with many rows: the chunks of the former are not spread over threads. */
-TEST(c5_threads_1_2_and_7_mixed_batch) {
+TEST(c5_threads_1_to_16_mixed_batch) {
     static const attn_dtype dtypes[] = {ATTN_F32, ATTN_F64};
     for (size_t d = 0; d < sizeof dtypes / sizeof *dtypes; d++) {
         rig r = {.p = problem(dtypes[d], 3, 4, 1, 70, 2500, 8)};
         r.p.flags = ATTN_USED_Q | ATTN_USED_KV | ATTN_CAUSAL;
         r.f.used_q = (int32_t[]){1, 70, 16};
         r.f.used_kv = (int32_t[]){2500, 90, 1100};
+        check_threads(&r);
+    }
+}
+
+/* One head and many strips of keys, of which those in the middle have the most rows: the threads take turns at d_q. */
+TEST(c5_threads_take_turns_at_d_q) {
+    for (int window = 0; window < 2; window++) {
+        rig r = {.p = problem(ATTN_F32, 1, 1, 1, 700, 2900, 24)};
+        if (window) {
+            r.p.flags = ATTN_WINDOW;
+            r.p.window_left = 700;
+            r.p.window_right = 200;
+        }
         check_threads(&r);
     }
 }
