@@ -133,7 +133,7 @@ TEST(c5_threads_1_to_16_split_decode) {
 TEST(c5_threads_1_to_16_mixed_batch) {
     static const attn_dtype dtypes[] = {ATTN_F32, ATTN_F64};
     for (size_t d = 0; d < sizeof dtypes / sizeof *dtypes; d++) {
-        rig r = {.p = problem(dtypes[d], 3, 4, 1, 70, 2500, 8)};
+        rig r = {.p = problem(dtypes[d], 3, 4, 1, 70, 2500, 8), .backward = true};
         r.p.flags = ATTN_USED_Q | ATTN_USED_KV | ATTN_CAUSAL;
         r.f.used_q = (int32_t[]){1, 70, 16};
         r.f.used_kv = (int32_t[]){2500, 90, 1100};
@@ -144,7 +144,7 @@ TEST(c5_threads_1_to_16_mixed_batch) {
 /* One head and many strips of keys, of which those in the middle have the most rows: the threads take turns at d_q. */
 TEST(c5_threads_take_turns_at_d_q) {
     for (int window = 0; window < 2; window++) {
-        rig r = {.p = problem(ATTN_F32, 1, 1, 1, 700, 2900, 24)};
+        rig r = {.p = problem(ATTN_F32, 1, 1, 1, 700, 2900, 24), .backward = true};
         if (window) {
             r.p.flags = ATTN_WINDOW;
             r.p.window_left = 700;
