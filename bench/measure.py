@@ -7,7 +7,9 @@ otherwise all of it is launched one by one ("with launch" in the output), into a
 The time of a run is the median over batches, each divided by its launches. Inputs are larger than the L2 cache, and nobody
 finds more of them there than the others do.
 
-On the host (--device cpu) a turn is one run, by the clock on the wall.
+On the host (--device cpu) a turn is one run, by the clock on the wall; or, with turn_ms, as many as that takes, after a
+pause in which the threads of the one before go to sleep, and a run that wakes those of this one. Each run takes the next
+set of inputs.
 """
 
 from __future__ import annotations
@@ -39,6 +41,8 @@ BATCH_MS = 2.0
 MOST_LAUNCHES = 48
 LEAST_ROUNDS = 8
 ROUNDS_BETWEEN_WAITS = 4
+LEAST_LONG_ROUNDS = 3  # of turns with several runs each
+PAUSE = 0.025  # seconds: OpenMP's threads spin for up to 20 ms before they sleep
 CYCLES_PER_LAUNCH = 100_000  # some 50 us: more than a host takes to queue one
 
 # Relative RMS of the difference of two results that are both as good as tests/test_accuracy.c asks (2.3e-3 in bf16): the
@@ -53,9 +57,14 @@ ROW_LIMIT = {torch.bfloat16: 1.3e-2, torch.float16: 1.3e-2, torch.float32: 2e-5}
 
 def add_arguments(parser, seconds):
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"], help="where (default cuda)")
+    parser.add_argument("--no-graphs", action="store_true", help="launch one by one, whatever can be captured")
+    add_common_arguments(parser, seconds)
+
+
+def add_common_arguments(parser, seconds):
+    """Those that a script for the host has as well."""
     parser.add_argument("--quick", action="store_true", help="small sizes, few runs: does it work at all?")
     parser.add_argument("--seconds", type=float, default=seconds, help=f"of measuring in a case (default {seconds})")
-    parser.add_argument("--no-graphs", action="store_true", help="launch one by one, whatever can be captured")
     parser.add_argument("--json", metavar="FILE", help="write lines of JSON there, too")
 
 
@@ -113,16 +122,33 @@ def libattn_run(q, k, v, options, backend=None):
     o = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=q.dtype, device=q.device)
     lse = torch.empty(_core.lse_shape(q.shape), device=q.device)
     call.buffers.o, call.buffers.lse = _core.tensor(call.keep(o)), call.keep(lse).address
+    return plan_run(call, q, o, backend)
+
+
+def libattn_backward_run(q, k, v, d_o, options, backend=None):
+    """The same for the backward pass; it returns (d_q, d_k, d_v)."""
+    o, lse, _ = _core.forward(_torch, q, k, v, options)
+    call = _core.Call(_torch, _lib.BACKWARD, q, k, v, options)
+    gradients = tuple(torch.empty_like(x) for x in (q, k, v))
+    for name, x in zip(("o", "d_o", "d_q", "d_k", "d_v"), (o, d_o, *gradients)):
+        setattr(call.buffers, name, _core.tensor(call.keep(x)))
+    call.buffers.lse = call.keep(lse).address
+    return plan_run(call, q, gradients, backend)
+
+
+def plan_run(call, q, result, backend):
+    """A function that runs what the call says and returns the result; and its kernel's name."""
     context = _lib.context_of(backend) if backend else _torch.place(q).context
     plan = _lib.Plan(context, call.problem)
-    space = torch.empty(max(plan.workspace, 1), dtype=torch.uint8, device=q.device)
-    call.buffers.workspace, call.buffers.workspace_size = space.data_ptr(), plan.workspace
+    space = torch.empty(plan.workspace + 64, dtype=torch.uint8, device=q.device)
+    address = space.data_ptr()
+    call.buffers.workspace, call.buffers.workspace_size = address + -address % 64, plan.workspace
     buffers = ctypes.byref(call.buffers)
 
     def run(kept=(call, space)):
         stream = torch.cuda.current_stream().cuda_stream if q.is_cuda else None  # another one while it is captured
         _lib.check(_lib.library.attn_run(plan.handle, buffers, stream))
-        return o
+        return result
 
     return run, plan.kernel
 
@@ -176,17 +202,31 @@ def turns(names, count):
     return order if count % 2 else order[::-1]
 
 
+def host_turn(runs, done, turn_ms):
+    """Times of the runs of one turn; `done` runs went before it, of whomever, and took the sets before these."""
+    times, spent = [], 0.0
+    if turn_ms:
+        time.sleep(PAUSE)
+    while not times or spent < turn_ms:
+        start = time.perf_counter()
+        runs[(done + len(times)) % len(runs)]()
+        times.append(1e3 * (time.perf_counter() - start))
+        spent += times[-1]
+    return times
+
+
 def measure_host(runners, arguments):
     times = {name: [] for name in runners}
     for runs in runners.values():
         runs[0]()
-    least = 2 if arguments.quick else LEAST_ROUNDS
-    began, rounds = time.monotonic(), 0
+    turn_ms = getattr(arguments, "turn_ms", 0)
+    least = 2 if arguments.quick else LEAST_LONG_ROUNDS if turn_ms else LEAST_ROUNDS
+    began, rounds, done = time.monotonic(), 0, 0
     while rounds < least or time.monotonic() - began < arguments.seconds:
         for name in turns(list(runners), rounds):
-            start = time.perf_counter()
-            runners[name][rounds % len(runners[name])]()
-            times[name].append(1e3 * (time.perf_counter() - start))
+            found = host_turn(runners[name], done, turn_ms)
+            times[name] += found[1:] or found  # the first one has woken the threads
+            done += len(found)
         rounds += 1
     return Times({name: statistics.median(t) for name, t in times.items()}, rounds, "host")
 

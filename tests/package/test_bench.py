@@ -1,4 +1,4 @@
-"""The scripts of bench/, which are for GPUs, on the host: what they compare is the same, and what is wrong is seen."""
+"""The scripts of bench/, on the host, those for GPUs too: what they compare is the same, and what is wrong is seen."""
 
 import argparse
 import contextlib
@@ -16,6 +16,7 @@ import features  # noqa: E402
 import masks  # noqa: E402
 import measure  # noqa: E402
 import peers  # noqa: E402
+import peers_cpu  # noqa: E402
 
 QUICK = ["--device", "cpu", "--quick"]
 
@@ -156,7 +157,153 @@ def test_verdicts(capsys):
     assert lines[-4] == "d96, d192 / cuDNN: mean 1.010, least 1.010 d96-causal-s512 met (want 1.00, 1.00), 1 cases"
 
 
+# ---- peers on the host ----
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Sizes that take no time, with every kind of case."""
+    made = [
+        case._replace(rows=min(case.rows, 64), keys=64 if case.rows > 16 else 256, batch=case.batch)
+        for case in peers_cpu.all_cases()
+        if (case.rows in (1024, 16) or (case.rows == 1 and case.keys == 4096)) and case.dim == 128
+    ]
+    monkeypatch.setattr(peers_cpu, "all_cases", lambda: made)
+    monkeypatch.setattr(peers_cpu, "is_quick", lambda case: True)
+    monkeypatch.setattr(measure, "PAUSE", 0)
+    monkeypatch.setattr(peers_cpu, "find_floors", lambda threads: {"peak_gflops": 1e3, "read_gb_per_s": 50.0})
+    return made
+
+
+def test_cpu_peers(small, capsys, tmp_path):
+    lines = tmp_path / "cpu.jsonl"
+    words = ["--quick", "--threads", "1", "--peers", "torch", "--json", str(lines)]
+    assert peers_cpu.main([*words, "--cases", "prefill|backward|decode|verify|length"]) == 0
+    header, *results = map(json.loads, lines.read_text().splitlines())
+    assert header["threads"] == 1 and [r["case"] for r in results] == [case.name for case in small]
+    assert {r["kind"] for r in results} == {"prefill", "backward", "decode", "verify", "length"}
+    for r in results:
+        names = {"libattn", "torch"} | ({"torch-grouped"} if r["kind"] == "decode" else set())
+        assert set(r["ms"]) == names and not r["wrong"] and r["ratio"]["best"] == r["ratio"]["torch"] > 0
+        floor = 50 if r["kind"] == "decode" else 1e3
+        assert r["share"] == pytest.approx(r["rate"]["libattn"] / floor)
+        fastest = min(ms for name, ms in r["ms"].items() if name != "libattn")
+        assert r["ratio"]["torch"] == pytest.approx(fastest / r["ms"]["libattn"])
+    assert "WRONG" not in capsys.readouterr().out
+
+
+def test_cpu_peers_that_differ_or_are_missing(small, capsys, monkeypatch):
+    monkeypatch.setattr(peers_cpu, "onnx_run", None)
+    monkeypatch.setattr(peers_cpu, "NO_ORT", "No module named 'onnxruntime'", raising=False)
+    run = peers_cpu.torch_run
+    monkeypatch.setattr(peers_cpu, "torch_run", lambda q, k, v, causal: run(q, k, v, False))
+    assert peers_cpu.main(["--quick", "--threads", "1", "--cases", "verify.*bf16"]) == 1
+    out, err = capsys.readouterr()
+    assert "no ONNX Runtime: No module named 'onnxruntime'" in err
+    assert "verify-q16-k256-bf16: WRONG: libattn and torch differ" in out
+    with pytest.raises(SystemExit, match="no case matches 'nonsense'"):
+        peers_cpu.main(["--cases", "nonsense"])
+
+
+def test_cpu_counts():
+    """By brute force."""
+    for case in peers_cpu.all_cases():
+        if case.rows * case.keys > 1 << 20 or case.batch > 1:
+            continue
+        allowed = torch.ones(case.rows, case.keys)
+        pairs = int((allowed.tril(case.keys - case.rows) if case.causal else allowed).sum())
+        times = 2.5 if case.kind == "backward" else 1
+        assert case.flops == times * 2 * 2 * case.dim * pairs * case.heads
+    names = [case.name for case in peers_cpu.all_cases()]
+    assert len(names) == len(set(names)) and "decode-k32768-b8-bf16" in names and "prefill-d64-s512-full-f16" in names
+
+
+def test_onnx_runtime(small, capsys, tmp_path):
+    pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnx")
+    lines = tmp_path / "ort.jsonl"
+    words = ["--quick", "--threads", "1", "--peers", "ort", "--json", str(lines), "--cases", "prefill|decode|verify"]
+    assert peers_cpu.main(words) == 0
+    _, *results = map(json.loads, lines.read_text().splitlines())
+    assert all(("ort" in r["ratio"]) == (r["dtype"] != "bf16") for r in results)
+    assert {name for r in results for name in r["ms"]} == {"libattn", "ort-gqa", "ort-mha"}
+    assert "cases without ort: " in capsys.readouterr().out
+
+
+def test_cpu_plots(tmp_path):
+    pytest.importorskip("matplotlib")
+    import plots_cpu
+
+    results = [
+        {
+            **case._asdict(),
+            "threads": 2,
+            "rate": {"libattn": 9.0, "torch-grouped": 5.0},
+            "variant": {"torch": "torch-grouped"},
+        }
+        for case in peers_cpu.all_cases()
+    ]
+    made = plots_cpu.draw(results, {"peak_gflops": 10.0}, tmp_path)
+    assert [path.name for path in made] == ["prefill.png", "backward.png", "decode.png", "length.png"]
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in made)
+
+
+def test_cpu_verdicts(capsys):
+    """From made-up results."""
+
+    def result(kind, dtype, ms, share, **ratio):
+        case = next(c for c in peers_cpu.all_cases() if c.kind == kind and c.dtype == dtype and c.keys >= 4096)
+        return {"case": case.name, **case._asdict(), "ms": {"libattn": ms}, "share": share, "ratio": ratio}
+
+    results = [
+        result("prefill", "f32", 10.0, 0.7, best=1.3),
+        result("prefill", "f16", 8.0, 0.8, best=1.1),
+        result("decode", "f32", 4.0, 0.5, best=2.6),
+        result("decode", "f16", 2.0, 0.5, ort=1.5, best=1.5),
+        result("verify", "f32", 1.0, 0.61),
+    ]
+    peers_cpu.print_verdicts(results, [{"what": "first call", "us": 900.0}, {}, {"what": "a call", "us": 2.5}])
+    lines = capsys.readouterr().out.splitlines()
+    assert "prefill d64 f32, share of peak: MISSED in 0 of 1 cases, least 0.70" in "\n".join(lines)
+    for start in (
+        "prefill f32 / better peer: met in 1 of 1",
+        "prefill f16 / better peer: MISSED in 0 of 1",
+        "prefill f16 / f32: met in 1 of 1 cases, least 1.25",
+        "decode f16 / f32: met in 1 of 1 cases, least 2.00",
+        "decode f32 batch 1, of the lower bar: met in 1 of 1 cases, least 1.04",
+        "decode f32 batch 8, of the lower bar: not measured",
+        "decode f16 / ONNX Runtime: met",
+        "verify, share of peak: met",
+        "first call: met, 900.00 us",
+        "a call: MISSED, 2.50 us",
+    ):
+        assert sum(line.startswith(start) for line in lines) == 1, start
+
+
 # ---- timing ----
+
+
+def test_turns_of_several_runs(monkeypatch):
+    """The first run of a turn does not count, and each run takes the next set, whoever had the one before."""
+    clock, order = [0.0], []
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(measure.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(measure.time, "sleep", lambda seconds: order.append("pause"))
+
+    def runs(name, first, later):
+        def work(n):
+            woken = order and order[-1] != "pause"
+            order.append((name, n))
+            clock[0] += 1e-3 * (later if woken else first)
+
+        return [lambda n=n: work(n) for n in range(4)]
+
+    runners = {"a": runs("a", 9.0, 2.0), "b": runs("b", 30.0, 30.0)}
+    arguments = argparse.Namespace(device="cpu", seconds=0.0, quick=False, turn_ms=12)
+    times = measure.measure(runners, arguments)
+    assert times.ms == pytest.approx({"a": 2.0, "b": 30.0}) and times.rounds == measure.LEAST_LONG_ROUNDS
+    sets = [x[1] for x in order if x != "pause"][2:]  # two to begin with
+    assert sets == [n % 4 for n in range(len(sets))] and order.count("pause") == 2 * times.rounds
 
 
 def test_nobody_always_follows_the_same_one():
