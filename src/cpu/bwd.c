@@ -114,7 +114,7 @@ void REAL(bwd_rows)(const attn_plan *plan, const attn_buffers *f, int32_t b, int
 /* What the backward needs of a query tile. with_q: its rows too, not only their transpose. */
 static void load_rows(const attn_rows *t, scratch *m, bool with_q) {
     const attn_row *rows = attn__part(t->plan, t->f, CPU_ROWS);
-    REAL(tile_load_q)(t, m->q_t, m->row);
+    REAL(tile_load_q)(t, m->q_t);
     if (with_q) REAL(tile_load_rows)(t, m->q, NULL, &t->f->q, t->p->dtype, t->p->dim_qk);
     REAL(tile_load_rows)(t, m->d_o, m->d_o_t, &t->f->d_o, t->p->out_dtype, t->p->dim_v);
     for (int32_t r = 0; r < t->width; r++) {

@@ -219,7 +219,7 @@ static void join(member *strip, int32_t place, scratch *m, int32_t slot) {
     x->now = (state){m->now.o + o, m->now.max + row, m->now.sum + row};
     x->folded = (state){m->folded.o + o, m->folded.max + row, m->folded.sum + row};
     x->t.guard = m->guard;
-    REAL(tile_load_q)(&x->t, x->q, m->row);
+    REAL(tile_load_q)(&x->t, x->q);
 }
 
 /* The strip of a long sequence that begins with head h, or none: tiles of rows of as many heads of the group as fit. */

@@ -46,8 +46,10 @@ typedef natural vbits __attribute__((vector_size(VECTOR_BYTES)));
 
 #ifdef __clang__
 #define UNROLL _Pragma("unroll")
+#define UNROLL16 _Pragma("unroll")
 #else
 #define UNROLL _Pragma("GCC unroll 8")
+#define UNROLL16 _Pragma("GCC unroll 16")
 #endif
 /* Holds v in a register: compilers like to read it again for each use, which makes two loads of one. */
 #if defined(__x86_64__) && defined(__AVX512F__)
@@ -645,6 +647,45 @@ static void micro_d_scores(real *d_p, const real *p, const real *slope, int32_t 
     }
 }
 
+#if defined(__AVX512F__) && !defined(ATTN_REAL_F64)
+
+/* 16 x 16 in registers: pairs of rows are interleaved, by elements, by pairs, by quarters of a vector. */
+INLINE void transpose_16(float *to, int64_t ldt, const float *from, int64_t ldf) {
+    __m512 a[16], b[16];
+    UNROLL16 for (int i = 0; i < 16; i++) a[i] = _mm512_loadu_ps(from + i * ldf);
+    UNROLL16 for (int i = 0; i < 16; i += 2) {
+        b[i] = _mm512_unpacklo_ps(a[i], a[i + 1]);
+        b[i + 1] = _mm512_unpackhi_ps(a[i], a[i + 1]);
+    }
+    UNROLL16 for (int i = 0; i < 16; i += 4) {
+        a[i] = _mm512_shuffle_ps(b[i], b[i + 2], 0x44);
+        a[i + 1] = _mm512_shuffle_ps(b[i], b[i + 2], 0xee);
+        a[i + 2] = _mm512_shuffle_ps(b[i + 1], b[i + 3], 0x44);
+        a[i + 3] = _mm512_shuffle_ps(b[i + 1], b[i + 3], 0xee);
+    }
+    UNROLL16 for (int i = 0; i < 4; i++) {
+        b[i] = _mm512_shuffle_f32x4(a[i], a[i + 4], 0x88);
+        b[i + 4] = _mm512_shuffle_f32x4(a[i], a[i + 4], 0xdd);
+        b[i + 8] = _mm512_shuffle_f32x4(a[i + 8], a[i + 12], 0x88);
+        b[i + 12] = _mm512_shuffle_f32x4(a[i + 8], a[i + 12], 0xdd);
+    }
+    UNROLL16 for (int i = 0; i < 8; i++) {
+        _mm512_storeu_ps(to + i * ldt, _mm512_shuffle_f32x4(b[i], b[i + 8], 0x88));
+        _mm512_storeu_ps(to + (i + 8) * ldt, _mm512_shuffle_f32x4(b[i], b[i + 8], 0xdd));
+    }
+}
+
+#endif
+
+static void micro_transpose(real *to, int64_t ldt, const real *from, int64_t ldf, int32_t m, int32_t n) {
+    int32_t c = 0;
+#if defined(__AVX512F__) && !defined(ATTN_REAL_F64)
+    for (; m == 16 && c + 16 <= n; c += 16) transpose_16(to + c * ldt, ldt, from + c, ldf);
+#endif
+    for (; c < n; c++)
+        for (int32_t r = 0; r < ATTN_LANES; r++) to[c * ldt + r] = r < m ? from[r * ldf + c] : 0;
+}
+
 static void micro_add(real *restrict c, const real *restrict from, int32_t n) {
     for (int32_t i = 0; i < n; i++) c[i] += from[i];
 }
@@ -677,6 +718,7 @@ const attn_micro TABLE_NAME(ATTN_ISA) = {
     .softcap = micro_softcap,
     .alibi = micro_alibi,
     .d_scores = micro_d_scores,
+    .transpose = micro_transpose,
     .add = micro_add,
     .scale = micro_scale,
     .finite = micro_finite,

@@ -81,6 +81,9 @@ typedef struct REAL(micro) {
     void (*d_scores)(real *d_p, const real *p, const real *slope, int32_t keys, int32_t width, const real *delta,
                      real keep);
 
+    /* to[n][ldt] = from[m][ldf] transposed, of which rows m and columns n; ATTN_LANES columns of `to` are written, with zeros from m on. */
+    void (*transpose)(real *to, int64_t ldt, const real *from, int64_t ldf, int32_t m, int32_t n);
+
     /* c[n] += from[n] */
     void (*add)(real *c, const real *from, int32_t n);
 

@@ -86,7 +86,7 @@ static void work_tile(void *arg, int64_t index, int32_t slot) {
     char *mine = (char *)attn__part(j->plan, j->f, CPU_SCRATCH) + slot * attn__fwd_scratch(j->plan);
     scratch m = lay_out((real *)mine, p);
     t.guard = m.guard;
-    REAL(tile_load_q)(&t, m.q_t, m.row);
+    REAL(tile_load_q)(&t, m.q_t);
     for (int32_t r = 0; r < t.width; r++) {
         m.max[r] = (real)-INFINITY;
         m.sum[r] = 0;

@@ -58,16 +58,20 @@ static void load_q_row(const attn_rows *t, real *to, int32_t r) {
     if (descale != 1) t->micro->scale(to, p->dim_qk, descale);
 }
 
-void REAL(tile_load_q)(const attn_rows *t, real *q, real *scratch) {
+void REAL(tile_load_q)(const attn_rows *t, real *q) {
     double factor = t->p->scale * attn__descale(t->f, t->f->k_descale, t->s.b, t->kv_head);
-    if (t->narrow) memset(q, 0, (size_t)t->width * (size_t)t->dim_qk * sizeof(real)); /* its padding is multiplied, too */
-    for (int32_t r = 0; r < t->rows; r++) {
-        int64_t first = few_rows(t) ? (int64_t)r * t->dim_qk : r, step = few_rows(t) ? 1 : t->width;
-        load_q_row(t, scratch, r);
-        for (int32_t x = 0; x < t->p->dim_qk; x++) q[first + x * step] = (real)(scratch[x] * factor);
+    real rows[ATTN_LANES * ATTN_MAX_DIM], *to = few_rows(t) ? q : rows;
+    int32_t dims = t->narrow ? t->dim_qk : t->p->dim_qk; /* a narrow tile's padding is multiplied, too */
+    for (int32_t first = 0; first < t->width; first += ATTN_LANES) {
+        int32_t count = attn__max32(0, attn__min32(ATTN_LANES, t->rows - first));
+        for (int32_t r = 0; r < count; r++) {
+            real *row = to + (int64_t)r * dims;
+            load_q_row(t, row, first + r);
+            for (int32_t x = 0; x < t->p->dim_qk; x++) row[x] = (real)(row[x] * factor);
+            for (int32_t x = t->p->dim_qk; x < dims; x++) row[x] = 0;
+        }
+        if (!few_rows(t)) t->micro->transpose(q + first, t->width, rows, dims, count, dims);
     }
-    for (int32_t x = 0; !t->narrow && x < t->p->dim_qk; x++)
-        for (int32_t r = t->rows; r < t->width; r++) q[(int64_t)x * t->width + r] = 0;
 }
 
 void REAL(tile_load_rows)(const attn_rows *t, real *x, real *x_t, const attn_tensor *from, attn_dtype dtype, int32_t dim) {
@@ -77,8 +81,9 @@ void REAL(tile_load_rows)(const attn_rows *t, real *x, real *x_t, const attn_ten
         t->micro->load(x + r * padded, (const char *)from->data + at, dtype, dim);
         for (int64_t n = dim; n < padded; n++) x[r * padded + n] = 0;
     }
-    for (int32_t n = 0; x_t && n < dim; n++)
-        for (int32_t r = 0; r < t->width; r++) x_t[(int64_t)n * t->width + r] = r < t->rows ? x[r * padded + n] : 0;
+    for (int32_t r = 0; x_t && r < t->width; r += ATTN_LANES)
+        t->micro->transpose(x_t + r, t->width, x + r * padded, padded, attn__max32(0, attn__min32(ATTN_LANES, t->rows - r)),
+                            dim);
 }
 
 /* Where row `at` of k or v is, `before` being the row before it (or NULL): a fixed distance on, except from page to page. */

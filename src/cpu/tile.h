@@ -40,8 +40,8 @@ typedef REAL(tile) attn_rows;
 bool REAL(tile_make)(attn_rows *t, const attn_plan *plan, const attn_buffers *f, const attn_unit *unit, int32_t h,
                      bool pack);
 
-/* q of the tile, transposed and scaled, into [dim_qk][width]; scratch holds one row. A narrow tile's is for tile_narrow_scores. */
-void REAL(tile_load_q)(const attn_rows *t, real *q, real *scratch);
+/* q of the tile, transposed and scaled, into [dim_qk][width]. A narrow tile's is for tile_narrow_scores. */
+void REAL(tile_load_q)(const attn_rows *t, real *q);
 
 /* Rows of a tensor shaped like q into x [rows][padded], the padding zero, and transposed into x_t [dim][width] unless
    that is NULL. */
