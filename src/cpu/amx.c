@@ -19,8 +19,11 @@
 #ifdef __clang__
 #define UNROLL _Pragma("unroll")
 #else
-#define UNROLL _Pragma("GCC unroll 8")
+#define UNROLL _Pragma("GCC unroll 16")
 #endif
+
+/* Holds v in a register of its own, as it is: compilers like to put other instructions for it, which cost more. */
+#define KEEP(v) __asm__("" : "+v"(v))
 
 /* Tiles are loaded by instructions of which the compiler does not know that they read memory. */
 #define MEMORY_IS_WRITTEN __asm__ volatile("" ::: "memory")
@@ -35,9 +38,8 @@ _Static_assert(sizeof(tile_config) == 64, "as ldtilecfg reads it");
 
 void attn__amx_begin(void) {
     /* Static: of a variable, gcc 12 would think that only its first bytes are read. */
-    static const tile_config config = {.palette = 1,
-                                       .bytes = {64, 64, 64, 64, 64, 64, 64, 64},
-                                       .rows = {16, 16, 16, 16, 16, 16, 16, 16}};
+    static const tile_config config = {
+        .palette = 1, .bytes = {64, 64, 64, 64, 64, 64, 64, 64}, .rows = {16, 16, 16, 16, 16, 16, 16, 16}};
     _tile_loadconfig(&config);
 }
 
@@ -51,7 +53,7 @@ void attn__amx_end(void) { _tile_release(); }
  */
 typedef struct block {
     float *c;
-    const uint16_t *a, *b; /* of the next step */
+    const uint16_t *a, *b;                            /* of the next step */
     int64_t ldc, c_panel, row, across, down, b_panel; /* as in attn_amx_product, ldc and row in bytes */
     int32_t left;                                     /* steps that multiply */
     bool single;
@@ -281,31 +283,31 @@ void attn__amx_pack_pairs(uint16_t *b, const uint16_t *from, int64_t row, int32_
 /* Two vectors as bf16, their elements in turn; a number half-way between two goes to the larger. */
 INLINE __m512i join(__m512 even, __m512 odd) {
     const __m512i half = _mm512_set1_epi32(0x8000);
-    __m512i low = _mm512_srli_epi32(_mm512_add_epi32(_mm512_castps_si512(even), half), 16);
+    __m512i low = _mm512_bsrli_epi128(_mm512_add_epi32(_mm512_castps_si512(even), half), 2);
+    KEEP(low);
     return _mm512_mask_blend_epi16(0xaaaaaaaa, low, _mm512_add_epi32(_mm512_castps_si512(odd), half));
 }
 
-void attn__amx_to_pairs(uint16_t *b, const float *x, int32_t keys, int32_t width) {
-    int32_t padded = (keys + 31) / 32 * 32;
-    for (int32_t r = 0; r < width; r += 16) {
-        for (int32_t j = 0; j < padded; j += 2, b += 32) {
-            const float *at = x + (int64_t)j * width + r;
-            __m512 even = j < keys ? _mm512_loadu_ps(at) : _mm512_setzero_ps();
-            __m512 odd = j + 1 < keys ? _mm512_loadu_ps(at + width) : _mm512_setzero_ps();
-            _mm512_storeu_si512(b, join(even, odd));
+void attn__amx_to_pairs(uint16_t *b, int64_t b_panel, const float *x, int64_t ld, int64_t panel, int32_t keys,
+                        int32_t width) {
+    for (int32_t r = 0; r < width; r += 16, b += b_panel, x += panel) {
+        uint16_t *to = b;
+        for (int32_t j = 0; j < (keys + 31) / 32 * 32; j += 2, to += 32) {
+            __m512 even = j < keys ? _mm512_loadu_ps(x + j * ld) : _mm512_setzero_ps();
+            __m512 odd = j + 1 < keys ? _mm512_loadu_ps(x + (j + 1) * ld) : _mm512_setzero_ps();
+            _mm512_storeu_si512(to, join(even, odd));
         }
     }
 }
 
-void attn__amx_to_rows(uint16_t *a, const float *x, int32_t keys, int32_t width) {
-    int32_t padded = (keys + 31) / 32 * 32;
-    int64_t panel = attn__ceil_div(width, 32) * ATTN_AMX_TILE;
-    for (int32_t j = 0; j < padded; j++) {
-        uint16_t *to = a + j / 16 * panel + (ptrdiff_t)(j % 16) * 32;
-        for (int32_t r = 0; r < width; r += 32, to += ATTN_AMX_TILE) {
-            const float *at = x + (int64_t)j * width + r;
-            __m512 low = j < keys ? _mm512_loadu_ps(at) : _mm512_setzero_ps();
-            __m512 high = j < keys && r + 16 < width ? _mm512_loadu_ps(at + 16) : _mm512_setzero_ps();
+void attn__amx_to_rows(uint16_t *a, const float *x, int64_t ld, int64_t panel, int32_t keys, int32_t width) {
+    int64_t a_panel = attn__ceil_div(width, 32) * ATTN_AMX_TILE;
+    for (int32_t j = 0; j < (keys + 31) / 32 * 32; j++) {
+        uint16_t *to = a + j / 16 * a_panel + (ptrdiff_t)(j % 16) * 32;
+        const float *from = x + j * ld;
+        for (int32_t r = 0; r < width; r += 32, to += ATTN_AMX_TILE, from += 2 * panel) {
+            __m512 low = j < keys ? _mm512_loadu_ps(from) : _mm512_setzero_ps();
+            __m512 high = j < keys && r + 16 < width ? _mm512_loadu_ps(from + panel) : _mm512_setzero_ps();
             _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh(high, low));
         }
     }
@@ -319,8 +321,11 @@ void attn__amx_to_rows(uint16_t *a, const float *x, int32_t keys, int32_t width)
  * of infinities.
  */
 INLINE __m512 exp2_of(__m512 t) {
-    __m512 f = _mm512_reduce_ps(t, _MM_FROUND_TO_NEG_INF);
-    __m512 y = _mm512_fmadd_ps(_mm512_set1_ps(1.877576683e-3f), f, _mm512_set1_ps(8.989340142e-3f));
+    static const float first = 1.877576683e-3f;
+    __m512 f = _mm512_reduce_ps(t, _MM_FROUND_TO_NEG_INF), y;
+    /* Loaded each time, on ports that have nothing else to do: a copy of a register takes the place of an operation. */
+    __asm__ volatile("vbroadcastss %1, %0" : "=v"(y) : "m"(first));
+    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(8.989340142e-3f));
     y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(5.582631793e-2f));
     y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(2.401536171e-1f));
     y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(6.931530732e-1f));
@@ -336,7 +341,7 @@ typedef struct shade {
     block x;
 } shade;
 
-static void shade_make(shade *d, const attn_amx_product *products, int32_t count, int64_t groups) {
+INLINE void shade_make(shade *d, const attn_amx_product *products, int32_t count, int64_t groups) {
     *d = (shade){.at = products, .end = products + count, .groups = groups};
     for (int32_t n = 0; n < count; n++)
         d->steps += (int64_t)(products[n].m / 32) * ((products[n].n + 31) / 32) * (products[n].k / 32 + 1);
@@ -352,7 +357,7 @@ INLINE void shade_move(shade *d) {
     if (d->at < d->end) start_block(&d->x, d->at, d->i, d->j);
 }
 
-static void shade_step(shade *d) {
+INLINE void shade_step(shade *d) {
     if (d->x.single)
         plain_step(&d->x, d->x.left > 0, true);
     else
@@ -391,9 +396,6 @@ static void shade_step(shade *d) {
         for (; (d)->owed >= (d)->groups; (d)->owed -= (d)->groups) shade_step(d);                                          \
     } while (0)
 
-/* The maximum is raised by more than this or not at all: each time, O must be multiplied. */
-#define SLACK 4.0f
-
 enum { GROUP = 8, MAX_GROUP = 64 }; /* keys whose p are made, whose maximum is found, during a step */
 
 /* The largest of a column of s. What is not a number is passed over. */
@@ -409,19 +411,22 @@ INLINE __m512 column_max(const float *s, int32_t keys, int64_t ld, shade *d) {
 }
 
 /* p of two keys into a row of a tile; returns their sum. */
-INLINE __m512 exp_pair(uint16_t *p, const float *s, int64_t ld, __m512 factor, __m512 base) {
-    __m512 even = exp2_of(_mm512_fmsub_ps(_mm512_loadu_ps(s), factor, base));
-    __m512 odd = exp2_of(_mm512_fmsub_ps(_mm512_loadu_ps(s + ld), factor, base));
+INLINE __m512 exp_pair(uint16_t *p, const float *s, int64_t ld, __m512 factor, __m512 minus) {
+    __m512 even = _mm512_loadu_ps(s), odd = _mm512_loadu_ps(s + ld);
+    KEEP(even);
+    KEEP(odd);
+    even = exp2_of(_mm512_fmadd_ps(even, factor, minus));
+    odd = exp2_of(_mm512_fmadd_ps(odd, factor, minus));
     _mm512_storeu_si512(p, join(even, odd));
     return _mm512_add_ps(even, odd);
 }
 
 /* p of a column's keys, in whole groups; returns their sum. */
-INLINE __m512 exp_column(uint16_t *p, const float *s, int32_t keys, int64_t ld, __m512 factor, __m512 base, shade *d) {
+INLINE __m512 exp_column(uint16_t *p, const float *s, int32_t keys, int64_t ld, __m512 factor, __m512 minus, shade *d) {
     __m512 total = _mm512_setzero_ps();
     for (; keys >= GROUP; keys -= GROUP, s += GROUP * ld, p += 16 * GROUP) {
         __m512 sums = _mm512_setzero_ps(); /* short sums keep the rounding error small */
-#define EXP_PART(part) sums = _mm512_add_ps(sums, exp_pair(p + 32 * part, s + 2 * part * ld, ld, factor, base))
+#define EXP_PART(part) sums = _mm512_add_ps(sums, exp_pair(p + 32 * part, s + 2 * part * ld, ld, factor, minus))
         IN_SHADE(d, EXP_PART);
         total = _mm512_add_ps(total, sums);
     }
@@ -429,14 +434,14 @@ INLINE __m512 exp_column(uint16_t *p, const float *s, int32_t keys, int64_t ld, 
 }
 
 /* The last keys, fewer than a group, which are completed with -inf; then zeros to the end of the tile. */
-static __m512 exp_rest(uint16_t *p, const float *s, int32_t keys, int32_t end, int64_t ld, __m512 factor, __m512 base) {
+static __m512 exp_rest(uint16_t *p, const float *s, int32_t keys, int32_t end, int64_t ld, __m512 factor, __m512 minus) {
     __m512 sums = _mm512_setzero_ps();
     int32_t j = 0;
     for (; j < keys; j += 2, p += 32) {
         float room[2][16];
         _mm512_storeu_ps(room[0], _mm512_loadu_ps(s + j * ld));
         _mm512_storeu_ps(room[1], j + 1 < keys ? _mm512_loadu_ps(s + (j + 1) * ld) : _mm512_set1_ps(-INFINITY));
-        sums = _mm512_add_ps(sums, exp_pair(p, room[0], 16, factor, base));
+        sums = _mm512_add_ps(sums, exp_pair(p, room[0], 16, factor, minus));
     }
     for (; j < end; j += 2, p += 32) _mm512_storeu_si512(p, _mm512_setzero_si512());
     return sums;
@@ -461,17 +466,18 @@ INLINE void softmax_columns(const attn_amx_softmax *m, int32_t r, shade *d) {
     uint16_t *p = m->p + r / 16 * m->p_panel;
     __m512 before = _mm512_loadu_ps(m->max + r), factor = _mm512_set1_ps(m->factor);
     __m512 most = _mm512_mul_ps(column_max(s, m->keys, m->lds, d), factor);
-    __mmask16 stays = _mm512_cmp_ps_mask(most, _mm512_add_ps(before, _mm512_set1_ps(SLACK)), _CMP_NGT_UQ);
+    __mmask16 stays = _mm512_cmp_ps_mask(most, _mm512_add_ps(before, _mm512_set1_ps(ATTN_AMX_SLACK)), _CMP_NGT_UQ);
     most = _mm512_mask_mov_ps(_mm512_roundscale_ps(most, _MM_FROUND_TO_POS_INF), stays, before);
     __m512 base = _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(most, none, _CMP_NEQ_UQ), most);
     __m512 alpha = _mm512_scalef_ps(_mm512_set1_ps(1.0f), _mm512_sub_ps(before, base));
     __mmask16 large = _mm512_cmp_ps_mask(_mm512_abs_ps(base), _mm512_set1_ps(0x1p20f), _CMP_GT_OQ);
     if (large) factor = scale_large(s, m->keys, m->lds, factor, large);
-    __m512 total = exp_column(p, s, m->keys, m->lds, factor, base, d);
+    __m512 minus = _mm512_sub_ps(_mm512_setzero_ps(), base);
+    __m512 total = exp_column(p, s, m->keys, m->lds, factor, minus, d);
     int32_t whole = m->keys / GROUP * GROUP, end = (m->keys + 31) / 32 * 32;
     if (whole < end)
         total = _mm512_add_ps(total, exp_rest(p + (ptrdiff_t)16 * whole, s + whole * m->lds, m->keys - whole, end - whole,
-                                              m->lds, factor, base));
+                                              m->lds, factor, minus));
     _mm512_storeu_ps(m->max + r, most);
     _mm512_storeu_ps(m->alpha + r, alpha);
     _mm512_storeu_ps(m->sum + r, _mm512_fmadd_ps(_mm512_loadu_ps(m->sum + r), alpha, total));
@@ -502,14 +508,12 @@ void attn__amx_rescale(float *o, int32_t dim, const float *alpha) {
 
 /* ---- the end ---- */
 
-/* 16 x 16 numbers: quarters of vectors change places as the rows are loaded, then each quarter is transposed. */
-void attn__amx_transpose(float *to, int64_t ld, const float *from, int32_t rows, int32_t width) {
-    for (int32_t i = 0; i < rows; i += 16) {
-        for (int32_t r = 0; r < width; r += 4) {
-            __m512i in[4];
-            UNROLL for (int n = 0; n < 4; n++)
-                in[n] = four_rows((const uint16_t *)(from + (int64_t)(i + n) * width + r), 8 * (int64_t)width);
-            transpose_quarters((uint16_t *)(to + r * ld + i), 2 * ld, in[0], in[1], in[2], in[3]);
+void attn__amx_transpose(float *to, int64_t ld, const float *panel, int32_t dim) {
+    for (int32_t x = 0; x < dim; x += 16, panel += 16 * 16, to += 16) {
+        for (int32_t r = 0; r < 16; r += 4) {
+            const uint16_t *from = (const uint16_t *)(panel + r); /* 32 of these are a row of the panel */
+            transpose_quarters((uint16_t *)(to + r * ld), 2 * ld, four_rows(from, 4 * 32), four_rows(from + 32, 4 * 32),
+                               four_rows(from + 2 * 32, 4 * 32), four_rows(from + 3 * 32, 4 * 32));
         }
     }
 }

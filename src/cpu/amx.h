@@ -2,7 +2,7 @@
  * Products of bf16 by AMX tiles, and the softmax between them: what a bf16 kernel of Xeons with AMX is made of.
  *
  * As in micro.h, scores are transposed, [key][row], with query rows in the lanes; so is the output while it is summed up,
- * [dim][row]. Both products of the forward are then c[m][n] (+)= sum_k a[m][k] b[k][n] with n over query rows:
+ * [dim][row]. Rows come in panels of 16, a vector. Both products of the forward are then c[m][n] (+)= sum_k a[m][k] b[k][n] with n over query rows:
  *
  *     S^T = K Q^T       a: K as it lies          b: pairs of dims of q          k over dims
  *     O^T += V^T P^T    a: V^T, packed           b: pairs of keys of P          k over keys
@@ -24,8 +24,8 @@
 #include "../internal.h"
 
 enum {
-    ATTN_AMX_M = 32,   /* m and k are multiples of this */
-    ATTN_AMX_N = 16,   /* n is a multiple of this; twice as much is faster */
+    ATTN_AMX_M = 32,    /* m and k are multiples of this */
+    ATTN_AMX_N = 16,    /* n is a multiple of this; twice as much is faster */
     ATTN_AMX_TILE = 512 /* elements of a tile */
 };
 
@@ -58,7 +58,11 @@ static inline attn_amx_a attn__amx_packed(const uint16_t *packed, int32_t k, int
     return (attn_amx_a){packed + (int64_t)x0 * ATTN_AMX_TILE, 32, ATTN_AMX_TILE, (int64_t)k / 32 * ATTN_AMX_TILE};
 }
 
-/* c[m][ldc] = (accumulate ? c : 0) + a b */
+/*
+ * c = (accumulate ? c : 0) + a b. Row i of c is at c + i * ldc, panels of 16 columns are c_panel apart: [m][n] with c_panel = 16, or
+ * [n / 16][m][16], which is better for the caches. n is worked in pairs of panels, so b may stay in the first cache while a
+ * comes from the second: that is so up to k = 256 or 512.
+ */
 typedef struct attn_amx_product {
     float *c;
     int64_t ldc, c_panel;
@@ -90,42 +94,51 @@ void attn__amx_pack_dims(uint16_t *b, const uint16_t *from, int64_t row, int32_t
 /* b with n over dims, k over rows. The panels are ceil(dim / 16). */
 void attn__amx_pack_pairs(uint16_t *b, const uint16_t *from, int64_t row, int32_t rows, int32_t dim);
 
-/* ---- operands from tiles of float, x [keys][width], width a multiple of 16; rounded to nearest ---- */
+/*
+ * ---- operands from scores: x has `keys` rows, `ld` apart, of 16 columns; panels of 16 columns are `panel` apart ----
+ * width, a multiple of 16, counts the columns. Rounded to bf16.
+ */
 
-/* a with m over keys, k over rows, padded to 32. */
-void attn__amx_to_rows(uint16_t *a, const float *x, int32_t keys, int32_t width);
+/* a with m over keys, k over columns. To the nearest, half-way to even; subnormals become 0. */
+void attn__amx_to_rows(uint16_t *a, const float *x, int64_t ld, int64_t panel, int32_t keys, int32_t width);
 
-/* b with n over rows, k over keys, padded to 32. */
-void attn__amx_to_pairs(uint16_t *b, const float *x, int32_t keys, int32_t width);
+/* b with n over columns, k over keys; its panels are `b_panel` apart. To the nearest, half-way away from 0. */
+void attn__amx_to_pairs(uint16_t *b, int64_t b_panel, const float *x, int64_t ld, int64_t panel, int32_t keys,
+                        int32_t width);
 
 /* ---- between the products ---- */
 
 /*
- * One step of online softmax: p = 2^(factor * s - max), where max is the largest factor * s so far, rounded up to an integer; and
- * p becomes operand b of the product with V, rounded to bf16. sum grows by the p before that, and alpha = 2^(old max - new max)
- * is exact. A column of nothing but -inf so far keeps max = -inf and sum = 0, and its p is 0. NaN comes through. p below 2^-126
- * is 0.
+ * One step of online softmax: p = 2^(factor * s - max), rounded to bf16, as operand b of the product with V; sum grows by the p
+ * before they are rounded. max is an integer, the largest factor * s rounded up; but as long as that exceeds what it was before by
+ * no more than ATTN_AMX_SLACK, it stays, and p may be as large as 2^ATTN_AMX_SLACK. alpha = 2^(old max - new max), exactly, is
+ * what O must be multiplied by; it is mostly 1. The logarithm of the sum of e^scores is (max + log2(sum)) ln 2.
+ *
+ * A column of nothing but -inf so far keeps max = -inf and sum = 0, and its p is 0. NaN comes through. What would be
+ * below 2^-126 is 0. The columns have nothing to do with each other.
  */
 typedef struct attn_amx_softmax {
-    float *s; /* [keys][width]; scratch afterwards */
+    float *s; /* [width / 16][keys][16]: panels s_panel apart, keys lds apart. Scratch afterwards. */
     int64_t lds, s_panel;
     int32_t keys, width;
-    float factor; /* scale * log2(e), above 0 */
+    float factor;             /* scale * log2(e), above 0 */
     float *max, *sum, *alpha; /* [width] */
-    uint16_t *p;              /* [width / 16][tiles of keys] */
+    uint16_t *p;              /* keys padded to 32 */
     int64_t p_panel;
 } attn_amx_softmax;
 
+#define ATTN_AMX_SLACK 4
+
 /*
  * The step, and products (`count`, may be 0) that have nothing to do with it, done meanwhile: tiles multiply while vectors make
- * exponentials. Such are the scores of the next keys, and the product of V and P of those before.
+ * exponentials. Such are the scores of the next keys, and the product of V and P of those before. The bits are the same either way.
  */
 void attn__amx_softmax(const attn_amx_softmax *step, const attn_amx_product *products, int32_t count);
 
 /* o[dim][16] times alpha[16], a panel of O^T; nothing is done where alpha is 1. */
 void attn__amx_rescale(float *o, int32_t dim, const float *alpha);
 
-/* to[column][ld] = from[row][width], of which rows and width are multiples of 16. */
-void attn__amx_transpose(float *to, int64_t ld, const float *from, int32_t rows, int32_t width);
+/* to[16][ld] = the transpose of a panel [dim][16], dim a multiple of 16. */
+void attn__amx_transpose(float *to, int64_t ld, const float *panel, int32_t dim);
 
 #endif

@@ -4,7 +4,7 @@
 
 #include "amx.h"
 
-#if defined(__x86_64__) && defined(__linux__)
+#if defined(ATTN_HAVE_AMX) && defined(__linux__)
 #include <cpuid.h>
 #include <sys/syscall.h>
 #include <unistd.h>
