@@ -24,6 +24,7 @@ if(ATTN_TESTS)
     file(GLOB test_sources CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/tests/*.c)
     add_executable(attn-tests ${test_sources})
     target_link_libraries(attn-tests PRIVATE attn_faulty)
+    target_compile_definitions(attn-tests PRIVATE ${attn_isa_definitions})
 
     file(GLOB example_sources CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/examples/*.c)
     foreach(source IN LISTS example_sources)

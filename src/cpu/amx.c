@@ -1,0 +1,519 @@
+/*
+ * AMX products of bf16 (amx.h), the packing of their operands and the softmax between them, by AVX-512.
+ *
+ * One multiplication of tiles takes 16 cycles, a load of a tile 8, a store 16. A block of 2 x 2 tiles of c in registers does
+ * four multiplications for four loads, and covers the latency of a multiplication, 52 cycles, as four chains. Beside c there is
+ * just room for the two tiles of a and the two of b.
+ *
+ * Exponentials cost about as much as both products at a head dim of 128, and on other ports of the core; hence softmax takes
+ * products along, and puts one step of a block (4 multiplications, 64 cycles) after every few vectors. The processor, which
+ * looks some 500 instructions ahead, does both at once.
+ */
+#include "amx.h"
+
+#include <immintrin.h>
+#include <math.h>
+#include <string.h>
+
+#define INLINE static inline __attribute__((always_inline))
+#ifdef __clang__
+#define UNROLL _Pragma("unroll")
+#else
+#define UNROLL _Pragma("GCC unroll 16")
+#endif
+
+/* Holds v in a register of its own, as it is: compilers like to put other instructions for it, which cost more. */
+#define KEEP(v) __asm__("" : "+v"(v))
+
+/* Tiles are loaded by instructions of which the compiler does not know that they read memory. */
+#define MEMORY_IS_WRITTEN __asm__ volatile("" ::: "memory")
+
+typedef struct tile_config {
+    uint8_t palette, start_row, reserved[14];
+    uint16_t bytes[16]; /* of a row of each tile */
+    uint8_t rows[16];
+} tile_config;
+
+_Static_assert(sizeof(tile_config) == 64, "as ldtilecfg reads it");
+
+void attn__amx_begin(void) {
+    /* Static: of a variable, gcc 12 would think that only its first bytes are read. */
+    static const tile_config config = {
+        .palette = 1, .bytes = {64, 64, 64, 64, 64, 64, 64, 64}, .rows = {16, 16, 16, 16, 16, 16, 16, 16}};
+    _tile_loadconfig(&config);
+}
+
+void attn__amx_end(void) { _tile_release(); }
+
+/* ---- products ---- */
+
+/*
+ * The work on one block of c, 2 x 2 tiles or (single) 2 x 1: steps of four parts each, one for each tile of c. A step multiplies
+ * with 32 of k, the last one stores.
+ */
+typedef struct block {
+    float *c;
+    const uint16_t *a, *b;                            /* of the next step */
+    int64_t ldc, c_panel, row, across, down, b_panel; /* as in attn_amx_product, ldc and row in bytes */
+    int32_t left;                                     /* steps that multiply */
+    bool single;
+} block;
+
+INLINE void start_block(block *x, const attn_amx_product *p, int32_t i, int32_t j) {
+    *x = (block){.c = p->c + 16 * i * p->ldc + j * p->c_panel,
+                 .a = p->a.data + i * p->a.down,
+                 .b = p->b + j * p->b_panel,
+                 .ldc = p->ldc * (int64_t)sizeof(float),
+                 .c_panel = p->c_panel,
+                 .row = p->a.row * (int64_t)sizeof(uint16_t),
+                 .across = p->a.across,
+                 .down = p->a.down,
+                 .b_panel = p->b_panel,
+                 .left = p->k / 32,
+                 .single = 16 * j + 16 >= p->n};
+    if (!p->accumulate) {
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+        return;
+    }
+    _tile_loadd(0, x->c, x->ldc);
+    _tile_loadd(2, x->c + 4 * x->ldc, x->ldc);
+    if (x->single) return;
+    _tile_loadd(1, x->c + x->c_panel, x->ldc);
+    _tile_loadd(3, x->c + 4 * x->ldc + x->c_panel, x->ldc);
+}
+
+/* Tiles 0 1 / 2 3 are c, 4 and 5 a, 6 and 7 b. */
+INLINE void multiply_part(const block *x, const int part, const bool single) {
+    if (part == 0) {
+        _tile_loadd(6, x->b, 64);
+        _tile_loadd(4, x->a, x->row);
+        _tile_dpbf16ps(0, 4, 6);
+    } else if (part == 1 && !single) {
+        _tile_loadd(7, x->b + x->b_panel, 64);
+        _tile_dpbf16ps(1, 4, 7);
+    } else if (part == 2) {
+        _tile_loadd(5, x->a + x->down, x->row);
+        _tile_dpbf16ps(2, 5, 6);
+    } else if (part == 3 && !single) {
+        _tile_dpbf16ps(3, 5, 7);
+    }
+}
+
+INLINE void store_part(const block *x, const int part, const bool single) {
+    if (part == 0) {
+        _tile_stored(0, x->c, x->ldc);
+    } else if (part == 1 && !single) {
+        _tile_stored(1, x->c + x->c_panel, x->ldc);
+    } else if (part == 2) {
+        _tile_stored(2, x->c + 4 * x->ldc, x->ldc);
+    } else if (part == 3 && !single) {
+        _tile_stored(3, x->c + 4 * x->ldc + x->c_panel, x->ldc);
+    }
+}
+
+INLINE void next_step(block *x) {
+    x->a += x->across;
+    x->b += ATTN_AMX_TILE;
+    x->left--;
+}
+
+/* A step without anything in between. */
+INLINE void plain_step(block *x, const bool multiply, const bool single) {
+    UNROLL for (int part = 0; part < 4; part++) {
+        if (multiply)
+            multiply_part(x, part, single);
+        else
+            store_part(x, part, single);
+    }
+    next_step(x);
+}
+
+INLINE void run_block(block *x, const bool single) {
+    while (x->left > 0) plain_step(x, true, single);
+    plain_step(x, false, single);
+}
+
+void attn__amx_run(const attn_amx_product *product) {
+    const attn_amx_product p = *product;
+    MEMORY_IS_WRITTEN;
+    for (int32_t j = 0; 16 * j < p.n; j += 2) {
+        for (int32_t i = 0; 16 * i < p.m; i += 2) {
+            block x;
+            start_block(&x, &p, i, j);
+            if (x.single)
+                run_block(&x, true);
+            else
+                run_block(&x, false);
+        }
+    }
+    MEMORY_IS_WRITTEN;
+}
+
+/* ---- operands from rows ---- */
+
+/* 32 x 32 elements to be packed, some of which may have to be made up: then they are a copy, with zeros. */
+typedef struct square {
+    const uint16_t *data;
+    int64_t row;
+    uint16_t copy[32 * 32];
+} square;
+
+INLINE void take_square(square *q, const uint16_t *from, int64_t row, int32_t rows, int32_t dims) {
+    q->data = from;
+    q->row = row;
+    if (rows >= 32 && dims >= 32) return;
+    __mmask32 mask = dims >= 32 ? ~(__mmask32)0 : ((__mmask32)1 << dims) - 1;
+    for (int32_t i = 0; i < 32; i++) {
+        __m512i v = i < rows ? _mm512_maskz_loadu_epi16(mask, from + i * row) : _mm512_setzero_si512();
+        _mm512_storeu_si512(q->copy + (ptrdiff_t)32 * i, v);
+    }
+    q->data = q->copy;
+    q->row = 32;
+}
+
+/* Four rows' 16 bytes, one in each quarter of the vector. */
+INLINE __m512i four_rows(const uint16_t *from, int64_t step) {
+    __m512i v = _mm512_castsi128_si512(_mm_loadu_si128((const __m128i *)from));
+    v = _mm512_mask_broadcast_i32x4(v, 0x00f0, _mm_loadu_si128((const __m128i *)(from + step)));
+    v = _mm512_mask_broadcast_i32x4(v, 0x0f00, _mm_loadu_si128((const __m128i *)(from + 2 * step)));
+    return _mm512_mask_broadcast_i32x4(v, 0xf000, _mm_loadu_si128((const __m128i *)(from + 3 * step)));
+}
+
+/* In each quarter: 4 x 4 numbers of 32 bits transposed, into rows of a tile, which are `ld` apart. */
+INLINE void transpose_quarters(uint16_t *to, int64_t ld, __m512i a, __m512i b, __m512i c, __m512i d) {
+    __m512i ab = _mm512_unpacklo_epi32(a, b), cd = _mm512_unpacklo_epi32(c, d);
+    _mm512_storeu_si512(to, _mm512_unpacklo_epi64(ab, cd));
+    _mm512_storeu_si512(to + ld, _mm512_unpackhi_epi64(ab, cd));
+    ab = _mm512_unpackhi_epi32(a, b), cd = _mm512_unpackhi_epi32(c, d);
+    _mm512_storeu_si512(to + 2 * ld, _mm512_unpacklo_epi64(ab, cd));
+    _mm512_storeu_si512(to + 3 * ld, _mm512_unpackhi_epi64(ab, cd));
+}
+
+void attn__amx_pack_rows(uint16_t *a, const uint16_t *from, int64_t row, int32_t rows, int32_t dim) {
+    int64_t panel = attn__ceil_div(dim, 32) * ATTN_AMX_TILE;
+    square q;
+    for (int32_t i = 0; i < rows; i += 32, a += 2 * panel) {
+        for (int32_t x = 0; x < dim; x += 32) {
+            take_square(&q, from + i * row + x, row, rows - i, dim - x);
+            uint16_t *to = a + x / 32 * ATTN_AMX_TILE;
+            for (int32_t n = 0; n < 16; n++) {
+                _mm512_storeu_si512(to + (ptrdiff_t)32 * n, _mm512_loadu_si512(q.data + n * q.row));
+                _mm512_storeu_si512(to + panel + (ptrdiff_t)32 * n, _mm512_loadu_si512(q.data + (n + 16) * q.row));
+            }
+        }
+    }
+}
+
+/* 32 rows of 8 dims become 8 rows of a tile. Returns the larger of `most` and the elements without their signs. */
+INLINE __m512i transpose_eight(uint16_t *to, const uint16_t *from, int64_t row, __m512i most) {
+    __m512i in[8], low[4], high[4];
+    UNROLL for (int n = 0; n < 8; n++) {
+        in[n] = four_rows(from + n * row, 8 * row);
+        most = _mm512_max_epu16(most, _mm512_add_epi16(in[n], in[n]));
+    }
+    UNROLL for (int n = 0; n < 4; n++) {
+        low[n] = _mm512_unpacklo_epi16(in[2 * n], in[2 * n + 1]);
+        high[n] = _mm512_unpackhi_epi16(in[2 * n], in[2 * n + 1]);
+    }
+    transpose_quarters(to, 32, low[0], low[1], low[2], low[3]);
+    transpose_quarters(to + 4 * 32, 32, high[0], high[1], high[2], high[3]);
+    return most;
+}
+
+bool attn__amx_pack_columns(uint16_t *a, const uint16_t *from, int64_t row, int32_t rows, int32_t dim) {
+    int64_t panel = attn__ceil_div(rows, 32) * ATTN_AMX_TILE;
+    __m512i most = _mm512_setzero_si512();
+    square q;
+    for (int32_t i = 0; i < rows; i += 32) {
+        for (int32_t x = 0; x < dim; x += 32) {
+            take_square(&q, from + i * row + x, row, rows - i, dim - x);
+            uint16_t *to = a + x / 16 * panel + i / 32 * ATTN_AMX_TILE;
+            for (int n = 0; n < 4; n++)
+                most = transpose_eight(to + n / 2 * panel + n % 2 * 256, q.data + (ptrdiff_t)8 * n, q.row, most);
+        }
+    }
+    return _mm512_cmpge_epu16_mask(most, _mm512_set1_epi16((short)(2 * 0x7f80))) == 0;
+}
+
+void attn__amx_pack_dims(uint16_t *b, const uint16_t *from, int64_t row, int32_t rows, int32_t dim) {
+    int64_t panel = attn__ceil_div(dim, 32) * ATTN_AMX_TILE;
+    square q;
+    for (int32_t i = 0; i < rows; i += 32) {
+        for (int32_t x = 0; x < dim; x += 32) {
+            take_square(&q, from + i * row + x, row, rows - i, dim - x);
+            for (int32_t half = 0; half < 2 && i + 16 * half < rows; half++) {
+                uint16_t *to = b + (i / 16 + half) * panel + x / 32 * ATTN_AMX_TILE;
+                const uint16_t *at = q.data + 16 * half * q.row;
+                for (int32_t n = 0; n < 4; n++, at += 8, to += 4 * 32)
+                    transpose_quarters(to, 32, four_rows(at, 4 * q.row), four_rows(at + q.row, 4 * q.row),
+                                       four_rows(at + 2 * q.row, 4 * q.row), four_rows(at + 3 * q.row, 4 * q.row));
+            }
+        }
+    }
+}
+
+/* 16 elements of two rows, in turn. */
+INLINE __m512i zip(const uint16_t *even, const uint16_t *odd) {
+    __m512i low = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)even));
+    __m512i high = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)odd));
+    return _mm512_or_si512(low, _mm512_slli_epi32(high, 16));
+}
+
+void attn__amx_pack_pairs(uint16_t *b, const uint16_t *from, int64_t row, int32_t rows, int32_t dim) {
+    int64_t panel = attn__ceil_div(rows, 32) * ATTN_AMX_TILE;
+    square q;
+    for (int32_t i = 0; i < rows; i += 32) {
+        for (int32_t x = 0; x < dim; x += 32) {
+            take_square(&q, from + i * row + x, row, rows - i, dim - x);
+            for (int32_t half = 0; half < 2 && x + 16 * half < dim; half++) {
+                uint16_t *to = b + (x / 16 + half) * panel + i / 32 * ATTN_AMX_TILE;
+                const uint16_t *at = q.data + (ptrdiff_t)16 * half;
+                for (int32_t n = 0; n < 16; n++, at += 2 * q.row)
+                    _mm512_storeu_si512(to + (ptrdiff_t)32 * n, zip(at, at + q.row));
+            }
+        }
+    }
+}
+
+/* ---- operands from floats ---- */
+
+/* Two vectors as bf16, their elements in turn; a number half-way between two goes to the larger. */
+INLINE __m512i join(__m512 even, __m512 odd) {
+    const __m512i half = _mm512_set1_epi32(0x8000);
+    __m512i low = _mm512_bsrli_epi128(_mm512_add_epi32(_mm512_castps_si512(even), half), 2);
+    KEEP(low);
+    return _mm512_mask_blend_epi16(0xaaaaaaaa, low, _mm512_add_epi32(_mm512_castps_si512(odd), half));
+}
+
+void attn__amx_to_pairs(uint16_t *b, int64_t b_panel, const float *x, int64_t ld, int64_t panel, int32_t keys,
+                        int32_t width) {
+    for (int32_t r = 0; r < width; r += 16, b += b_panel, x += panel) {
+        uint16_t *to = b;
+        for (int32_t j = 0; j < (keys + 31) / 32 * 32; j += 2, to += 32) {
+            __m512 even = j < keys ? _mm512_loadu_ps(x + j * ld) : _mm512_setzero_ps();
+            __m512 odd = j + 1 < keys ? _mm512_loadu_ps(x + (j + 1) * ld) : _mm512_setzero_ps();
+            _mm512_storeu_si512(to, join(even, odd));
+        }
+    }
+}
+
+void attn__amx_to_rows(uint16_t *a, const float *x, int64_t ld, int64_t panel, int32_t keys, int32_t width) {
+    int64_t a_panel = attn__ceil_div(width, 32) * ATTN_AMX_TILE;
+    for (int32_t j = 0; j < (keys + 31) / 32 * 32; j++) {
+        uint16_t *to = a + j / 16 * a_panel + (ptrdiff_t)(j % 16) * 32;
+        const float *from = x + j * ld;
+        for (int32_t r = 0; r < width; r += 32, to += ATTN_AMX_TILE, from += 2 * panel) {
+            __m512 low = j < keys ? _mm512_loadu_ps(from) : _mm512_setzero_ps();
+            __m512 high = j < keys && r + 16 < width ? _mm512_loadu_ps(from + panel) : _mm512_setzero_ps();
+            _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+        }
+    }
+}
+
+/* ---- softmax ---- */
+
+/*
+ * 2^t for t <= 0: 2^floor(t) times a polynomial in t - floor(t), minimax for the relative error, 7.5e-8; 1.5e-7 with rounding. It
+ * counts on results below 2^-126 being made 0 by the processor: subnormals would take 200 cycles. 2^-inf is 0, for reduce makes 0
+ * of infinities.
+ */
+INLINE __m512 exp2_of(__m512 t) {
+    static const float first = 1.877576683e-3f;
+    __m512 f = _mm512_reduce_ps(t, _MM_FROUND_TO_NEG_INF), y;
+    /* Loaded each time, on ports that have nothing else to do: a copy of a register takes the place of an operation. */
+    __asm__ volatile("vbroadcastss %1, %0" : "=v"(y) : "m"(first));
+    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(8.989340142e-3f));
+    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(5.582631793e-2f));
+    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(2.401536171e-1f));
+    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(6.931530732e-1f));
+    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(9.999999251e-1f));
+    return _mm512_scalef_ps(y, t);
+}
+
+/* Products done in the shade of something else: `steps` of them are owed for every `groups` groups of vectors. */
+typedef struct shade {
+    const attn_amx_product *at, *end;
+    int32_t i, j; /* of the block at hand */
+    int64_t steps, groups, owed;
+    block x;
+} shade;
+
+INLINE void shade_make(shade *d, const attn_amx_product *products, int32_t count, int64_t groups) {
+    *d = (shade){.at = products, .end = products + count, .groups = groups};
+    for (int32_t n = 0; n < count; n++)
+        d->steps += (int64_t)(products[n].m / 32) * ((products[n].n + 31) / 32) * (products[n].k / 32 + 1);
+    if (count > 0) start_block(&d->x, d->at, 0, 0);
+}
+
+/* After a step: the next block, if that was the last of its own. */
+INLINE void shade_move(shade *d) {
+    if (d->x.left >= 0) return;
+    d->i += 2;
+    if (16 * d->i >= d->at->m) d->i = 0, d->j += 2;
+    if (16 * d->j >= d->at->n) d->j = 0, d->at++;
+    if (d->at < d->end) start_block(&d->x, d->at, d->i, d->j);
+}
+
+INLINE void shade_step(shade *d) {
+    if (d->x.single)
+        plain_step(&d->x, d->x.left > 0, true);
+    else
+        plain_step(&d->x, d->x.left > 0, false);
+    shade_move(d);
+}
+
+/*
+ * Work in four parts, WORK(part), each followed by a part of a step where one is owed. All three cases are written out, so that
+ * the parts are plain sequences of instructions.
+ */
+#define IN_SHADE(d, WORK)                                                                                                  \
+    do {                                                                                                                   \
+        (d)->owed += (d)->steps;                                                                                           \
+        if ((d)->owed < (d)->groups || (d)->x.single) {                                                                    \
+            UNROLL for (int part = 0; part < 4; part++) { WORK(part); }                                                    \
+        } else if ((d)->x.left > 0) {                                                                                      \
+            UNROLL for (int part = 0; part < 4; part++) {                                                                  \
+                multiply_part(&(d)->x, part, false);                                                                       \
+                WORK(part);                                                                                                \
+                MEMORY_IS_WRITTEN;                                                                                         \
+            }                                                                                                              \
+            next_step(&(d)->x);                                                                                            \
+            shade_move(d);                                                                                                 \
+            (d)->owed -= (d)->groups;                                                                                      \
+        } else {                                                                                                           \
+            UNROLL for (int part = 0; part < 4; part++) {                                                                  \
+                store_part(&(d)->x, part, false);                                                                          \
+                WORK(part);                                                                                                \
+                MEMORY_IS_WRITTEN;                                                                                         \
+            }                                                                                                              \
+            next_step(&(d)->x);                                                                                            \
+            shade_move(d);                                                                                                 \
+            (d)->owed -= (d)->groups;                                                                                      \
+        }                                                                                                                  \
+        for (; (d)->owed >= (d)->groups; (d)->owed -= (d)->groups) shade_step(d);                                          \
+    } while (0)
+
+enum { GROUP = 8, MAX_GROUP = 64 }; /* keys whose p are made, whose maximum is found, during a step */
+
+/* The largest of a column of s. What is not a number is passed over. */
+INLINE __m512 column_max(const float *s, int32_t keys, int64_t ld, shade *d) {
+    __m512 most = _mm512_set1_ps(-INFINITY), chain[4] = {most, most, most, most};
+    int32_t j = 0;
+#define MAX_PART(part)                                                                                                     \
+    UNROLL for (int i = 0; i < MAX_GROUP / 4; i++) chain[i % 4] =                                                          \
+        _mm512_max_ps(_mm512_loadu_ps(s + (j + MAX_GROUP / 4 * part + i) * ld), chain[i % 4])
+    for (; j + MAX_GROUP <= keys; j += MAX_GROUP) IN_SHADE(d, MAX_PART);
+    for (; j < keys; j++) chain[0] = _mm512_max_ps(_mm512_loadu_ps(s + j * ld), chain[0]);
+    return _mm512_max_ps(_mm512_max_ps(chain[0], chain[1]), _mm512_max_ps(chain[2], chain[3]));
+}
+
+/* p of two keys into a row of a tile; returns their sum. */
+INLINE __m512 exp_pair(uint16_t *p, const float *s, int64_t ld, __m512 factor, __m512 minus) {
+    __m512 even = _mm512_loadu_ps(s), odd = _mm512_loadu_ps(s + ld);
+    KEEP(even);
+    KEEP(odd);
+    even = exp2_of(_mm512_fmadd_ps(even, factor, minus));
+    odd = exp2_of(_mm512_fmadd_ps(odd, factor, minus));
+    _mm512_storeu_si512(p, join(even, odd));
+    return _mm512_add_ps(even, odd);
+}
+
+/* p of a column's keys, in whole groups; returns their sum. */
+INLINE __m512 exp_column(uint16_t *p, const float *s, int32_t keys, int64_t ld, __m512 factor, __m512 minus, shade *d) {
+    __m512 total = _mm512_setzero_ps();
+    for (; keys >= GROUP; keys -= GROUP, s += GROUP * ld, p += 16 * GROUP) {
+        __m512 sums = _mm512_setzero_ps(); /* short sums keep the rounding error small */
+#define EXP_PART(part) sums = _mm512_add_ps(sums, exp_pair(p + 32 * part, s + 2 * part * ld, ld, factor, minus))
+        IN_SHADE(d, EXP_PART);
+        total = _mm512_add_ps(total, sums);
+    }
+    return total;
+}
+
+/* The last keys, fewer than a group, which are completed with -inf; then zeros to the end of the tile. */
+static __m512 exp_rest(uint16_t *p, const float *s, int32_t keys, int32_t end, int64_t ld, __m512 factor, __m512 minus) {
+    __m512 sums = _mm512_setzero_ps();
+    int32_t j = 0;
+    for (; j < keys; j += 2, p += 32) {
+        float room[2][16];
+        _mm512_storeu_ps(room[0], _mm512_loadu_ps(s + j * ld));
+        _mm512_storeu_ps(room[1], j + 1 < keys ? _mm512_loadu_ps(s + (j + 1) * ld) : _mm512_set1_ps(-INFINITY));
+        sums = _mm512_add_ps(sums, exp_pair(p, room[0], 16, factor, minus));
+    }
+    for (; j < end; j += 2, p += 32) _mm512_storeu_si512(p, _mm512_setzero_si512());
+    return sums;
+}
+
+/*
+ * Where the maximum is beyond 2^20, factor * s - max would keep what the rounding of factor * s to the maximum has left, and that
+ * may be much above 0. In these columns s is replaced by factor * s, rounded; the others' factors are returned as they are.
+ */
+static __m512 scale_large(float *s, int32_t keys, int64_t width, __m512 factor, __mmask16 large) {
+    for (int32_t j = 0; j < keys; j++) {
+        __m512 x = _mm512_loadu_ps(s + j * width);
+        _mm512_storeu_ps(s + j * width, _mm512_mask_mul_ps(x, large, x, factor));
+    }
+    return _mm512_mask_mov_ps(factor, large, _mm512_set1_ps(1.0f));
+}
+
+/* 16 columns from r on. */
+INLINE void softmax_columns(const attn_amx_softmax *m, int32_t r, shade *d) {
+    const __m512 none = _mm512_set1_ps(-INFINITY);
+    float *s = m->s + r / 16 * m->s_panel;
+    uint16_t *p = m->p + r / 16 * m->p_panel;
+    __m512 before = _mm512_loadu_ps(m->max + r), factor = _mm512_set1_ps(m->factor);
+    __m512 most = _mm512_mul_ps(column_max(s, m->keys, m->lds, d), factor);
+    __mmask16 stays = _mm512_cmp_ps_mask(most, _mm512_add_ps(before, _mm512_set1_ps(ATTN_AMX_SLACK)), _CMP_NGT_UQ);
+    most = _mm512_mask_mov_ps(_mm512_roundscale_ps(most, _MM_FROUND_TO_POS_INF), stays, before);
+    __m512 base = _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(most, none, _CMP_NEQ_UQ), most);
+    __m512 alpha = _mm512_scalef_ps(_mm512_set1_ps(1.0f), _mm512_sub_ps(before, base));
+    __mmask16 large = _mm512_cmp_ps_mask(_mm512_abs_ps(base), _mm512_set1_ps(0x1p20f), _CMP_GT_OQ);
+    if (large) factor = scale_large(s, m->keys, m->lds, factor, large);
+    __m512 minus = _mm512_sub_ps(_mm512_setzero_ps(), base);
+    __m512 total = exp_column(p, s, m->keys, m->lds, factor, minus, d);
+    int32_t whole = m->keys / GROUP * GROUP, end = (m->keys + 31) / 32 * 32;
+    if (whole < end)
+        total = _mm512_add_ps(total, exp_rest(p + (ptrdiff_t)16 * whole, s + whole * m->lds, m->keys - whole, end - whole,
+                                              m->lds, factor, minus));
+    _mm512_storeu_ps(m->max + r, most);
+    _mm512_storeu_ps(m->alpha + r, alpha);
+    _mm512_storeu_ps(m->sum + r, _mm512_fmadd_ps(_mm512_loadu_ps(m->sum + r), alpha, total));
+}
+
+INLINE uint32_t swap_mode(uint32_t mode) {
+    uint32_t old;
+    __asm__ volatile("stmxcsr %0\n\tldmxcsr %1" : "=m"(old) : "m"(mode) : "memory");
+    return old;
+}
+
+void attn__amx_softmax(const attn_amx_softmax *step, const attn_amx_product *products, int32_t count) {
+    enum { DEFAULT_MODE = 0x1f80, FLUSH_TO_ZERO = 0x8000 };
+    uint32_t mode = swap_mode(DEFAULT_MODE | FLUSH_TO_ZERO);
+    int64_t groups = (step->keys / GROUP + step->keys / MAX_GROUP) * (step->width / 16);
+    shade d;
+    shade_make(&d, products, count, groups > 0 ? groups : 1);
+    for (int32_t r = 0; r < step->width; r += 16) softmax_columns(step, r, &d);
+    while (d.at < d.end) shade_step(&d);
+    swap_mode(mode);
+}
+
+void attn__amx_rescale(float *o, int32_t dim, const float *alpha) {
+    __m512 factor = _mm512_loadu_ps(alpha);
+    if (_mm512_cmp_ps_mask(factor, _mm512_set1_ps(1.0f), _CMP_NEQ_UQ) == 0) return;
+    for (int32_t x = 0; x < dim; x++, o += 16) _mm512_storeu_ps(o, _mm512_mul_ps(_mm512_loadu_ps(o), factor));
+}
+
+/* ---- the end ---- */
+
+void attn__amx_transpose(float *to, int64_t ld, const float *panel, int32_t dim) {
+    for (int32_t x = 0; x < dim; x += 16, panel += 16 * 16, to += 16) {
+        for (int32_t r = 0; r < 16; r += 4) {
+            const uint16_t *from = (const uint16_t *)(panel + r); /* 32 of these are a row of the panel */
+            transpose_quarters((uint16_t *)(to + r * ld), 2 * ld, four_rows(from, 4 * 32), four_rows(from + 32, 4 * 32),
+                               four_rows(from + 2 * 32, 4 * 32), four_rows(from + 3 * 32, 4 * 32));
+        }
+    }
+}

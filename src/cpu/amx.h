@@ -1,0 +1,144 @@
+/*
+ * Products of bf16 by AMX tiles, and the softmax between them: what a bf16 kernel of Xeons with AMX is made of.
+ *
+ * As in micro.h, scores are transposed, [key][row], with query rows in the lanes; so is the output while it is summed up,
+ * [dim][row]. Rows come in panels of 16, a vector. Both products of the forward are then c[m][n] (+)= sum_k a[m][k] b[k][n] with n over query rows:
+ *
+ *     S^T = K Q^T       a: K as it lies          b: pairs of dims of q          k over dims
+ *     O^T += V^T P^T    a: V^T, packed           b: pairs of keys of P          k over keys
+ *
+ * A tile is 16 x 64 bytes. Operands are read in panels of 16 (of m or of n), a panel being a row of tiles along k:
+ *
+ *     a: tile [16 of m][32 of k]        b: tile [16 pairs of k][16 of n][2]
+ *
+ * Packed operands have tiles of 1 KiB without gaps, [panel][tile]. Sizes are padded with zeros, which change no bit of a sum: m and
+ * k to 32, n to 16. Memory beyond what is given is neither read nor does it matter (C2).
+ *
+ * The products treat subnormal numbers as zero, in and out, whatever the mode of the processor, and round each sum to float.
+ * A sum runs in the order of k, in steps of 32: even k and odd k of a step apart, then both onto the rest. An element depends on
+ * its own row of a and column of b only, so on neither the other rows of a tile nor their number.
+ */
+#ifndef ATTN_CPU_AMX_H
+#define ATTN_CPU_AMX_H
+
+#include "../internal.h"
+
+enum {
+    ATTN_AMX_M = 32,    /* m and k are multiples of this */
+    ATTN_AMX_N = 16,    /* n is a multiple of this; twice as much is faster */
+    ATTN_AMX_TILE = 512 /* elements of a tile */
+};
+
+/*
+ * Has this machine what amx.c needs (AMX tiles, AMX bf16, AVX-512 F BW DQ VL BF16), and does the kernel let this process use
+ * it? The first call asks, for all threads of the process, then and later.
+ */
+bool attn__amx_available(void);
+
+/*
+ * Sets the tile registers up, and gives them back. Around each unit of work: a thread that sleeps is to hold no tiles, for the
+ * kernel would save 8 KiB of them each time.
+ */
+void attn__amx_begin(void);
+void attn__amx_end(void);
+
+/* Operand a: tile (i, x) is at data + i * down + x * across, its rows `row` apart, in elements. */
+typedef struct attn_amx_a {
+    const uint16_t *data;
+    int64_t row, across, down;
+} attn_amx_a;
+
+/* Rows as they lie in memory, where all of a multiple of 32 rows and of 32 dims is there. */
+static inline attn_amx_a attn__amx_in_place(const uint16_t *rows, int64_t row) {
+    return (attn_amx_a){rows, row, 32, 16 * row};
+}
+
+/* What pack_rows, pack_columns and to_rows leave, of k (padded), from tile x0 on. */
+static inline attn_amx_a attn__amx_packed(const uint16_t *packed, int32_t k, int32_t x0) {
+    return (attn_amx_a){packed + (int64_t)x0 * ATTN_AMX_TILE, 32, ATTN_AMX_TILE, (int64_t)k / 32 * ATTN_AMX_TILE};
+}
+
+/*
+ * c = (accumulate ? c : 0) + a b. Row i of c is at c + i * ldc, panels of 16 columns are c_panel apart: [m][n] with c_panel = 16, or
+ * [n / 16][m][16], which is better for the caches. n is worked in pairs of panels, so b may stay in the first cache while a
+ * comes from the second: that is so up to k = 256 or 512.
+ */
+typedef struct attn_amx_product {
+    float *c;
+    int64_t ldc, c_panel;
+    attn_amx_a a;
+    const uint16_t *b;
+    int64_t b_panel; /* elements from panel to panel of b */
+    int32_t m, n, k; /* padded */
+    bool accumulate;
+} attn_amx_product;
+
+void attn__amx_run(const attn_amx_product *product);
+
+/* ---- operands from rows of bf16: `rows` of `dim` elements, `row` elements apart ---- */
+
+/* The elements that a packed operand of x by y takes, one of which is m or n, the other k. */
+static inline int64_t attn__amx_size(int32_t x, int32_t y) {
+    return ((int64_t)x + 31) / 32 * 32 * (((int64_t)y + 31) / 32 * 32);
+}
+
+/* a with m over rows, k over dims. */
+void attn__amx_pack_rows(uint16_t *a, const uint16_t *from, int64_t row, int32_t rows, int32_t dim);
+
+/* a with m over dims, k over rows: the transpose. False if there is NaN or infinity among them. */
+bool attn__amx_pack_columns(uint16_t *a, const uint16_t *from, int64_t row, int32_t rows, int32_t dim);
+
+/* b with n over rows, k over dims. The panels are ceil(rows / 16). */
+void attn__amx_pack_dims(uint16_t *b, const uint16_t *from, int64_t row, int32_t rows, int32_t dim);
+
+/* b with n over dims, k over rows. The panels are ceil(dim / 16). */
+void attn__amx_pack_pairs(uint16_t *b, const uint16_t *from, int64_t row, int32_t rows, int32_t dim);
+
+/*
+ * ---- operands from scores: x has `keys` rows, `ld` apart, of 16 columns; panels of 16 columns are `panel` apart ----
+ * width, a multiple of 16, counts the columns. Rounded to bf16.
+ */
+
+/* a with m over keys, k over columns. To the nearest, half-way to even; subnormals become 0. */
+void attn__amx_to_rows(uint16_t *a, const float *x, int64_t ld, int64_t panel, int32_t keys, int32_t width);
+
+/* b with n over columns, k over keys; its panels are `b_panel` apart. To the nearest, half-way away from 0. */
+void attn__amx_to_pairs(uint16_t *b, int64_t b_panel, const float *x, int64_t ld, int64_t panel, int32_t keys,
+                        int32_t width);
+
+/* ---- between the products ---- */
+
+/*
+ * One step of online softmax: p = 2^(factor * s - max), rounded to bf16, as operand b of the product with V; sum grows by the p
+ * before they are rounded. max is an integer, the largest factor * s rounded up; but as long as that exceeds what it was before by
+ * no more than ATTN_AMX_SLACK, it stays, and p may be as large as 2^ATTN_AMX_SLACK. alpha = 2^(old max - new max), exactly, is
+ * what O must be multiplied by; it is mostly 1. The logarithm of the sum of e^scores is (max + log2(sum)) ln 2.
+ *
+ * A column of nothing but -inf so far keeps max = -inf and sum = 0, and its p is 0. NaN comes through. What would be
+ * below 2^-126 is 0. The columns have nothing to do with each other.
+ */
+typedef struct attn_amx_softmax {
+    float *s; /* [width / 16][keys][16]: panels s_panel apart, keys lds apart. Scratch afterwards. */
+    int64_t lds, s_panel;
+    int32_t keys, width;
+    float factor;             /* scale * log2(e), above 0 */
+    float *max, *sum, *alpha; /* [width] */
+    uint16_t *p;              /* keys padded to 32 */
+    int64_t p_panel;
+} attn_amx_softmax;
+
+#define ATTN_AMX_SLACK 4
+
+/*
+ * The step, and products (`count`, may be 0) that have nothing to do with it, done meanwhile: tiles multiply while vectors make
+ * exponentials. Such are the scores of the next keys, and the product of V and P of those before. The bits are the same either way.
+ */
+void attn__amx_softmax(const attn_amx_softmax *step, const attn_amx_product *products, int32_t count);
+
+/* o[dim][16] times alpha[16], a panel of O^T; nothing is done where alpha is 1. */
+void attn__amx_rescale(float *o, int32_t dim, const float *alpha);
+
+/* to[16][ld] = the transpose of a panel [dim][16], dim a multiple of 16. */
+void attn__amx_transpose(float *to, int64_t ld, const float *panel, int32_t dim);
+
+#endif
