@@ -18,27 +18,27 @@ attn_status attn__probs_run_f64(const attn_plan *plan, const attn_buffers *f);
 
 /* The tables of the two number types are of different types; only the kernels of that type look inside. */
 struct attn__micro_f64;
-#define ISA(isa, bits, words)                                                                                              \
-    extern const struct attn__micro_f32 attn__micro_##isa##_f32;                                                           \
-    extern const struct attn__micro_f64 attn__micro_##isa##_f64;
+#define ISA(isa, tables, bits, words)                                                                                      \
+    extern const struct attn__micro_f32 attn__micro_##tables##_f32;                                                        \
+    extern const struct attn__micro_f64 attn__micro_##tables##_f64;
 #include "isa.def"
 #undef ISA
 
-#define ROW(op_name, op_id, isa, real_name, is_wide, bits, words)                                                          \
+#define ROW(op_name, op_id, isa, tables, real_name, is_wide, bits, words)                                                  \
     {.name = #op_name "_" #isa "_" #real_name,                                                                             \
      .needs = words,                                                                                                       \
      .op = op_id,                                                                                                          \
      .wide = is_wide,                                                                                                      \
      .cpu = bits,                                                                                                          \
-     .impl = &attn__micro_##isa##_##real_name,                                                                             \
-     .wider = &attn__micro_##isa##_f64,                                                                                    \
+     .impl = &attn__micro_##tables##_##real_name,                                                                          \
+     .wider = &attn__micro_##tables##_f64,                                                                                 \
      .rows = ATTN_TILE_ROWS,                                                                                               \
      .cols = ATTN_TILE_COLS},
-#define ISA(isa, bits, words)                                                                                              \
-    ROW(fwd, ATTN_FORWARD, isa, f32, false, bits, words)                                                                   \
-    ROW(fwd, ATTN_FORWARD, isa, f64, true, bits, words)                                                                    \
-    ROW(bwd, ATTN_BACKWARD, isa, f32, false, bits, words)                                                                  \
-    ROW(bwd, ATTN_BACKWARD, isa, f64, true, bits, words)
+#define ISA(isa, tables, bits, words)                                                                                      \
+    ROW(fwd, ATTN_FORWARD, isa, tables, f32, false, bits, words)                                                           \
+    ROW(fwd, ATTN_FORWARD, isa, tables, f64, true, bits, words)                                                            \
+    ROW(bwd, ATTN_BACKWARD, isa, tables, f32, false, bits, words)                                                          \
+    ROW(bwd, ATTN_BACKWARD, isa, tables, f64, true, bits, words)
 
 static const attn_kernel kernels[] = {
     {.name = "append_c", .needs = "", .op = ATTN_KV_APPEND},
@@ -76,7 +76,9 @@ static bool may_be_in_double(const attn_problem *p) {
 }
 
 int64_t attn__fwd_scratch(const attn_plan *plan) { /* double takes the more of it */
-    return may_be_in_double(&plan->problem) ? attn__fwd_scratch_f64(plan) : attn__fwd_scratch_f32(plan);
+    int64_t bytes = may_be_in_double(&plan->problem) ? attn__fwd_scratch_f64(plan) : attn__fwd_scratch_f32(plan);
+    int64_t amx = attn__is_amx(plan) ? attn__amx_scratch(plan) : 0;
+    return amx > bytes ? amx : bytes;
 }
 
 int64_t attn__bwd_scratch(const attn_problem *p) {
@@ -154,7 +156,7 @@ static attn_status plan_cpu(attn_plan *plan) {
     choose_strip(plan);
     limit_threads(plan);
     attn__plan_say(plan, "threads: %d\n", plan->slots);
-    attn__plan_say(plan, "tiles: %d rows x %d keys\n", ATTN_TILE_ROWS, ATTN_TILE_COLS);
+    attn__plan_say(plan, "tiles: %d rows x %d keys\n", attn__is_amx(plan) ? ATTN_AMX_ROWS : ATTN_TILE_ROWS, ATTN_TILE_COLS);
     attn__plan_say(plan, "split: sequences of at most %d rows in chunks of %d keys%s\n", ATTN_SPLIT_ROWS, ATTN_CHUNK,
                    plan->partials ? ", over all threads" : ", each on one thread");
     if (!plan->kernel->wide && may_be_in_double(&plan->problem))
@@ -218,11 +220,12 @@ static int visit_unit(const attn_plan *plan, const attn_buffers *f, const attn_u
                       int (*visit)(void *user, const attn_tile *tile), void *user) {
     attn_seq s = attn__seq(&plan->problem, f, unit->b);
     attn_mask mask = attn__seq_mask(&plan->problem, &s);
-    int32_t row_tiles = (unit->rows + ATTN_TILE_ROWS - 1) / ATTN_TILE_ROWS;
+    int32_t tile_rows = attn__is_amx(plan) && !attn__is_short(s.sq) ? ATTN_AMX_ROWS : ATTN_TILE_ROWS;
+    int32_t row_tiles = (unit->rows + tile_rows - 1) / tile_rows;
     for (int64_t n = 0; n < attn__ceil_div(s.sk, ATTN_TILE_COLS) * row_tiles; n++) {
         int32_t j0 = (int32_t)(n / row_tiles) * ATTN_TILE_COLS, keys = attn__min32(ATTN_TILE_COLS, s.sk - j0);
-        int32_t i0 = unit->row + (int32_t)(n % row_tiles) * ATTN_TILE_ROWS;
-        int32_t rows = attn__min32(ATTN_TILE_ROWS, unit->row + unit->rows - i0);
+        int32_t i0 = unit->row + (int32_t)(n % row_tiles) * tile_rows;
+        int32_t rows = attn__min32(tile_rows, unit->row + unit->rows - i0);
         int32_t chunk = attn__is_short(s.sq) ? j0 / ATTN_CHUNK : 0;
         if (unit->chunk >= 0 && chunk != unit->chunk) continue;
         attn_tile tile = {.row = i0, .rows = rows, .col = j0, .cols = keys, .order = order, .chunk = chunk};

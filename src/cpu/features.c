@@ -1,6 +1,8 @@
 /* CPU features, from the compiler's run-time support: it asks cpuid, and the kernel whether it saves the registers. */
 #include "features.h"
 
+#include "amx.h"
+
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -25,6 +27,7 @@ static void detect(void) {
         __builtin_cpu_supports("avx512vl") && (features & ATTN_CPU_AVX2))
         features |= ATTN_CPU_AVX512;
 #endif
+    if (attn__amx_available()) features |= ATTN_CPU_AMX;
 }
 
 uint32_t attn__cpu_detect(void) {
@@ -38,7 +41,7 @@ attn_status attn__cpu_allowed(uint32_t *allowed) {
         const char *name;
         uint32_t needs;
     } isas[] = {
-#define ISA(name, bits, words) {#name, bits},
+#define ISA(name, tables, bits, words) {#name, bits},
 #include "isa.def"
 #undef ISA
     };
@@ -71,6 +74,7 @@ static void write_text(void) {
     SAY("avx512vl", "AVX512VL");
     SAY("avx512vnni", "AVX512VNNI");
     SAY("avx512bf16", "AVX512BF16");
+    if (attn__amx_available()) strncat(text, " AMX-BF16", sizeof text - strlen(text) - 1);
 #undef SAY
 #elif defined(__aarch64__)
     snprintf(text, sizeof text, "aarch64: NEON");

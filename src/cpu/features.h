@@ -5,8 +5,9 @@
 #include "../internal.h"
 
 enum {
-    ATTN_CPU_AVX2 = 1 << 0,  /* AVX2, FMA and F16C */
-    ATTN_CPU_AVX512 = 1 << 1 /* AVX-512 F, DQ, BW, VL */
+    ATTN_CPU_AVX2 = 1 << 0,   /* AVX2, FMA and F16C */
+    ATTN_CPU_AVX512 = 1 << 1, /* AVX-512 F, DQ, BW, VL */
+    ATTN_CPU_AMX = 1 << 2     /* AMX tiles of bf16, which the system lets this process use; AVX-512 BF16 */
 };
 
 /* What this machine has. */

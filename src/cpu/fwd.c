@@ -81,7 +81,7 @@ static void clear(const attn_rows *t, const state *st) {
 }
 
 /* Has the row met no score but -inf? (Scores of NaN leave the maximum where it was, and show in the sum.) */
-static bool is_empty(real max, real sum) { return max == (real)-INFINITY && sum == 0; }
+static bool is_empty(double max, double sum) { return max == -INFINITY && sum == 0; }
 
 /* acc (one row) takes in another row of results over later keys. */
 static void fold_row(const attn_rows *t, real *o, real *max, real *sum, const real *o_part, real max_part, real sum_part) {
@@ -138,7 +138,7 @@ static void work_keys(const member *strip, int32_t count, scratch *m, int32_t fi
 }
 
 /* Divides, adds the sink, writes o and lse of row r. */
-static void finish_row(const attn_rows *t, int32_t r, const real *o, real max, real sum) {
+void REAL(fwd_finish_row)(const attn_rows *t, int32_t r, const real *o, double max, double sum) {
     const attn_problem *p = t->p;
     const attn_buffers *f = t->f;
     char *to =
@@ -161,7 +161,7 @@ static void finish_row(const attn_rows *t, int32_t r, const real *o, real max, r
 }
 
 static void finish(const attn_rows *t, const state *st) {
-    for (int32_t r = 0; r < t->rows; r++) finish_row(t, r, st->o + (int64_t)r * t->dim_v, st->max[r], st->sum[r]);
+    for (int32_t r = 0; r < t->rows; r++) REAL(fwd_finish_row)(t, r, st->o + (int64_t)r * t->dim_v, st->max[r], st->sum[r]);
 }
 
 /* ---- chunks that other threads fold ---- */
@@ -257,6 +257,12 @@ void REAL(fwd_unit)(const attn_plan *plan, const attn_buffers *f, const attn_uni
     attn_seq s = attn__seq(&plan->problem, f, unit->b);
     attn_mask mask = attn__seq_mask(&plan->problem, &s);
     bool is_short = attn__is_short(s.sq);
+#ifndef ATTN_REAL_F64
+    if (!is_short && attn__is_amx(plan)) {
+        attn__amx_unit(plan, f, unit, h, slot);
+        return;
+    }
+#endif
     int32_t count = (is_short ? make_short : make_long)(strip, &m, plan, f, unit, h, slot), first, end;
     attn__mask_rows(&mask, unit->row, unit->row + unit->rows, &first, &end);
     if (count == 0) return;

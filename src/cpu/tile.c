@@ -87,7 +87,7 @@ void REAL(tile_load_rows)(const attn_rows *t, real *x, real *x_t, const attn_ten
 }
 
 /* Where row `at` of k or v is, `before` being the row before it (or NULL): a fixed distance on, except from page to page. */
-static const char *kv_row(const attn_rows *t, const attn_tensor *of, int32_t at, const char *before) {
+const char *REAL(tile_kv_row)(const attn_rows *t, const attn_tensor *of, int32_t at, const char *before) {
     const attn_problem *p = t->p;
     int64_t size = (int64_t)attn_dtype_size(p->kv_dtype);
     if (before && !(p->page_size && at % p->page_size == 0)) return before + of->stride[1] * size;
@@ -98,7 +98,7 @@ static void load_kv(const attn_rows *t, real *to, const attn_tensor *from, int32
                     int32_t keys) {
     const char *row = NULL;
     for (int32_t j = 0; j < keys; j++, to += padded) {
-        row = kv_row(t, from, t->s.leftpad + j0 + j, row);
+        row = REAL(tile_kv_row)(t, from, t->s.leftpad + j0 + j, row);
         t->micro->load(to, row, t->p->kv_dtype, dim);
         for (int32_t x = dim; x < padded; x++) to[x] = 0;
     }
@@ -113,7 +113,7 @@ void REAL(tile_load_v)(const attn_rows *t, real *v, int32_t j0, int32_t keys) {
 }
 
 /* Do these rows lie in one page, a fixed distance apart? */
-static bool in_one_page(const attn_rows *t, int32_t j0, int32_t keys) {
+bool REAL(tile_in_one_page)(const attn_rows *t, int32_t j0, int32_t keys) {
     int32_t size = t->p->page_size;
     return !size || (t->s.leftpad + j0) % size + keys <= size;
 }
@@ -121,11 +121,11 @@ static bool in_one_page(const attn_rows *t, int32_t j0, int32_t keys) {
 /* Rows of k or v where they lie, if the micro-kernels can read them there; otherwise loaded into room. */
 static attn_panel view(const attn_rows *t, const attn_tensor *of, int32_t dim, int32_t j0, int32_t keys, real *room) {
     const attn_problem *p = t->p;
-    if (!t->micro->readable(p->kv_dtype) || !in_one_page(t, j0, keys) || dim % ATTN_LANES != 0) {
+    if (!t->micro->readable(p->kv_dtype) || !REAL(tile_in_one_page)(t, j0, keys) || dim % ATTN_LANES != 0) {
         load_kv(t, room, of, dim, attn__pad(dim), j0, keys);
         return (attn_panel){room, attn__pad(dim), REAL_DTYPE};
     }
-    return (attn_panel){kv_row(t, of, t->s.leftpad + j0, NULL), of->stride[1], p->kv_dtype};
+    return (attn_panel){REAL(tile_kv_row)(t, of, t->s.leftpad + j0, NULL), of->stride[1], p->kv_dtype};
 }
 
 int REAL(tile_class)(const attn_rows *t, int32_t j0, int32_t keys) {
@@ -157,7 +157,7 @@ static void add_bias(const attn_rows *t, real *s, int32_t j0, int32_t keys, real
 }
 
 /* -inf wherever the pair is not allowed. */
-static void apply_mask(const attn_rows *t, real *s, int32_t j0, int32_t keys) {
+void REAL(tile_mask)(const attn_rows *t, real *s, int32_t j0, int32_t keys) {
     int32_t first[ATTN_TILE_ROWS], end[ATTN_TILE_ROWS];
     for (int32_t r = 0; r < t->width; r++) attn__mask_row(&t->mask, t->i[r], &first[r], &end[r]);
     for (int32_t j = 0; j < keys; j++) {
@@ -170,19 +170,19 @@ static void apply_mask(const attn_rows *t, real *s, int32_t j0, int32_t keys) {
 }
 
 /* From dot products to scores. */
-static void adjust(const attn_rows *t, real *s, real *slope, real *rest, int32_t j0, int32_t keys, int tile_class,
-                   real *scratch) {
+void REAL(tile_adjust)(const attn_rows *t, real *s, real *slope, real *rest, int32_t j0, int32_t keys, int tile_class,
+                       real *scratch) {
     const attn_problem *p = t->p;
     if (p->softcap > 0) t->micro->softcap(s, slope, keys * t->width, (real)p->softcap);
     if (p->flags & ATTN_ALIBI) t->micro->alibi(s, rest, keys, t->width, t->slope, t->i, t->mask.sk - t->mask.sq - j0);
     if (p->flags & ATTN_BIAS) add_bias(t, s, j0, keys, scratch);
-    if (tile_class == ATTN_TILE_PARTIAL) apply_mask(t, s, j0, keys);
+    if (tile_class == ATTN_TILE_PARTIAL) REAL(tile_mask)(t, s, j0, keys);
 }
 
 void REAL(tile_scores)(const attn_rows *t, real *s, real *slope, real *rest, const real *q_t, const real *k, int32_t j0,
                        int32_t keys, int tile_class, real *scratch) {
     t->micro->dots(s, t->width, k, t->dim_qk, q_t, keys, t->p->dim_qk);
-    adjust(t, s, slope, rest, j0, keys, tile_class, scratch);
+    REAL(tile_adjust)(t, s, slope, rest, j0, keys, tile_class, scratch);
 }
 
 void REAL(tile_narrow_scores)(const attn_rows *t, real *s, const real *q, int32_t j0, int32_t keys, int tile_class,
@@ -197,7 +197,7 @@ void REAL(tile_narrow_scores)(const attn_rows *t, real *s, const real *q, int32_
         REAL(tile_load_k)(t, room, j0 + j, count);
         t->micro->chain_dots(s + (int64_t)j * t->width, t->width, room, t->dim_qk, q, count, t->dim_qk);
     }
-    adjust(t, s, NULL, NULL, j0, keys, tile_class, scratch);
+    REAL(tile_adjust)(t, s, NULL, NULL, j0, keys, tile_class, scratch);
 }
 
 void REAL(tile_drop)(const attn_rows *t, real *p, int32_t j0, int32_t keys) {

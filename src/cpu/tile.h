@@ -62,6 +62,18 @@ int REAL(tile_class)(const attn_rows *t, int32_t j0, int32_t keys);
 void REAL(tile_scores)(const attn_rows *t, real *s, real *slope, real *rest, const real *q_t, const real *k, int32_t j0,
                        int32_t keys, int tile_class, real *scratch);
 
+/* From dot products, scaled, to scores: softcap, ALiBi, bias, mask; as tile_scores. */
+void REAL(tile_adjust)(const attn_rows *t, real *s, real *slope, real *rest, int32_t j0, int32_t keys, int tile_class,
+                       real *scratch);
+void REAL(tile_mask)(const attn_rows *t, real *s, int32_t j0, int32_t keys); /* -inf where a pair is not allowed */
+
+/* Rows [j0, ...) of k or v: where row `at` is, `before` being the row before it, or NULL; are they a fixed distance apart? */
+const char *REAL(tile_kv_row)(const attn_rows *t, const attn_tensor *of, int32_t at, const char *before);
+bool REAL(tile_in_one_page)(const attn_rows *t, int32_t j0, int32_t keys);
+
+/* Writes o and lse of row r from what is not normalised yet: o [dim_v], the maximum, the sum of e^(s - max). */
+void REAL(fwd_finish_row)(const attn_rows *t, int32_t r, const real *o, double max, double sum);
+
 /* Zeroes the elements of p [keys][width] that dropout drops. */
 void REAL(tile_drop)(const attn_rows *t, real *p, int32_t j0, int32_t keys);
 

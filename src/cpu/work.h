@@ -15,11 +15,14 @@
 #include <stdatomic.h>
 
 #include "../host.h"
+#include "features.h"
 
 enum {
     ATTN_TILE_ROWS = 64,   /* query rows of a tile, of every kernel */
     ATTN_TILE_COLS = 64,   /* keys of a tile */
     ATTN_STRIP_KEYS = 512, /* keys of a unit of the backward; a multiple of ATTN_TILE_COLS */
+    ATTN_AMX_ROWS = 32,    /* query rows of a tile of fwd_amx.c */
+    ATTN_AMX_KEYS = 256,   /* keys that it works at once; a multiple of ATTN_TILE_COLS */
     ATTN_STRIP = 16,       /* the most query tiles that share a load of keys */
     ATTN_SPLIT_ROWS = 16,  /* at most so many rows: heads of a group share a tile, keys are worked in chunks */
     ATTN_CHUNK = 1024      /* keys of a chunk; a multiple of ATTN_TILE_COLS */
@@ -103,6 +106,14 @@ static inline int32_t attn__strip_heads(const attn_plan *plan) {
 static inline int32_t attn__strip_rows(const attn_plan *plan) {
     return plan->strip / attn__strip_heads(plan) * ATTN_TILE_ROWS;
 }
+
+/* Does the plan work long sequences by fwd_amx.c? Its row of the table says so, where all of q, k and v are bf16. */
+static inline bool attn__is_amx(const attn_plan *plan) {
+    const attn_problem *p = &plan->problem;
+    return (plan->kernel->cpu & ATTN_CPU_AMX) && p->op == ATTN_FORWARD && p->dtype == ATTN_BF16 && p->kv_dtype == ATTN_BF16;
+}
+void attn__amx_unit(const attn_plan *plan, const attn_buffers *f, const attn_unit *unit, int32_t h, int32_t slot);
+int64_t attn__amx_scratch(const attn_plan *plan);
 
 /* The backward (passes.c). */
 attn_status attn__backward(const attn_plan *plan, const attn_buffers *f);

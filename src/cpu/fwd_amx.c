@@ -1,0 +1,404 @@
+/*
+ * The forward of bf16 by AMX (amx.h): long sequences whose q, k and v are all bf16. The rest is as in fwd.c: strips of query tiles
+ * share each load of keys, which is here a packing into operands of tiles; every row walks its keys in ascending order.
+ *
+ * An item of work is a tile of 32 rows against up to 256 keys: scores S, softmax, and the product of P and V. While the vector units
+ * make the exponentials of one item, the tiles multiply the scores of the next and P V of the one before:
+ *
+ *     softmax 0        softmax 1        softmax 2
+ *     S 1              P V 0, S 2       P V 1, S 3     ...
+ *
+ * Scores are raw dot products, which the softmax scales; masked pairs become -inf. With softcap, ALiBi, bias or a scale that is not
+ * above 0 all tiles are scaled first. So the bits of a row depend on neither its neighbours nor the class of its tiles (C5).
+ */
+#include "amx.h"
+
+#include <math.h>
+#include <string.h>
+
+#include "../numeric.h"
+#include "tile.h"
+
+#ifdef ATTN_HAVE_AMX
+
+enum { PARTS = ATTN_AMX_KEYS / ATTN_TILE_COLS, MEMBERS = ATTN_STRIP * ATTN_TILE_ROWS / ATTN_AMX_ROWS };
+
+/* A query tile of the strip. */
+typedef struct member {
+    attn_rows t;
+    uint16_t *q;              /* operand b of the scores */
+    float *o;                 /* [2][dim_v][16], unnormalised and transposed */
+    float *max, *sum, *alpha; /* [32]; max in base 2 */
+} member;
+
+/* One thread's memory. */
+typedef struct scratch {
+    float *s[2];      /* scores of this item and the next: [2][keys][16], or [keys][32] where they are looked at */
+    uint16_t *p[2];   /* probabilities of this item and the last, operand b */
+    uint16_t *k, *v;  /* operands a */
+    uint16_t *clean;  /* v without the keys that hold NaN or infinity */
+    uint16_t *rows;   /* rows of k, v or q that do not lie a fixed distance apart, or are changed */
+    float *out, *row; /* [32][dim_v]; see tile_adjust */
+    uint16_t *q;      /* of all members, as the rest */
+    float *o, *max, *sum, *alpha;
+} scratch;
+
+static int64_t pad32(int64_t n) { return (n + 31) / 32 * 32; }
+
+/* Lays the scratch out from `at`, or only counts when at is NULL. Returns the number of bytes. */
+static int64_t lay_out(scratch *m, char *at, const attn_plan *plan) {
+    const attn_problem *p = &plan->problem;
+    int64_t qk = pad32(p->dim_qk), v = pad32(p->dim_v), rows = plan->strip * ATTN_TILE_ROWS, used = 0;
+    int64_t item = ATTN_AMX_KEYS * ATTN_AMX_ROWS, half = sizeof(uint16_t), whole = sizeof(float);
+    const struct {
+        void *field;
+        int64_t bytes;
+    } fields[] = {
+        {&m->s[0], item * whole},
+        {&m->s[1], item * whole},
+        {&m->p[0], item * half},
+        {&m->p[1], item * half},
+        {&m->k, ATTN_AMX_KEYS * qk * half},
+        {&m->v, ATTN_AMX_KEYS * v * half},
+        {&m->clean, ATTN_AMX_KEYS * v * half},
+        {&m->rows, ATTN_AMX_KEYS * (qk > v ? qk : v) * half},
+        {&m->out, ATTN_AMX_ROWS * v * whole},
+        {&m->row, ATTN_AMX_KEYS * whole},
+        {&m->q, rows * qk * half},
+        {&m->o, rows * v * whole},
+        {&m->max, rows * whole},
+        {&m->sum, rows * whole},
+        {&m->alpha, rows * whole},
+    };
+    for (size_t n = 0; n < sizeof fields / sizeof fields[0]; n++) {
+        if (at) *(void **)fields[n].field = at + used;
+        used += attn__ceil_div(fields[n].bytes, 64) * 64;
+    }
+    return used;
+}
+
+int64_t attn__amx_scratch(const attn_plan *plan) {
+    scratch unused;
+    return lay_out(&unused, NULL, plan);
+}
+
+/* ---- a strip ---- */
+
+typedef struct strip {
+    const attn_plan *plan;
+    scratch m;
+    member tile[MEMBERS];
+    int32_t count;
+    int32_t k_at, v_at;      /* first keys of the blocks that m.k and m.v hold; -1: none */
+    bool v_finite;           /* otherwise m.clean is made as well */
+    bool scaled;             /* are the scores scaled before the softmax? */
+    bool bad[ATTN_AMX_KEYS]; /* keys that m.clean leaves out */
+} strip;
+
+/* One piece of work: keys [first, first + keys) of the block at j0. */
+typedef struct item {
+    member *x;
+    int32_t j0, first, keys;
+    int class[PARTS];
+    bool full; /* every pair is allowed */
+} item;
+
+static void pack_q(const member *x, scratch *m) {
+    const attn_rows *t = &x->t;
+    const attn_problem *p = t->p;
+    const uint16_t *from = (const uint16_t *)t->f->q.data + attn__q_offset(p, &t->f->q, &t->s, t->i0, t->h0);
+    int64_t row = t->f->q.stride[1];
+    if (p->flags & ATTN_ROTARY) {
+        double rotated[ATTN_MAX_DIM];
+        for (int32_t r = 0; r < t->rows; r++) {
+            attn__q_row(p, t->f, &t->s, t->i[r], t->h[r], rotated);
+            for (int32_t n = 0; n < p->dim_qk; n++) attn__store(ATTN_BF16, m->rows, (int64_t)r * p->dim_qk + n, rotated[n]);
+        }
+        from = m->rows;
+        row = p->dim_qk;
+    }
+    memset(x->q, 0, (size_t)(ATTN_AMX_ROWS * pad32(p->dim_qk)) * sizeof *x->q);
+    attn__amx_pack_dims(x->q, from, row, t->rows, p->dim_qk);
+}
+
+/* The tile with these rows joins the strip. */
+static void join(strip *s, const attn_buffers *f, const attn_unit *rows, int32_t h, int32_t slot) {
+    member *x = &s->tile[s->count];
+    int64_t row = (int64_t)s->count * ATTN_AMX_ROWS;
+    attn__tile_make_f32(&x->t, s->plan, f, rows, h, false);
+    for (int32_t r = x->t.width; r < ATTN_AMX_ROWS; r++) { /* all tiles are as wide; the padding repeats the last row */
+        x->t.h[r] = x->t.h[r - 1];
+        x->t.i[r] = x->t.i[r - 1];
+        x->t.slope[r] = x->t.slope[r - 1];
+    }
+    x->t.width = ATTN_AMX_ROWS;
+    if (s->count == 0)
+        lay_out(&s->m, (char *)attn__part(s->plan, f, CPU_SCRATCH) + slot * attn__fwd_scratch(s->plan), s->plan);
+    s->count++;
+    int64_t qk = pad32(x->t.p->dim_qk), v = pad32(x->t.p->dim_v);
+    x->q = s->m.q + row * qk;
+    x->o = s->m.o + row * v;
+    x->max = s->m.max + row;
+    x->sum = s->m.sum + row;
+    x->alpha = s->m.alpha + row;
+    memset(x->o, 0, (size_t)(ATTN_AMX_ROWS * v) * sizeof *x->o);
+    for (int32_t r = 0; r < ATTN_AMX_ROWS; r++) {
+        x->max[r] = -INFINITY;
+        x->sum[r] = 0;
+    }
+    pack_q(x, &s->m);
+}
+
+/* ---- keys ---- */
+
+/* Rows [j0, j0 + keys) of k or v: where they lie, a fixed distance apart, or gathered. */
+static const uint16_t *rows_of(strip *s, const attn_tensor *of, int32_t dim, int32_t j0, int32_t keys, int64_t *row) {
+    const attn_rows *t = &s->tile->t;
+    int32_t at = t->s.leftpad + j0;
+    const char *from = attn__tile_kv_row_f32(t, of, at, NULL);
+    *row = of->stride[1];
+    if (attn__tile_in_one_page_f32(t, j0, keys)) return (const uint16_t *)(const void *)from;
+    *row = dim;
+    for (int32_t j = 0; j < keys; j++) {
+        if (j > 0) from = attn__tile_kv_row_f32(t, of, at + j, from);
+        memcpy(s->m.rows + (int64_t)j * dim, from, (size_t)dim * sizeof *s->m.rows);
+    }
+    return s->m.rows;
+}
+
+static int32_t keys_of(const strip *s, int32_t j0) { return attn__min32(ATTN_AMX_KEYS, s->tile->t.mask.sk - j0); }
+
+static void need_k(strip *s, int32_t j0) {
+    const attn_rows *t = &s->tile->t;
+    int64_t row;
+    if (s->k_at == j0) return;
+    const uint16_t *from = rows_of(s, &t->f->k, t->p->dim_qk, j0, keys_of(s, j0), &row);
+    attn__amx_pack_rows(s->m.k, from, row, keys_of(s, j0), t->p->dim_qk);
+    s->k_at = j0;
+}
+
+static void need_v(strip *s, int32_t j0) {
+    const attn_rows *t = &s->tile->t;
+    int32_t keys = keys_of(s, j0), dim = t->p->dim_v;
+    int64_t row;
+    if (s->v_at == j0) return;
+    const uint16_t *from = rows_of(s, &t->f->v, dim, j0, keys, &row);
+    s->v_finite = attn__amx_pack_columns(s->m.v, from, row, keys, dim);
+    s->v_at = j0;
+    if (s->v_finite) return;
+    for (int32_t j = 0; j < keys; j++) {
+        uint16_t *to = s->m.rows + (int64_t)j * dim;
+        s->bad[j] = false;
+        for (int32_t x = 0; x < dim; x++) s->bad[j] |= (from[j * row + x] & 0x7f80) == 0x7f80;
+        if (s->bad[j])
+            memset(to, 0, (size_t)dim * sizeof *to);
+        else
+            memmove(to, from + j * row, (size_t)dim * sizeof *to);
+    }
+    attn__amx_pack_columns(s->m.clean, s->m.rows, dim, keys, dim);
+}
+
+/* ---- one item ---- */
+
+/* What member x has to do in the block at j0; false: nothing. */
+static bool make_item(item *w, member *x, int32_t j0, int32_t keys) {
+    *w = (item){.x = x, .j0 = j0, .first = -1, .full = true};
+    int32_t end = 0;
+    for (int32_t n = 0; n * ATTN_TILE_COLS < keys; n++) {
+        int32_t at = n * ATTN_TILE_COLS, stop = attn__min32(at + ATTN_TILE_COLS, keys);
+        w->class[n] = attn__tile_class_f32(&x->t, j0 + at, stop - at);
+        if (w->class[n] == ATTN_TILE_SKIP) continue;
+        if (w->first < 0) w->first = at;
+        end = stop;
+    }
+    w->keys = end - w->first;
+    for (int32_t at = w->first; w->first >= 0 && at < end; at += ATTN_TILE_COLS)
+        w->full &= w->class[at / ATTN_TILE_COLS] == ATTN_TILE_FULL;
+    return w->first >= 0;
+}
+
+/* Scores that are looked at before the softmax lie as tile_adjust wants them. */
+static bool in_rows(const strip *s, const item *w) { return s->scaled || !w->full; }
+
+static attn_amx_product scores(const strip *s, const item *w, int place) {
+    int32_t dim = (int32_t)pad32(w->x->t.p->dim_qk), keys = (int32_t)pad32(w->keys);
+    bool rows = in_rows(s, w);
+    return (attn_amx_product){.c = s->m.s[place],
+                              .ldc = rows ? ATTN_AMX_ROWS : 16,
+                              .c_panel = rows ? 16 : 16 * keys,
+                              .a = attn__amx_packed(s->m.k + (int64_t)w->first * dim, dim, 0),
+                              .b = w->x->q,
+                              .b_panel = 16 * dim,
+                              .m = keys,
+                              .n = ATTN_AMX_ROWS,
+                              .k = dim};
+}
+
+static attn_amx_product p_v(const strip *s, const item *w, int place) {
+    int32_t dim = (int32_t)pad32(w->x->t.p->dim_v), block = (int32_t)pad32(keys_of(s, w->j0));
+    const uint16_t *v = s->v_finite || w->full ? s->m.v : s->m.clean;
+    return (attn_amx_product){.c = w->x->o,
+                              .ldc = 16,
+                              .c_panel = 16 * dim,
+                              .a = attn__amx_packed(v, block, w->first / 32),
+                              .b = s->m.p[place],
+                              .b_panel = 16 * pad32(w->keys),
+                              .m = dim,
+                              .n = ATTN_AMX_ROWS,
+                              .k = (int32_t)pad32(w->keys),
+                              .accumulate = true};
+}
+
+/* From dot products to scores, in [keys][32]. */
+static void prepare(const strip *s, const item *w, float *scores) {
+    const attn_rows *t = &w->x->t;
+    if (!in_rows(s, w)) return;
+    for (int32_t at = w->first; at < w->first + w->keys; at += ATTN_TILE_COLS) {
+        float *tile = scores + (int64_t)(at - w->first) * ATTN_AMX_ROWS;
+        int32_t keys = attn__min32(ATTN_TILE_COLS, w->first + w->keys - at);
+        int class = w->class[at / ATTN_TILE_COLS];
+        if (class == ATTN_TILE_SKIP) {
+            for (int32_t n = 0; n < keys * ATTN_AMX_ROWS; n++) tile[n] = -INFINITY;
+        } else if (s->scaled) {
+            t->micro->scale(tile, keys * ATTN_AMX_ROWS, (float)t->p->scale);
+            attn__tile_adjust_f32(t, tile, NULL, NULL, w->j0 + at, keys, class, s->m.row);
+        } else if (class == ATTN_TILE_PARTIAL) {
+            attn__tile_mask_f32(t, tile, w->j0 + at, keys);
+        }
+    }
+}
+
+/* Where p of row r and key j of the item is in operand b. */
+static int64_t p_place(const item *w, int32_t r, int32_t j) {
+    return r / 16 * (16 * pad32(w->keys)) + (int64_t)(j / 2) * 32 + r % 16 * 2 + j % 2;
+}
+
+static void drop(const item *w, uint16_t *p) {
+    const attn_rows *t = &w->x->t;
+    for (int32_t r = 0; r < t->rows; r++) {
+        uint32_t batch_head = (uint32_t)(t->s.b * t->p->heads_q + t->h[r]), random[4];
+        for (int32_t j = 0; j < w->keys; j++) { /* keys begin at a multiple of 4 */
+            uint32_t key = (uint32_t)(w->j0 + w->first + j);
+            if (j % 4 == 0) attn__philox4(&t->dropout, batch_head, (uint32_t)t->i[r], key / 4, random);
+            if (random[j % 4] < t->dropout.threshold) p[p_place(w, r, j)] = 0;
+        }
+    }
+}
+
+/* What the keys that m.clean leaves out give the rows that see them. */
+static void add_bad(const strip *s, const item *w, const uint16_t *p) {
+    const attn_rows *t = &w->x->t;
+    int32_t dim = t->p->dim_v;
+    for (int32_t j = w->first; !s->v_finite && !w->full && j < w->first + w->keys; j++) {
+        if (!s->bad[j]) continue;
+        const char *v = attn__tile_kv_row_f32(t, &t->f->v, t->s.leftpad + w->j0 + j, NULL);
+        const int32_t *flash = t->mask.vectors ? attn__flash_at(t->p, t->f, t->s.b, t->kv_head, w->j0 + j) : NULL;
+        for (int32_t r = 0; r < t->rows; r++) {
+            if (!attn__mask_allowed(&t->mask, t->i[r], w->j0 + j, flash)) continue;
+            float weight = attn__from_bf16(p[p_place(w, r, j - w->first)]),
+                  *o = w->x->o + r / 16 * (16 * pad32(dim)) + r % 16;
+            for (int32_t x = 0; x < dim; x++) o[(int64_t)x * 16] += weight * attn__load_float(ATTN_BF16, v, x);
+        }
+    }
+}
+
+/* ---- all items of a strip ---- */
+
+/* The item after that of member n - 1 in the block at *j0; false at the end. */
+static bool next_item(strip *s, item *w, int32_t *n, int32_t *j0, int32_t end) {
+    for (; *j0 < end; *j0 += ATTN_AMX_KEYS, *n = 0) {
+        while (*n < s->count)
+            if (make_item(w, &s->tile[(*n)++], *j0, keys_of(s, *j0))) return true;
+    }
+    return false;
+}
+
+static void work_items(strip *s, int32_t first, int32_t end) {
+    item last, now, next;
+    bool is_last = false, more;
+    int32_t n = 0, j0 = first / ATTN_AMX_KEYS * ATTN_AMX_KEYS;
+    float factor = (float)((s->scaled ? 1 : s->tile->t.p->scale) * 1.44269504088896340736);
+    if (!next_item(s, &now, &n, &j0, end)) return;
+    need_k(s, now.j0);
+    attn_amx_product product[2] = {scores(s, &now, 0)};
+    attn__amx_run(product);
+    for (int place = 0;; place ^= 1) {
+        int32_t count = 0;
+        if (is_last) {
+            need_v(s, last.j0);
+            product[count++] = p_v(s, &last, place ^ 1);
+        }
+        more = next_item(s, &next, &n, &j0, end);
+        if (more) {
+            need_k(s, next.j0);
+            product[count++] = scores(s, &next, place ^ 1);
+        }
+        prepare(s, &now, s->m.s[place]);
+        bool rows = in_rows(s, &now);
+        attn_amx_softmax step = {.s = s->m.s[place],
+                                 .lds = rows ? ATTN_AMX_ROWS : 16,
+                                 .s_panel = rows ? 16 : 16 * pad32(now.keys),
+                                 .keys = now.keys,
+                                 .width = ATTN_AMX_ROWS,
+                                 .factor = factor,
+                                 .max = now.x->max,
+                                 .sum = now.x->sum,
+                                 .alpha = now.x->alpha,
+                                 .p = s->m.p[place],
+                                 .p_panel = 16 * pad32(now.keys)};
+        attn__amx_softmax(&step, product, count);
+        if (is_last) add_bad(s, &last, s->m.p[place ^ 1]);
+        if (now.x->t.p->dropout > 0) drop(&now, s->m.p[place]);
+        int32_t dim = (int32_t)pad32(now.x->t.p->dim_v);
+        for (int32_t r = 0; r < step.width; r += 16) attn__amx_rescale(now.x->o + (int64_t)r * dim, dim, now.x->alpha + r);
+        last = now;
+        is_last = true;
+        if (!more) {
+            need_v(s, last.j0);
+            product[0] = p_v(s, &last, place);
+            attn__amx_run(product);
+            add_bad(s, &last, s->m.p[place]);
+            return;
+        }
+        now = next;
+    }
+}
+
+static void finish(const strip *s, const member *x) {
+    int32_t dim = (int32_t)pad32(x->t.p->dim_v);
+    for (int32_t r = 0; r < x->t.rows; r += 16)
+        attn__amx_transpose(s->m.out + (int64_t)r * dim, dim, x->o + (int64_t)r * dim, dim);
+    for (int32_t r = 0; r < x->t.rows; r++)
+        attn__fwd_finish_row_f32(&x->t, r, s->m.out + (int64_t)r * dim, x->max[r] * 0.69314718055994530942, x->sum[r]);
+}
+
+void attn__amx_unit(const attn_plan *plan, const attn_buffers *f, const attn_unit *unit, int32_t h, int32_t slot) {
+    const attn_problem *p = &plan->problem;
+    int32_t group = p->heads_q / p->heads_kv, fit = attn__strip_heads(plan), first, end;
+    if (h % group % fit != 0) return;
+    strip s = {.plan = plan, .k_at = -1, .v_at = -1};
+    s.scaled = p->softcap > 0 || (p->flags & (ATTN_ALIBI | ATTN_BIAS)) || !(p->scale > 0);
+    for (int32_t n = h; n < h + attn__min32(fit, group - h % group); n++) {
+        for (int32_t i = 0; i < unit->rows; i += ATTN_AMX_ROWS) {
+            attn_unit rows = {unit->b, unit->row + i, attn__min32(ATTN_AMX_ROWS, unit->rows - i), -1};
+            join(&s, f, &rows, n, slot);
+        }
+    }
+    attn__mask_rows(&s.tile->t.mask, unit->row, unit->row + unit->rows, &first, &end);
+    attn__amx_begin();
+    work_items(&s, first, end);
+    attn__amx_end();
+    for (int32_t n = 0; n < s.count; n++) finish(&s, &s.tile[n]);
+}
+
+#else
+
+void attn__amx_unit(const attn_plan *plan, const attn_buffers *f, const attn_unit *unit, int32_t h, int32_t slot) {
+    (void)plan, (void)f, (void)unit, (void)h, (void)slot; /* no plan has this kernel */
+}
+int64_t attn__amx_scratch(const attn_plan *plan) {
+    (void)plan;
+    return 0;
+}
+
+#endif
