@@ -410,23 +410,28 @@ INLINE __m512 column_max(const float *s, int32_t keys, int64_t ld, shade *d) {
     return _mm512_max_ps(_mm512_max_ps(chain[0], chain[1]), _mm512_max_ps(chain[2], chain[3]));
 }
 
+/* A score s stands for 2^(scale * s * factor + minus). */
+typedef struct base {
+    __m512 scale, factor, minus;
+} base;
+
 /* p of two keys into a row of a tile; returns their sum. */
-INLINE __m512 exp_pair(uint16_t *p, const float *s, int64_t ld, __m512 factor, __m512 minus) {
+INLINE __m512 exp_pair(uint16_t *p, const float *s, int64_t ld, base b) {
     __m512 even = _mm512_loadu_ps(s), odd = _mm512_loadu_ps(s + ld);
     KEEP(even);
     KEEP(odd);
-    even = exp2_of(_mm512_fmadd_ps(even, factor, minus));
-    odd = exp2_of(_mm512_fmadd_ps(odd, factor, minus));
+    even = exp2_of(_mm512_fmadd_ps(_mm512_mul_ps(even, b.scale), b.factor, b.minus));
+    odd = exp2_of(_mm512_fmadd_ps(_mm512_mul_ps(odd, b.scale), b.factor, b.minus));
     _mm512_storeu_si512(p, join(even, odd));
     return _mm512_add_ps(even, odd);
 }
 
 /* p of a column's keys, in whole groups; returns their sum. */
-INLINE __m512 exp_column(uint16_t *p, const float *s, int32_t keys, int64_t ld, __m512 factor, __m512 minus, shade *d) {
+INLINE __m512 exp_column(uint16_t *p, const float *s, int32_t keys, int64_t ld, base b, shade *d) {
     __m512 total = _mm512_setzero_ps();
     for (; keys >= GROUP; keys -= GROUP, s += GROUP * ld, p += 16 * GROUP) {
         __m512 sums = _mm512_setzero_ps(); /* short sums keep the rounding error small */
-#define EXP_PART(part) sums = _mm512_add_ps(sums, exp_pair(p + 32 * part, s + 2 * part * ld, ld, factor, minus))
+#define EXP_PART(part) sums = _mm512_add_ps(sums, exp_pair(p + 32 * part, s + 2 * part * ld, ld, b))
         IN_SHADE(d, EXP_PART);
         total = _mm512_add_ps(total, sums);
     }
@@ -434,29 +439,30 @@ INLINE __m512 exp_column(uint16_t *p, const float *s, int32_t keys, int64_t ld, 
 }
 
 /* The last keys, fewer than a group, which are completed with -inf; then zeros to the end of the tile. */
-static __m512 exp_rest(uint16_t *p, const float *s, int32_t keys, int32_t end, int64_t ld, __m512 factor, __m512 minus) {
+static __m512 exp_rest(uint16_t *p, const float *s, int32_t keys, int32_t end, int64_t ld, base b) {
     __m512 sums = _mm512_setzero_ps();
     int32_t j = 0;
     for (; j < keys; j += 2, p += 32) {
         float room[2][16];
         _mm512_storeu_ps(room[0], _mm512_loadu_ps(s + j * ld));
         _mm512_storeu_ps(room[1], j + 1 < keys ? _mm512_loadu_ps(s + (j + 1) * ld) : _mm512_set1_ps(-INFINITY));
-        sums = _mm512_add_ps(sums, exp_pair(p, room[0], 16, factor, minus));
+        sums = _mm512_add_ps(sums, exp_pair(p, room[0], 16, b));
     }
     for (; j < end; j += 2, p += 32) _mm512_storeu_si512(p, _mm512_setzero_si512());
     return sums;
 }
 
 /*
- * Where the maximum is beyond 2^20, factor * s - max would keep what the rounding of factor * s to the maximum has left, and that
- * may be much above 0. In these columns s is replaced by factor * s, rounded; the others' factors are returned as they are.
+ * Where the maximum is beyond 2^20, factor * x - max would keep what the rounding of factor * x to the maximum has left, and that
+ * may be much above 0. In these columns s is replaced by factor * x, rounded; the others stay as they are.
  */
-static __m512 scale_large(float *s, int32_t keys, int64_t width, __m512 factor, __mmask16 large) {
+static void scale_large(float *s, int32_t keys, int64_t width, base *b, __mmask16 large) {
     for (int32_t j = 0; j < keys; j++) {
         __m512 x = _mm512_loadu_ps(s + j * width);
-        _mm512_storeu_ps(s + j * width, _mm512_mask_mul_ps(x, large, x, factor));
+        _mm512_storeu_ps(s + j * width, _mm512_mask_mul_ps(x, large, _mm512_mul_ps(x, b->scale), b->factor));
     }
-    return _mm512_mask_mov_ps(factor, large, _mm512_set1_ps(1.0f));
+    b->scale = _mm512_mask_mov_ps(b->scale, large, _mm512_set1_ps(1.0f));
+    b->factor = _mm512_mask_mov_ps(b->factor, large, _mm512_set1_ps(1.0f));
 }
 
 /* 16 columns from r on. */
@@ -464,20 +470,21 @@ INLINE void softmax_columns(const attn_amx_softmax *m, int32_t r, shade *d) {
     const __m512 none = _mm512_set1_ps(-INFINITY);
     float *s = m->s + r / 16 * m->s_panel;
     uint16_t *p = m->p + r / 16 * m->p_panel;
-    __m512 before = _mm512_loadu_ps(m->max + r), factor = _mm512_set1_ps(m->factor);
-    __m512 most = _mm512_mul_ps(column_max(s, m->keys, m->lds, d), factor);
+    __m512 before = _mm512_loadu_ps(m->max + r);
+    base b = {_mm512_set1_ps(m->scale), _mm512_set1_ps(m->factor), _mm512_setzero_ps()};
+    __m512 most = _mm512_mul_ps(_mm512_mul_ps(column_max(s, m->keys, m->lds, d), b.scale), b.factor);
     __mmask16 stays = _mm512_cmp_ps_mask(most, _mm512_add_ps(before, _mm512_set1_ps(ATTN_AMX_SLACK)), _CMP_NGT_UQ);
     most = _mm512_mask_mov_ps(_mm512_roundscale_ps(most, _MM_FROUND_TO_POS_INF), stays, before);
-    __m512 base = _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(most, none, _CMP_NEQ_UQ), most);
-    __m512 alpha = _mm512_scalef_ps(_mm512_set1_ps(1.0f), _mm512_sub_ps(before, base));
-    __mmask16 large = _mm512_cmp_ps_mask(_mm512_abs_ps(base), _mm512_set1_ps(0x1p20f), _CMP_GT_OQ);
-    if (large) factor = scale_large(s, m->keys, m->lds, factor, large);
-    __m512 minus = _mm512_sub_ps(_mm512_setzero_ps(), base);
-    __m512 total = exp_column(p, s, m->keys, m->lds, factor, minus, d);
+    __m512 zero = _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(most, none, _CMP_NEQ_UQ), most);
+    __m512 alpha = _mm512_scalef_ps(_mm512_set1_ps(1.0f), _mm512_sub_ps(before, zero));
+    __mmask16 large = _mm512_cmp_ps_mask(_mm512_abs_ps(zero), _mm512_set1_ps(0x1p20f), _CMP_GT_OQ);
+    if (large) scale_large(s, m->keys, m->lds, &b, large);
+    b.minus = _mm512_sub_ps(_mm512_setzero_ps(), zero);
+    __m512 total = exp_column(p, s, m->keys, m->lds, b, d);
     int32_t whole = m->keys / GROUP * GROUP, end = (m->keys + 31) / 32 * 32;
     if (whole < end)
-        total = _mm512_add_ps(total, exp_rest(p + (ptrdiff_t)16 * whole, s + whole * m->lds, m->keys - whole, end - whole,
-                                              m->lds, factor, minus));
+        total = _mm512_add_ps(
+            total, exp_rest(p + (ptrdiff_t)16 * whole, s + whole * m->lds, m->keys - whole, end - whole, m->lds, b));
     _mm512_storeu_ps(m->max + r, most);
     _mm512_storeu_ps(m->alpha + r, alpha);
     _mm512_storeu_ps(m->sum + r, _mm512_fmadd_ps(_mm512_loadu_ps(m->sum + r), alpha, total));

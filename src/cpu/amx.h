@@ -109,8 +109,8 @@ void attn__amx_to_pairs(uint16_t *b, int64_t b_panel, const float *x, int64_t ld
 /* ---- between the products ---- */
 
 /*
- * One step of online softmax: p = 2^(factor * s - max), rounded to bf16, as operand b of the product with V; sum grows by the p
- * before they are rounded. max is an integer, the largest factor * s rounded up; but as long as that exceeds what it was before by
+ * One step of online softmax: p = 2^(factor * x - max), where x = scale * s, rounded; p is rounded to bf16, as operand b of the product with V; sum grows by the p
+ * before they are rounded. max is an integer, the largest factor * x rounded up; but as long as that exceeds what it was before by
  * no more than ATTN_AMX_SLACK, it stays, and p may be as large as 2^ATTN_AMX_SLACK. alpha = 2^(old max - new max), exactly, is
  * what O must be multiplied by; it is mostly 1. The logarithm of the sum of e^scores is (max + log2(sum)) ln 2.
  *
@@ -121,7 +121,7 @@ typedef struct attn_amx_softmax {
     float *s; /* [width / 16][keys][16]: panels s_panel apart, keys lds apart. Scratch afterwards. */
     int64_t lds, s_panel;
     int32_t keys, width;
-    float factor;             /* scale * log2(e), above 0 */
+    float scale, factor;      /* above 0; factor is log2(e) for scores in base e */
     float *max, *sum, *alpha; /* [width] */
     uint16_t *p;              /* keys padded to 32 */
     int64_t p_panel;

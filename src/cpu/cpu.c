@@ -220,7 +220,7 @@ static int visit_unit(const attn_plan *plan, const attn_buffers *f, const attn_u
                       int (*visit)(void *user, const attn_tile *tile), void *user) {
     attn_seq s = attn__seq(&plan->problem, f, unit->b);
     attn_mask mask = attn__seq_mask(&plan->problem, &s);
-    int32_t tile_rows = attn__is_amx(plan) && !attn__is_short(s.sq) ? ATTN_AMX_ROWS : ATTN_TILE_ROWS;
+    int32_t tile_rows = attn__takes_amx(plan, &s) ? ATTN_AMX_ROWS : ATTN_TILE_ROWS;
     int32_t row_tiles = (unit->rows + tile_rows - 1) / tile_rows;
     for (int64_t n = 0; n < attn__ceil_div(s.sk, ATTN_TILE_COLS) * row_tiles; n++) {
         int32_t j0 = (int32_t)(n / row_tiles) * ATTN_TILE_COLS, keys = attn__min32(ATTN_TILE_COLS, s.sk - j0);

@@ -194,6 +194,7 @@ void REAL(fwd_fold)(const attn_plan *plan, const attn_buffers *f, int32_t b, int
     int32_t first, end;
     attn_unit unit = {.b = b, .row = 0, .rows = attn__seq(&plan->problem, f, b).sq, .chunk = -1};
     if (unit.rows == 0 || !REAL(tile_make)(&t, plan, f, &unit, h, true)) return;
+    if (attn__takes_amx(plan, &t.s)) return; /* it does not split */
     attn__mask_rows(&t.mask, 0, t.count, &first, &end);
     if (first >= end) return; /* done by the first pass */
     thread_scratch(&t, slot, &m);
@@ -258,7 +259,7 @@ void REAL(fwd_unit)(const attn_plan *plan, const attn_buffers *f, const attn_uni
     attn_mask mask = attn__seq_mask(&plan->problem, &s);
     bool is_short = attn__is_short(s.sq);
 #ifndef ATTN_REAL_F64
-    if (!is_short && attn__is_amx(plan)) {
+    if (attn__takes_amx(plan, &s)) {
         attn__amx_unit(plan, f, unit, h, slot);
         return;
     }
@@ -285,3 +286,16 @@ void REAL(fwd_unit)(const attn_plan *plan, const attn_buffers *f, const attn_uni
     }
     for (int32_t n = 0; n < count; n++) finish(&strip[n].t, &strip[n].folded);
 }
+
+#ifndef ATTN_REAL_F64
+void attn__fwd_row(const attn_plan *plan, const attn_buffers *f, const attn_unit *row, int32_t h, int32_t slot) {
+    member x;
+    scratch m;
+    int32_t first, end;
+    REAL(tile_make)(&x.t, plan, f, row, h, false);
+    join(&x, 0, &m, slot);
+    attn__mask_rows(&x.t.mask, row->row, row->row + 1, &first, &end);
+    work_keys(&x, 1, &m, first, end);
+    finish(&x.t, &x.now);
+}
+#endif

@@ -9,7 +9,10 @@
  *     S 1              P V 0, S 2       P V 1, S 3     ...
  *
  * Scores are raw dot products, which the softmax scales; masked pairs become -inf. With softcap, ALiBi, bias or a scale that is not
- * above 0 all tiles are scaled first. So the bits of a row depend on neither its neighbours nor the class of its tiles (C5).
+ * clearly above 0 all tiles are scaled first, by the same arithmetic. The bits of a row depend on neither its neighbours nor the class
+ * of its tiles (C5).
+ *
+ * The softmax works in base 2, so scores beyond 2^127 / log2(e) are too large for it. Rows that have such are done again by fwd.c.
  */
 #include "amx.h"
 
@@ -317,7 +320,6 @@ static void work_items(strip *s, int32_t first, int32_t end) {
     item last, now, next;
     bool is_last = false, more;
     int32_t n = 0, j0 = first / ATTN_AMX_KEYS * ATTN_AMX_KEYS;
-    float factor = (float)((s->scaled ? 1 : s->tile->t.p->scale) * 1.44269504088896340736);
     if (!next_item(s, &now, &n, &j0, end)) return;
     need_k(s, now.j0);
     attn_amx_product product[2] = {scores(s, &now, 0)};
@@ -340,7 +342,8 @@ static void work_items(strip *s, int32_t first, int32_t end) {
                                  .s_panel = rows ? 16 : 16 * pad32(now.keys),
                                  .keys = now.keys,
                                  .width = ATTN_AMX_ROWS,
-                                 .factor = factor,
+                                 .scale = s->scaled ? 1 : (float)s->tile->t.p->scale,
+                                 .factor = 1.44269504088896340736f,
                                  .max = now.x->max,
                                  .sum = now.x->sum,
                                  .alpha = now.x->alpha,
@@ -364,12 +367,17 @@ static void work_items(strip *s, int32_t first, int32_t end) {
     }
 }
 
-static void finish(const strip *s, const member *x) {
+/* Returns the rows that are to be done again, as bits. */
+static uint32_t finish(const strip *s, const member *x) {
     int32_t dim = (int32_t)pad32(x->t.p->dim_v);
+    uint32_t again = 0;
     for (int32_t r = 0; r < x->t.rows; r += 16)
         attn__amx_transpose(s->m.out + (int64_t)r * dim, dim, x->o + (int64_t)r * dim, dim);
-    for (int32_t r = 0; r < x->t.rows; r++)
+    for (int32_t r = 0; r < x->t.rows; r++) {
         attn__fwd_finish_row_f32(&x->t, r, s->m.out + (int64_t)r * dim, x->max[r] * 0.69314718055994530942, x->sum[r]);
+        if (x->max[r] == INFINITY) again |= UINT32_C(1) << r;
+    }
+    return again;
 }
 
 void attn__amx_unit(const attn_plan *plan, const attn_buffers *f, const attn_unit *unit, int32_t h, int32_t slot) {
@@ -377,7 +385,7 @@ void attn__amx_unit(const attn_plan *plan, const attn_buffers *f, const attn_uni
     int32_t group = p->heads_q / p->heads_kv, fit = attn__strip_heads(plan), first, end;
     if (h % group % fit != 0) return;
     strip s = {.plan = plan, .k_at = -1, .v_at = -1};
-    s.scaled = p->softcap > 0 || (p->flags & (ATTN_ALIBI | ATTN_BIAS)) || !(p->scale > 0);
+    s.scaled = p->softcap > 0 || (p->flags & (ATTN_ALIBI | ATTN_BIAS)) || !((float)p->scale > 1e-30f);
     for (int32_t n = h; n < h + attn__min32(fit, group - h % group); n++) {
         for (int32_t i = 0; i < unit->rows; i += ATTN_AMX_ROWS) {
             attn_unit rows = {unit->b, unit->row + i, attn__min32(ATTN_AMX_ROWS, unit->rows - i), -1};
@@ -388,7 +396,13 @@ void attn__amx_unit(const attn_plan *plan, const attn_buffers *f, const attn_uni
     attn__amx_begin();
     work_items(&s, first, end);
     attn__amx_end();
-    for (int32_t n = 0; n < s.count; n++) finish(&s, &s.tile[n]);
+    uint32_t again[MEMBERS];
+    for (int32_t n = 0; n < s.count; n++) again[n] = finish(&s, &s.tile[n]);
+    for (int32_t n = 0; n < s.count; n++) { /* the scratch is theirs now */
+        for (int32_t r = 0; r < s.tile[n].t.rows; r++)
+            if (again[n] >> r & 1)
+                attn__fwd_row(plan, f, &(attn_unit){unit->b, s.tile[n].t.i[r], 1, -1}, s.tile[n].t.h0, slot);
+    }
 }
 
 #else

@@ -112,8 +112,15 @@ static inline bool attn__is_amx(const attn_plan *plan) {
     const attn_problem *p = &plan->problem;
     return (plan->kernel->cpu & ATTN_CPU_AMX) && p->op == ATTN_FORWARD && p->dtype == ATTN_BF16 && p->kv_dtype == ATTN_BF16;
 }
+
+/* Sequence s of it? Few rows with many keys are narrow, and worked as ever. */
+static inline bool attn__takes_amx(const attn_plan *plan, const attn_seq *s) {
+    return attn__is_amx(plan) && !attn__is_narrow(s);
+}
 void attn__amx_unit(const attn_plan *plan, const attn_buffers *f, const attn_unit *unit, int32_t h, int32_t slot);
 int64_t attn__amx_scratch(const attn_plan *plan);
+void attn__fwd_row(const attn_plan *plan, const attn_buffers *f, const attn_unit *row, int32_t h,
+                   int32_t slot); /* by fwd.c, one row */
 
 /* The backward (passes.c). */
 attn_status attn__backward(const attn_plan *plan, const attn_buffers *f);
