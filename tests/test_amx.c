@@ -297,18 +297,17 @@ TEST(amx_scores_become_operands) {
 
 /* ---- softmax ---- */
 
-/* A step's arrays. Scores in panels, [width / 16][keys][16], or in rows. */
+/* A step's arrays. Scores are in panels, [width / 16][keys][16]. */
 typedef struct softmax {
     attn_amx_softmax m;
     float *scores; /* as m.s, kept */
     int32_t all;   /* keys padded */
 } softmax;
 
-static softmax softmax_make(int32_t keys, int32_t width, bool panels, float factor) {
+static softmax softmax_make(int32_t keys, int32_t width, float factor) {
     softmax x = {.all = pad(keys, 32)};
     x.m = (attn_amx_softmax){.s = room(4 * (int64_t)keys * width),
-                             .lds = panels ? 16 : width,
-                             .s_panel = panels ? 16 * (int64_t)keys : 16,
+                             .s_panel = 16 * (int64_t)keys,
                              .keys = keys,
                              .width = width,
                              .factor = factor,
@@ -326,7 +325,7 @@ static void softmax_free(softmax *x) {
     free(x->m.s), free(x->m.max), free(x->m.sum), free(x->m.alpha), free(x->m.p), free(x->scores);
 }
 
-static float *score(softmax *x, int32_t j, int32_t r) { return x->scores + r / 16 * x->m.s_panel + j * x->m.lds + r % 16; }
+static float *score(softmax *x, int32_t j, int32_t r) { return x->scores + r / 16 * x->m.s_panel + j * 16 + r % 16; }
 
 static float p_of(const softmax *x, int32_t j, int32_t r) { return attn__from_bf16(x->m.p[place_b(r, j, x->all)]); }
 
@@ -363,7 +362,7 @@ TEST(amx_softmax_against_double) {
     for (int n = 0; n < 16; n++) {
         int32_t keys = (int32_t[]){1, 7, 8, 32, 63, 64, 130, 257}[n / 2];
         int32_t width = 16 + 16 * (n % 3);
-        softmax x = softmax_make(keys, width, n % 2, 0.125f * 1.44269504f);
+        softmax x = softmax_make(keys, width, 0.125f * 1.44269504f);
         float max[64], sum[64];
         for (int step = 0; step < 6; step++) {
             test_context("%d keys, %d columns, step %d", keys, width, step);
@@ -382,7 +381,7 @@ TEST(amx_softmax_against_double) {
 
 TEST(amx_softmax_of_large_scores) {
     if (skip()) return;
-    softmax x = softmax_make(40, 16, true, 1.44269504f);
+    softmax x = softmax_make(40, 16, 1.44269504f);
     for (int32_t j = 0; j < 40; j++)
         for (int32_t r = 0; r < 16; r++)
             *score(&x, j, r) = (float)((r % 2 ? -1 : 1) * pow(10, 4 + 2 * (r / 2)) * (1 + 0.01 * j));
@@ -399,7 +398,7 @@ TEST(amx_softmax_of_large_scores) {
 
 TEST(amx_softmax_of_what_is_not_finite) {
     if (skip()) return;
-    softmax x = softmax_make(35, 16, true, 0.7f);
+    softmax x = softmax_make(35, 16, 0.7f);
     for (int step = 0; step < 2; step++) {
         for (int32_t j = 0; j < 35; j++)
             for (int32_t r = 0; r < 16; r++) *score(&x, j, r) = r < 4 || (j % 3 == 0) ? -INFINITY : (float)(j - r);
@@ -421,12 +420,12 @@ TEST(amx_softmax_of_what_is_not_finite) {
     softmax_free(&x);
 }
 
-/* C5: a column has the same bits wherever it is, in rows or panels, and whatever the others are. */
+/* C5: a column has the same bits wherever it is, and whatever the others are. */
 TEST(amx_softmax_columns_do_not_know_of_each_other) {
     if (skip()) return;
     enum { KEYS = 77 };
     uint64_t random = 7;
-    softmax one = softmax_make(KEYS, 16, true, 0.2f), many = softmax_make(KEYS, 48, false, 0.2f);
+    softmax one = softmax_make(KEYS, 16, 0.2f), many = softmax_make(KEYS, 48, 0.2f);
     for (int step = 0; step < 3; step++) {
         for (int32_t j = 0; j < KEYS; j++) {
             for (int32_t r = 0; r < 48; r++)
@@ -456,7 +455,7 @@ TEST(amx_softmax_with_products) {
     for (int n = 0; n < 12; n++) {
         int32_t keys = (int32_t[]){3, 64, 200}[n % 3], width = n % 2 ? 48 : 32, count = n / 3;
         test_context("%d keys, %d columns, %d products", keys, width, count);
-        softmax alone = softmax_make(keys, width, true, 0.3f), along = softmax_make(keys, width, true, 0.3f);
+        softmax alone = softmax_make(keys, width, 0.3f), along = softmax_make(keys, width, 0.3f);
         for (int32_t i = 0; i < keys * width; i++)
             alone.scores[i] = along.scores[i] = (float)random_range(&random, -2000, 2000) * 0.01f;
         matrix a = matrix_make(96, 160, 160, &random), b = matrix_make(48, 160, 160, &random);
@@ -550,7 +549,6 @@ TEST(amx_attention_from_the_parts) {
                                           .n = ALL_ROWS,
                                           .k = ALL_DIM});
         attn__amx_softmax(&(attn_amx_softmax){.s = s,
-                                              .lds = 16,
                                               .s_panel = BLOCK * 16,
                                               .keys = keys,
                                               .width = ALL_ROWS,

@@ -396,91 +396,122 @@ INLINE void shade_step(shade *d) {
         for (; (d)->owed >= (d)->groups; (d)->owed -= (d)->groups) shade_step(d);                                          \
     } while (0)
 
-enum { GROUP = 8, MAX_GROUP = 64 }; /* keys whose p are made, whose maximum is found, during a step */
+enum { GROUP = 8 }; /* keys whose p are made during a step */
 
 /* The largest of a column of s. What is not a number is passed over. */
-INLINE __m512 column_max(const float *s, int32_t keys, int64_t ld, shade *d) {
+static __m512 column_max(const float *s, int32_t keys) {
     __m512 most = _mm512_set1_ps(-INFINITY), chain[4] = {most, most, most, most};
     int32_t j = 0;
-#define MAX_PART(part)                                                                                                     \
-    UNROLL for (int i = 0; i < MAX_GROUP / 4; i++) chain[i % 4] =                                                          \
-        _mm512_max_ps(_mm512_loadu_ps(s + (j + MAX_GROUP / 4 * part + i) * ld), chain[i % 4])
-    for (; j + MAX_GROUP <= keys; j += MAX_GROUP) IN_SHADE(d, MAX_PART);
-    for (; j < keys; j++) chain[0] = _mm512_max_ps(_mm512_loadu_ps(s + j * ld), chain[0]);
+    for (; j + 4 <= keys; j += 4) {
+        UNROLL for (int i = 0; i < 4; i++) chain[i] = _mm512_max_ps(_mm512_loadu_ps(s + (ptrdiff_t)16 * (j + i)), chain[i]);
+    }
+    for (; j < keys; j++) chain[0] = _mm512_max_ps(_mm512_loadu_ps(s + (ptrdiff_t)16 * j), chain[0]);
     return _mm512_max_ps(_mm512_max_ps(chain[0], chain[1]), _mm512_max_ps(chain[2], chain[3]));
 }
 
-/* p of two keys into a row of a tile; returns their sum. */
-INLINE __m512 exp_pair(uint16_t *p, const float *s, int64_t ld, __m512 factor, __m512 minus) {
-    __m512 even = _mm512_loadu_ps(s), odd = _mm512_loadu_ps(s + ld);
+/* What a column's p are made with, and what they leave. */
+typedef struct column {
+    __m512 factor, minus; /* p = 2^(factor * s + minus) */
+    __m512 sum, most;     /* of p; the largest s */
+} column;
+
+/* p of two keys into a row of a tile. */
+INLINE void exp_pair(column *c, __m512 *sum, uint16_t *p, const float *s) {
+    __m512 even = _mm512_loadu_ps(s), odd = _mm512_loadu_ps(s + 16);
     KEEP(even);
     KEEP(odd);
-    even = exp2_of(_mm512_fmadd_ps(even, factor, minus));
-    odd = exp2_of(_mm512_fmadd_ps(odd, factor, minus));
+    c->most = _mm512_max_ps(even, c->most);
+    c->most = _mm512_max_ps(odd, c->most);
+    even = exp2_of(_mm512_fmadd_ps(even, c->factor, c->minus));
+    odd = exp2_of(_mm512_fmadd_ps(odd, c->factor, c->minus));
     _mm512_storeu_si512(p, join(even, odd));
-    return _mm512_add_ps(even, odd);
+    *sum = _mm512_add_ps(*sum, _mm512_add_ps(even, odd));
 }
 
-/* p of a column's keys, in whole groups; returns their sum. */
-INLINE __m512 exp_column(uint16_t *p, const float *s, int32_t keys, int64_t ld, __m512 factor, __m512 minus, shade *d) {
-    __m512 total = _mm512_setzero_ps();
-    for (; keys >= GROUP; keys -= GROUP, s += GROUP * ld, p += 16 * GROUP) {
-        __m512 sums = _mm512_setzero_ps(); /* short sums keep the rounding error small */
-#define EXP_PART(part) sums = _mm512_add_ps(sums, exp_pair(p + 32 * part, s + 2 * part * ld, ld, factor, minus))
+/* p of a column's keys, in whole groups. */
+INLINE void exp_groups(column *c, uint16_t *p, const float *s, int32_t keys, shade *d) {
+    column x = *c; /* of which nobody has the address: it stays in registers */
+    for (; keys >= GROUP; keys -= GROUP, s += 16 * GROUP, p += 16 * GROUP) {
+        __m512 sum = _mm512_setzero_ps(); /* short sums keep the rounding error small */
+#define EXP_PART(part) exp_pair(&x, &sum, p + 32 * part, s + 32 * part)
         IN_SHADE(d, EXP_PART);
-        total = _mm512_add_ps(total, sums);
+        x.sum = _mm512_add_ps(x.sum, sum);
     }
-    return total;
+    *c = x;
 }
 
-/* The last keys, fewer than a group, which are completed with -inf; then zeros to the end of the tile. */
-static __m512 exp_rest(uint16_t *p, const float *s, int32_t keys, int32_t end, int64_t ld, __m512 factor, __m512 minus) {
-    __m512 sums = _mm512_setzero_ps();
+/* The last keys, fewer than a group, the last pair completed with -inf; then zeros to the end of the tile. */
+static void exp_rest(column *c, uint16_t *p, const float *s, int32_t keys, int32_t end) {
+    __m512 sum = _mm512_setzero_ps();
     int32_t j = 0;
-    for (; j < keys; j += 2, p += 32) {
-        float room[2][16];
-        _mm512_storeu_ps(room[0], _mm512_loadu_ps(s + j * ld));
-        _mm512_storeu_ps(room[1], j + 1 < keys ? _mm512_loadu_ps(s + (j + 1) * ld) : _mm512_set1_ps(-INFINITY));
-        sums = _mm512_add_ps(sums, exp_pair(p, room[0], 16, factor, minus));
+    for (; j + 1 < keys; j += 2, s += 32, p += 32) exp_pair(c, &sum, p, s);
+    if (j < keys) {
+        float pair[32];
+        _mm512_storeu_ps(pair, _mm512_loadu_ps(s));
+        _mm512_storeu_ps(pair + 16, _mm512_set1_ps(-INFINITY));
+        exp_pair(c, &sum, p, pair);
+        j += 2, p += 32;
     }
     for (; j < end; j += 2, p += 32) _mm512_storeu_si512(p, _mm512_setzero_si512());
-    return sums;
+    c->sum = _mm512_add_ps(c->sum, sum);
 }
 
+INLINE void exp_column(column *c, const attn_amx_softmax *m, int32_t r, shade *d) {
+    const float *s = m->s + r / 16 * m->s_panel;
+    uint16_t *p = m->p + r / 16 * m->p_panel;
+    int32_t whole = m->keys / GROUP * GROUP, end = (m->keys + 31) / 32 * 32;
+    c->sum = _mm512_setzero_ps();
+    c->most = _mm512_set1_ps(-INFINITY);
+    exp_groups(c, p, s, m->keys, d);
+    if (whole < end) exp_rest(c, p + (ptrdiff_t)16 * whole, s + (ptrdiff_t)16 * whole, m->keys - whole, end - whole);
+}
+
+#define LARGE 0x1p20f
+
 /*
- * Where the maximum is beyond 2^20, factor * s - max would keep what the rounding of factor * s to the maximum has left, and that
+ * Where the maximum is beyond LARGE, factor * s - max would keep what the rounding of factor * s to the maximum has left, and that
  * may be much above 0. In these columns s is replaced by factor * s, rounded; the others' factors are returned as they are.
  */
-static __m512 scale_large(float *s, int32_t keys, int64_t width, __m512 factor, __mmask16 large) {
-    for (int32_t j = 0; j < keys; j++) {
-        __m512 x = _mm512_loadu_ps(s + j * width);
-        _mm512_storeu_ps(s + j * width, _mm512_mask_mul_ps(x, large, x, factor));
+static __m512 scale_large(float *s, int32_t keys, __m512 factor, __mmask16 large) {
+    for (int32_t j = 0; j < keys; j++, s += 16) {
+        __m512 x = _mm512_loadu_ps(s);
+        _mm512_storeu_ps(s, _mm512_mask_mul_ps(x, large, x, factor));
     }
     return _mm512_mask_mov_ps(factor, large, _mm512_set1_ps(1.0f));
 }
 
-/* 16 columns from r on. */
-INLINE void softmax_columns(const attn_amx_softmax *m, int32_t r, shade *d) {
-    const __m512 none = _mm512_set1_ps(-INFINITY);
+/* The maximum of 16 columns from r on is not yet known, or must be raised: find it, and make p anew. */
+static void softmax_raise(column *c, const attn_amx_softmax *m, int32_t r, __m512 *most, __m512 *alpha) {
+    const __m512 none = _mm512_set1_ps(-INFINITY), before = *most, factor = _mm512_set1_ps(m->factor);
     float *s = m->s + r / 16 * m->s_panel;
-    uint16_t *p = m->p + r / 16 * m->p_panel;
-    __m512 before = _mm512_loadu_ps(m->max + r), factor = _mm512_set1_ps(m->factor);
-    __m512 most = _mm512_mul_ps(column_max(s, m->keys, m->lds, d), factor);
-    __mmask16 stays = _mm512_cmp_ps_mask(most, _mm512_add_ps(before, _mm512_set1_ps(ATTN_AMX_SLACK)), _CMP_NGT_UQ);
-    most = _mm512_mask_mov_ps(_mm512_roundscale_ps(most, _MM_FROUND_TO_POS_INF), stays, before);
-    __m512 base = _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(most, none, _CMP_NEQ_UQ), most);
-    __m512 alpha = _mm512_scalef_ps(_mm512_set1_ps(1.0f), _mm512_sub_ps(before, base));
-    __mmask16 large = _mm512_cmp_ps_mask(_mm512_abs_ps(base), _mm512_set1_ps(0x1p20f), _CMP_GT_OQ);
-    if (large) factor = scale_large(s, m->keys, m->lds, factor, large);
-    __m512 minus = _mm512_sub_ps(_mm512_setzero_ps(), base);
-    __m512 total = exp_column(p, s, m->keys, m->lds, factor, minus, d);
-    int32_t whole = m->keys / GROUP * GROUP, end = (m->keys + 31) / 32 * 32;
-    if (whole < end)
-        total = _mm512_add_ps(total, exp_rest(p + (ptrdiff_t)16 * whole, s + whole * m->lds, m->keys - whole, end - whole,
-                                              m->lds, factor, minus));
+    __m512 now = _mm512_mul_ps(column_max(s, m->keys), factor);
+    __mmask16 stays = _mm512_cmp_ps_mask(now, _mm512_add_ps(before, _mm512_set1_ps(ATTN_AMX_SLACK)), _CMP_NGT_UQ);
+    now = _mm512_mask_mov_ps(_mm512_roundscale_ps(now, _MM_FROUND_TO_POS_INF), stays, before);
+    __m512 base = _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(now, none, _CMP_NEQ_UQ), now);
+    __mmask16 large = _mm512_cmp_ps_mask(_mm512_abs_ps(base), _mm512_set1_ps(LARGE), _CMP_GT_OQ);
+    shade nothing = {.groups = 1};
+    c->factor = large ? scale_large(s, m->keys, factor, large) : factor;
+    c->minus = _mm512_sub_ps(_mm512_setzero_ps(), base);
+    exp_column(c, m, r, &nothing);
+    *most = now;
+    *alpha = _mm512_scalef_ps(_mm512_set1_ps(1.0f), _mm512_sub_ps(before, base));
+}
+
+/*
+ * 16 columns from r on. Mostly the maximum stays as it was, so p are made with that at once, and their maximum is found on the way;
+ * should it turn out too large, they are made again. The other products go along with the first attempt.
+ */
+INLINE void softmax_columns(const attn_amx_softmax *m, int32_t r, shade *d) {
+    __m512 most = _mm512_loadu_ps(m->max + r), alpha = _mm512_set1_ps(1.0f);
+    column c = {.factor = _mm512_set1_ps(m->factor), .minus = _mm512_sub_ps(_mm512_setzero_ps(), most)};
+    bool known = _mm512_cmp_ps_mask(_mm512_abs_ps(most), _mm512_set1_ps(LARGE), _CMP_NLE_UQ) == 0;
+    if (known) exp_column(&c, m, r, d);
+    __m512 limit = _mm512_add_ps(most, _mm512_set1_ps(ATTN_AMX_SLACK));
+    if (!known || _mm512_cmp_ps_mask(_mm512_mul_ps(c.most, c.factor), limit, _CMP_GT_OQ))
+        softmax_raise(&c, m, r, &most, &alpha);
     _mm512_storeu_ps(m->max + r, most);
     _mm512_storeu_ps(m->alpha + r, alpha);
-    _mm512_storeu_ps(m->sum + r, _mm512_fmadd_ps(_mm512_loadu_ps(m->sum + r), alpha, total));
+    _mm512_storeu_ps(m->sum + r, _mm512_fmadd_ps(_mm512_loadu_ps(m->sum + r), alpha, c.sum));
 }
 
 INLINE uint32_t swap_mode(uint32_t mode) {
@@ -492,7 +523,7 @@ INLINE uint32_t swap_mode(uint32_t mode) {
 void attn__amx_softmax(const attn_amx_softmax *step, const attn_amx_product *products, int32_t count) {
     enum { DEFAULT_MODE = 0x1f80, FLUSH_TO_ZERO = 0x8000 };
     uint32_t mode = swap_mode(DEFAULT_MODE | FLUSH_TO_ZERO);
-    int64_t groups = (step->keys / GROUP + step->keys / MAX_GROUP) * (step->width / 16);
+    int64_t groups = (int64_t)(step->keys / GROUP) * (step->width / 16);
     shade d;
     shade_make(&d, products, count, groups > 0 ? groups : 1);
     for (int32_t r = 0; r < step->width; r += 16) softmax_columns(step, r, &d);

@@ -118,8 +118,8 @@ void attn__amx_to_pairs(uint16_t *b, int64_t b_panel, const float *x, int64_t ld
  * below 2^-126 is 0. The columns have nothing to do with each other.
  */
 typedef struct attn_amx_softmax {
-    float *s; /* [width / 16][keys][16]: panels s_panel apart, keys lds apart. Scratch afterwards. */
-    int64_t lds, s_panel;
+    float *s; /* [width / 16][keys][16], scratch afterwards */
+    int64_t s_panel;
     int32_t keys, width;
     float factor;             /* scale * log2(e), above 0 */
     float *max, *sum, *alpha; /* [width] */
