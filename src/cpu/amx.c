@@ -396,23 +396,29 @@ INLINE void shade_step(shade *d) {
         for (; (d)->owed >= (d)->groups; (d)->owed -= (d)->groups) shade_step(d);                                          \
     } while (0)
 
-enum { GROUP = 8 }; /* keys whose p are made during a step */
+enum { GROUP = 8, MAX_GROUP = 64 }; /* keys whose p are made, whose maximum is found, during a step */
 
 /* The largest of a column of s. What is not a number is passed over. */
-static __m512 column_max(const float *s, int32_t keys) {
-    __m512 most = _mm512_set1_ps(-INFINITY), chain[4] = {most, most, most, most};
-    int32_t j = 0;
-    for (; j + 4 <= keys; j += 4) {
-        UNROLL for (int i = 0; i < 4; i++) chain[i] = _mm512_max_ps(_mm512_loadu_ps(s + (ptrdiff_t)16 * (j + i)), chain[i]);
+INLINE __m512 column_max(const float *s, int32_t keys, shade *d) {
+    __m512 a = _mm512_set1_ps(-INFINITY), b = a, c = a, e = a;
+    for (; keys >= MAX_GROUP; keys -= MAX_GROUP, s += 16 * MAX_GROUP) {
+#define MAX_PART(part)                                                                                                     \
+    UNROLL for (int i = MAX_GROUP / 4 * part; i < MAX_GROUP / 4 * (part + 1); i += 4) {                                    \
+        a = _mm512_max_ps(_mm512_loadu_ps(s + 16 * i), a);                                                                 \
+        b = _mm512_max_ps(_mm512_loadu_ps(s + 16 * (i + 1)), b);                                                           \
+        c = _mm512_max_ps(_mm512_loadu_ps(s + 16 * (i + 2)), c);                                                           \
+        e = _mm512_max_ps(_mm512_loadu_ps(s + 16 * (i + 3)), e);                                                           \
     }
-    for (; j < keys; j++) chain[0] = _mm512_max_ps(_mm512_loadu_ps(s + (ptrdiff_t)16 * j), chain[0]);
-    return _mm512_max_ps(_mm512_max_ps(chain[0], chain[1]), _mm512_max_ps(chain[2], chain[3]));
+        IN_SHADE(d, MAX_PART);
+    }
+    for (; keys > 0; keys--, s += 16) a = _mm512_max_ps(_mm512_loadu_ps(s), a);
+    return _mm512_max_ps(_mm512_max_ps(a, b), _mm512_max_ps(c, e));
 }
 
 /* What a column's p are made with, and what they leave. */
 typedef struct column {
     __m512 factor, minus; /* p = 2^(factor * s + minus) */
-    __m512 sum, most;     /* of p; the largest s */
+    __m512 sum;           /* of p */
 } column;
 
 /* p of two keys into a row of a tile. */
@@ -420,8 +426,6 @@ INLINE void exp_pair(column *c, __m512 *sum, uint16_t *p, const float *s) {
     __m512 even = _mm512_loadu_ps(s), odd = _mm512_loadu_ps(s + 16);
     KEEP(even);
     KEEP(odd);
-    c->most = _mm512_max_ps(even, c->most);
-    c->most = _mm512_max_ps(odd, c->most);
     even = exp2_of(_mm512_fmadd_ps(even, c->factor, c->minus));
     odd = exp2_of(_mm512_fmadd_ps(odd, c->factor, c->minus));
     _mm512_storeu_si512(p, join(even, odd));
@@ -461,7 +465,6 @@ INLINE void exp_column(column *c, const attn_amx_softmax *m, int32_t r, shade *d
     uint16_t *p = m->p + r / 16 * m->p_panel;
     int32_t whole = m->keys / GROUP * GROUP, end = (m->keys + 31) / 32 * 32;
     c->sum = _mm512_setzero_ps();
-    c->most = _mm512_set1_ps(-INFINITY);
     exp_groups(c, p, s, m->keys, d);
     if (whole < end) exp_rest(c, p + (ptrdiff_t)16 * whole, s + (ptrdiff_t)16 * whole, m->keys - whole, end - whole);
 }
@@ -480,35 +483,19 @@ static __m512 scale_large(float *s, int32_t keys, __m512 factor, __mmask16 large
     return _mm512_mask_mov_ps(factor, large, _mm512_set1_ps(1.0f));
 }
 
-/* The maximum of 16 columns from r on is not yet known, or must be raised: find it, and make p anew. */
-static void softmax_raise(column *c, const attn_amx_softmax *m, int32_t r, __m512 *most, __m512 *alpha) {
-    const __m512 none = _mm512_set1_ps(-INFINITY), before = *most, factor = _mm512_set1_ps(m->factor);
-    float *s = m->s + r / 16 * m->s_panel;
-    __m512 now = _mm512_mul_ps(column_max(s, m->keys), factor);
-    __mmask16 stays = _mm512_cmp_ps_mask(now, _mm512_add_ps(before, _mm512_set1_ps(ATTN_AMX_SLACK)), _CMP_NGT_UQ);
-    now = _mm512_mask_mov_ps(_mm512_roundscale_ps(now, _MM_FROUND_TO_POS_INF), stays, before);
-    __m512 base = _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(now, none, _CMP_NEQ_UQ), now);
-    __mmask16 large = _mm512_cmp_ps_mask(_mm512_abs_ps(base), _mm512_set1_ps(LARGE), _CMP_GT_OQ);
-    shade nothing = {.groups = 1};
-    c->factor = large ? scale_large(s, m->keys, factor, large) : factor;
-    c->minus = _mm512_sub_ps(_mm512_setzero_ps(), base);
-    exp_column(c, m, r, &nothing);
-    *most = now;
-    *alpha = _mm512_scalef_ps(_mm512_set1_ps(1.0f), _mm512_sub_ps(before, base));
-}
-
-/*
- * 16 columns from r on. Mostly the maximum stays as it was, so p are made with that at once, and their maximum is found on the way;
- * should it turn out too large, they are made again. The other products go along with the first attempt.
- */
+/* 16 columns from r on. */
 INLINE void softmax_columns(const attn_amx_softmax *m, int32_t r, shade *d) {
-    __m512 most = _mm512_loadu_ps(m->max + r), alpha = _mm512_set1_ps(1.0f);
-    column c = {.factor = _mm512_set1_ps(m->factor), .minus = _mm512_sub_ps(_mm512_setzero_ps(), most)};
-    bool known = _mm512_cmp_ps_mask(_mm512_abs_ps(most), _mm512_set1_ps(LARGE), _CMP_NLE_UQ) == 0;
-    if (known) exp_column(&c, m, r, d);
-    __m512 limit = _mm512_add_ps(most, _mm512_set1_ps(ATTN_AMX_SLACK));
-    if (!known || _mm512_cmp_ps_mask(_mm512_mul_ps(c.most, c.factor), limit, _CMP_GT_OQ))
-        softmax_raise(&c, m, r, &most, &alpha);
+    const __m512 none = _mm512_set1_ps(-INFINITY), before = _mm512_loadu_ps(m->max + r);
+    float *s = m->s + r / 16 * m->s_panel;
+    column c = {.factor = _mm512_set1_ps(m->factor)};
+    __m512 most = _mm512_max_ps(_mm512_mul_ps(column_max(s, m->keys, d), c.factor), before);
+    __m512 base = _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(most, none, _CMP_NEQ_UQ), most);
+    __mmask16 large = _mm512_cmp_ps_mask(_mm512_abs_ps(base), _mm512_set1_ps(LARGE), _CMP_GT_OQ);
+    if (large) c.factor = scale_large(s, m->keys, c.factor, large);
+    c.minus = _mm512_sub_ps(_mm512_setzero_ps(), base);
+    exp_column(&c, m, r, d);
+    __m512 alpha = exp2_of(_mm512_sub_ps(before, base));
+    alpha = _mm512_mask_mov_ps(alpha, _mm512_cmp_ps_mask(before, base, _CMP_EQ_OQ), _mm512_set1_ps(1.0f));
     _mm512_storeu_ps(m->max + r, most);
     _mm512_storeu_ps(m->alpha + r, alpha);
     _mm512_storeu_ps(m->sum + r, _mm512_fmadd_ps(_mm512_loadu_ps(m->sum + r), alpha, c.sum));
@@ -523,7 +510,7 @@ INLINE uint32_t swap_mode(uint32_t mode) {
 void attn__amx_softmax(const attn_amx_softmax *step, const attn_amx_product *products, int32_t count) {
     enum { DEFAULT_MODE = 0x1f80, FLUSH_TO_ZERO = 0x8000 };
     uint32_t mode = swap_mode(DEFAULT_MODE | FLUSH_TO_ZERO);
-    int64_t groups = (int64_t)(step->keys / GROUP) * (step->width / 16);
+    int64_t groups = (int64_t)(step->keys / GROUP + step->keys / MAX_GROUP) * (step->width / 16);
     shade d;
     shade_make(&d, products, count, groups > 0 ? groups : 1);
     for (int32_t r = 0; r < step->width; r += 16) softmax_columns(step, r, &d);
