@@ -32,6 +32,8 @@
  *   4: four times the root of the mean square, were all errors as large as they can be; they are about half of that. Where
  *   strides of zero repeat values nothing is independent, and the sum of the absolute values takes the place of the root.
  * - Exponentials come from an instruction that is 2^-22 off, 4u.
+ *
+ * AMX rounds its sums like everybody else; of this only the rounding of p holds for it.
  */
 #include <float.h>
 #include <math.h>
@@ -64,6 +66,7 @@ arithmetic arithmetic_of(const char *backend, const char *kernel) {
         attn_dtype tile;
     } tiles[] = {{"_f32_d", ATTN_F32}, {"_f16_d", ATTN_F16}, {"_bf16_d", ATTN_BF16}};
     arithmetic how = {false, ATTN_DTYPE_DEFAULT};
+    if (strcmp(backend, "cpu") == 0 && strcmp(kernel, "fwd_amx_bf16") == 0) how.tile = ATTN_BF16;
     for (int n = 0; n < 3 && strcmp(backend, "cuda") == 0; n++)
         if (strstr(kernel, tiles[n].mark)) how = (arithmetic){true, tiles[n].tile};
     return how;
@@ -144,8 +147,8 @@ static void bound_gradients(analysis *a, int i, magnitude q, const double *probs
 static double product_error(const analysis *a, int64_t row, int32_t keys, const double *probs, double weight) {
     const check_case *c = a->c;
     const attn_problem *p = &c->problem;
-    if (!a->how.tensor) return 0;
-    double error = a->unit * dot_constant(a->how, keys) * weight;
+    if (a->how.tile == ATTN_DTYPE_DEFAULT) return 0;
+    double error = a->how.tensor ? a->unit * dot_constant(a->how, keys) * weight : 0;
     if (a->how.tile == ATTN_F32) return error;
     double roundoff = a->how.tile == ATTN_F16 ? 0x1p-11 : 0x1p-8, lost = a->how.tile == ATTN_F16 ? 0x1p-25 : 0;
     double most = 0, squares = 0, sum = 0, out = 0;

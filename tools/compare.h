@@ -26,8 +26,10 @@ attn_status oracle_run(oracle *o, check_case *c, attn_context *ref);
 
 /* How a kernel computes, as far as errors go. */
 typedef struct arithmetic {
-    bool tensor;     /* products of matrices by tensor cores, whose sums are cut off instead of rounded */
-    attn_dtype tile; /* with tensor: what their operands are; probabilities are rounded to it. F32: three TF32 products */
+    bool tensor; /* products of matrices by tensor cores, whose sums are cut off instead of rounded */
+    attn_dtype
+        tile; /* what the operands of products are; probabilities are rounded to it. F32: three TF32 products. Default: the
+                                    number type of the arithmetic */
 } arithmetic;
 
 /* From the names that attn_context_backend and attn_plan_kernel give. */

@@ -399,95 +399,108 @@ INLINE void shade_step(shade *d) {
 enum { GROUP = 8, MAX_GROUP = 64 }; /* keys whose p are made, whose maximum is found, during a step */
 
 /* The largest of a column of s. What is not a number is passed over. */
-INLINE __m512 column_max(const float *s, int32_t keys, int64_t ld, shade *d) {
-    __m512 most = _mm512_set1_ps(-INFINITY), chain[4] = {most, most, most, most};
-    int32_t j = 0;
+INLINE __m512 column_max(const float *s, int32_t keys, shade *d) {
+    __m512 a = _mm512_set1_ps(-INFINITY), b = a, c = a, e = a;
+    for (; keys >= MAX_GROUP; keys -= MAX_GROUP, s += 16 * MAX_GROUP) {
 #define MAX_PART(part)                                                                                                     \
-    UNROLL for (int i = 0; i < MAX_GROUP / 4; i++) chain[i % 4] =                                                          \
-        _mm512_max_ps(_mm512_loadu_ps(s + (j + MAX_GROUP / 4 * part + i) * ld), chain[i % 4])
-    for (; j + MAX_GROUP <= keys; j += MAX_GROUP) IN_SHADE(d, MAX_PART);
-    for (; j < keys; j++) chain[0] = _mm512_max_ps(_mm512_loadu_ps(s + j * ld), chain[0]);
-    return _mm512_max_ps(_mm512_max_ps(chain[0], chain[1]), _mm512_max_ps(chain[2], chain[3]));
+    UNROLL for (int i = MAX_GROUP / 4 * part; i < MAX_GROUP / 4 * (part + 1); i += 4) {                                    \
+        a = _mm512_max_ps(_mm512_loadu_ps(s + 16 * i), a);                                                                 \
+        b = _mm512_max_ps(_mm512_loadu_ps(s + 16 * (i + 1)), b);                                                           \
+        c = _mm512_max_ps(_mm512_loadu_ps(s + 16 * (i + 2)), c);                                                           \
+        e = _mm512_max_ps(_mm512_loadu_ps(s + 16 * (i + 3)), e);                                                           \
+    }
+        IN_SHADE(d, MAX_PART);
+    }
+    for (; keys > 0; keys--, s += 16) a = _mm512_max_ps(_mm512_loadu_ps(s), a);
+    return _mm512_max_ps(_mm512_max_ps(a, b), _mm512_max_ps(c, e));
 }
 
-/* A score s stands for 2^(scale * s * factor + minus). */
-typedef struct base {
-    __m512 scale, factor, minus;
-} base;
+/* What a column's p are made with, and what they leave. */
+typedef struct column {
+    __m512 scale, factor, minus; /* p = 2^(factor * (scale * s) + minus) */
+    __m512 sum;                  /* of p */
+} column;
 
-/* p of two keys into a row of a tile; returns their sum. */
-INLINE __m512 exp_pair(uint16_t *p, const float *s, int64_t ld, base b) {
-    __m512 even = _mm512_loadu_ps(s), odd = _mm512_loadu_ps(s + ld);
+/* p of two keys into a row of a tile. */
+INLINE void exp_pair(column *c, __m512 *sum, uint16_t *p, const float *s) {
+    __m512 even = _mm512_loadu_ps(s), odd = _mm512_loadu_ps(s + 16);
     KEEP(even);
     KEEP(odd);
-    even = exp2_of(_mm512_fmadd_ps(_mm512_mul_ps(even, b.scale), b.factor, b.minus));
-    odd = exp2_of(_mm512_fmadd_ps(_mm512_mul_ps(odd, b.scale), b.factor, b.minus));
+    even = exp2_of(_mm512_fmadd_ps(_mm512_mul_ps(even, c->scale), c->factor, c->minus));
+    odd = exp2_of(_mm512_fmadd_ps(_mm512_mul_ps(odd, c->scale), c->factor, c->minus));
     _mm512_storeu_si512(p, join(even, odd));
-    return _mm512_add_ps(even, odd);
+    *sum = _mm512_add_ps(*sum, _mm512_add_ps(even, odd));
 }
 
-/* p of a column's keys, in whole groups; returns their sum. */
-INLINE __m512 exp_column(uint16_t *p, const float *s, int32_t keys, int64_t ld, base b, shade *d) {
-    __m512 total = _mm512_setzero_ps();
-    for (; keys >= GROUP; keys -= GROUP, s += GROUP * ld, p += 16 * GROUP) {
-        __m512 sums = _mm512_setzero_ps(); /* short sums keep the rounding error small */
-#define EXP_PART(part) sums = _mm512_add_ps(sums, exp_pair(p + 32 * part, s + 2 * part * ld, ld, b))
+/* p of a column's keys, in whole groups. */
+INLINE void exp_groups(column *c, uint16_t *p, const float *s, int32_t keys, shade *d) {
+    column x = *c; /* of which nobody has the address: it stays in registers */
+    for (; keys >= GROUP; keys -= GROUP, s += 16 * GROUP, p += 16 * GROUP) {
+        __m512 sum = _mm512_setzero_ps(); /* short sums keep the rounding error small */
+#define EXP_PART(part) exp_pair(&x, &sum, p + 32 * part, s + 32 * part)
         IN_SHADE(d, EXP_PART);
-        total = _mm512_add_ps(total, sums);
+        x.sum = _mm512_add_ps(x.sum, sum);
     }
-    return total;
+    *c = x;
 }
 
-/* The last keys, fewer than a group, which are completed with -inf; then zeros to the end of the tile. */
-static __m512 exp_rest(uint16_t *p, const float *s, int32_t keys, int32_t end, int64_t ld, base b) {
-    __m512 sums = _mm512_setzero_ps();
+/* The last keys, fewer than a group, the last pair completed with -inf; then zeros to the end of the tile. */
+static void exp_rest(column *c, uint16_t *p, const float *s, int32_t keys, int32_t end) {
+    __m512 sum = _mm512_setzero_ps();
     int32_t j = 0;
-    for (; j < keys; j += 2, p += 32) {
-        float room[2][16];
-        _mm512_storeu_ps(room[0], _mm512_loadu_ps(s + j * ld));
-        _mm512_storeu_ps(room[1], j + 1 < keys ? _mm512_loadu_ps(s + (j + 1) * ld) : _mm512_set1_ps(-INFINITY));
-        sums = _mm512_add_ps(sums, exp_pair(p, room[0], 16, b));
+    for (; j + 1 < keys; j += 2, s += 32, p += 32) exp_pair(c, &sum, p, s);
+    if (j < keys) {
+        float pair[32];
+        _mm512_storeu_ps(pair, _mm512_loadu_ps(s));
+        _mm512_storeu_ps(pair + 16, _mm512_set1_ps(-INFINITY));
+        exp_pair(c, &sum, p, pair);
+        j += 2, p += 32;
     }
     for (; j < end; j += 2, p += 32) _mm512_storeu_si512(p, _mm512_setzero_si512());
-    return sums;
+    c->sum = _mm512_add_ps(c->sum, sum);
 }
 
+INLINE void exp_column(column *c, const attn_amx_softmax *m, int32_t r, shade *d) {
+    const float *s = m->s + r / 16 * m->s_panel;
+    uint16_t *p = m->p + r / 16 * m->p_panel;
+    int32_t whole = m->keys / GROUP * GROUP, end = (m->keys + 31) / 32 * 32;
+    c->sum = _mm512_setzero_ps();
+    exp_groups(c, p, s, m->keys, d);
+    if (whole < end) exp_rest(c, p + (ptrdiff_t)16 * whole, s + (ptrdiff_t)16 * whole, m->keys - whole, end - whole);
+}
+
+#define LARGE 0x1p20f
+
 /*
- * Where the maximum is beyond 2^20, factor * x - max would keep what the rounding of factor * x to the maximum has left, and that
+ * Where the maximum is beyond LARGE, factor * x - max would keep what the rounding of factor * x to the maximum has left, and that
  * may be much above 0. In these columns s is replaced by factor * x, rounded; the others stay as they are.
  */
-static void scale_large(float *s, int32_t keys, int64_t width, base *b, __mmask16 large) {
-    for (int32_t j = 0; j < keys; j++) {
-        __m512 x = _mm512_loadu_ps(s + j * width);
-        _mm512_storeu_ps(s + j * width, _mm512_mask_mul_ps(x, large, _mm512_mul_ps(x, b->scale), b->factor));
+static void scale_large(float *s, int32_t keys, column *c, __mmask16 large) {
+    for (int32_t j = 0; j < keys; j++, s += 16) {
+        __m512 x = _mm512_loadu_ps(s);
+        _mm512_storeu_ps(s, _mm512_mask_mul_ps(x, large, _mm512_mul_ps(x, c->scale), c->factor));
     }
-    b->scale = _mm512_mask_mov_ps(b->scale, large, _mm512_set1_ps(1.0f));
-    b->factor = _mm512_mask_mov_ps(b->factor, large, _mm512_set1_ps(1.0f));
+    c->scale = _mm512_mask_mov_ps(c->scale, large, _mm512_set1_ps(1.0f));
+    c->factor = _mm512_mask_mov_ps(c->factor, large, _mm512_set1_ps(1.0f));
 }
 
 /* 16 columns from r on. */
 INLINE void softmax_columns(const attn_amx_softmax *m, int32_t r, shade *d) {
-    const __m512 none = _mm512_set1_ps(-INFINITY);
+    const __m512 none = _mm512_set1_ps(-INFINITY), before = _mm512_loadu_ps(m->max + r);
     float *s = m->s + r / 16 * m->s_panel;
-    uint16_t *p = m->p + r / 16 * m->p_panel;
-    __m512 before = _mm512_loadu_ps(m->max + r);
-    base b = {_mm512_set1_ps(m->scale), _mm512_set1_ps(m->factor), _mm512_setzero_ps()};
-    __m512 most = _mm512_mul_ps(_mm512_mul_ps(column_max(s, m->keys, m->lds, d), b.scale), b.factor);
-    __mmask16 stays = _mm512_cmp_ps_mask(most, _mm512_add_ps(before, _mm512_set1_ps(ATTN_AMX_SLACK)), _CMP_NGT_UQ);
-    most = _mm512_mask_mov_ps(_mm512_roundscale_ps(most, _MM_FROUND_TO_POS_INF), stays, before);
-    __m512 zero = _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(most, none, _CMP_NEQ_UQ), most);
-    __m512 alpha = _mm512_scalef_ps(_mm512_set1_ps(1.0f), _mm512_sub_ps(before, zero));
-    __mmask16 large = _mm512_cmp_ps_mask(_mm512_abs_ps(zero), _mm512_set1_ps(0x1p20f), _CMP_GT_OQ);
-    if (large) scale_large(s, m->keys, m->lds, &b, large);
-    b.minus = _mm512_sub_ps(_mm512_setzero_ps(), zero);
-    __m512 total = exp_column(p, s, m->keys, m->lds, b, d);
-    int32_t whole = m->keys / GROUP * GROUP, end = (m->keys + 31) / 32 * 32;
-    if (whole < end)
-        total = _mm512_add_ps(
-            total, exp_rest(p + (ptrdiff_t)16 * whole, s + whole * m->lds, m->keys - whole, end - whole, m->lds, b));
+    column c = {.scale = _mm512_set1_ps(m->scale), .factor = _mm512_set1_ps(m->factor)};
+    __m512 most = _mm512_mul_ps(_mm512_mul_ps(column_max(s, m->keys, d), c.scale), c.factor);
+    most = _mm512_max_ps(most, before);
+    __m512 base = _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(most, none, _CMP_NEQ_UQ), most);
+    __mmask16 large = _mm512_cmp_ps_mask(_mm512_abs_ps(base), _mm512_set1_ps(LARGE), _CMP_GT_OQ);
+    if (large) scale_large(s, m->keys, &c, large);
+    c.minus = _mm512_sub_ps(_mm512_setzero_ps(), base);
+    exp_column(&c, m, r, d);
+    __m512 alpha = exp2_of(_mm512_sub_ps(before, base));
+    alpha = _mm512_mask_mov_ps(alpha, _mm512_cmp_ps_mask(before, base, _CMP_EQ_OQ), _mm512_set1_ps(1.0f));
     _mm512_storeu_ps(m->max + r, most);
     _mm512_storeu_ps(m->alpha + r, alpha);
-    _mm512_storeu_ps(m->sum + r, _mm512_fmadd_ps(_mm512_loadu_ps(m->sum + r), alpha, total));
+    _mm512_storeu_ps(m->sum + r, _mm512_fmadd_ps(_mm512_loadu_ps(m->sum + r), alpha, c.sum));
 }
 
 INLINE uint32_t swap_mode(uint32_t mode) {
@@ -499,7 +512,7 @@ INLINE uint32_t swap_mode(uint32_t mode) {
 void attn__amx_softmax(const attn_amx_softmax *step, const attn_amx_product *products, int32_t count) {
     enum { DEFAULT_MODE = 0x1f80, FLUSH_TO_ZERO = 0x8000 };
     uint32_t mode = swap_mode(DEFAULT_MODE | FLUSH_TO_ZERO);
-    int64_t groups = (step->keys / GROUP + step->keys / MAX_GROUP) * (step->width / 16);
+    int64_t groups = (int64_t)(step->keys / GROUP + step->keys / MAX_GROUP) * (step->width / 16);
     shade d;
     shade_make(&d, products, count, groups > 0 ? groups : 1);
     for (int32_t r = 0; r < step->width; r += 16) softmax_columns(step, r, &d);

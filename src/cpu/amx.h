@@ -110,24 +110,22 @@ void attn__amx_to_pairs(uint16_t *b, int64_t b_panel, const float *x, int64_t ld
 
 /*
  * One step of online softmax: p = 2^(factor * x - max), where x = scale * s, rounded; p is rounded to bf16, as operand b of the product with V; sum grows by the p
- * before they are rounded. max is an integer, the largest factor * x rounded up; but as long as that exceeds what it was before by
- * no more than ATTN_AMX_SLACK, it stays, and p may be as large as 2^ATTN_AMX_SLACK. alpha = 2^(old max - new max), exactly, is
- * what O must be multiplied by; it is mostly 1. The logarithm of the sum of e^scores is (max + log2(sum)) ln 2.
+ * before they are rounded. max is the largest factor * x so far, hence p of the largest is 1, which bf16 has: without that the
+ * error of o would be 3 percent larger. alpha = 2^(old max - new max) is what O must be multiplied by, exactly 1 where nothing
+ * has changed. The logarithm of the sum of e^scores is (max + log2(sum)) ln 2.
  *
  * A column of nothing but -inf so far keeps max = -inf and sum = 0, and its p is 0. NaN comes through. What would be
  * below 2^-126 is 0. The columns have nothing to do with each other.
  */
 typedef struct attn_amx_softmax {
-    float *s; /* [width / 16][keys][16]: panels s_panel apart, keys lds apart. Scratch afterwards. */
-    int64_t lds, s_panel;
+    float *s; /* [width / 16][keys][16], scratch afterwards */
+    int64_t s_panel;
     int32_t keys, width;
     float scale, factor;      /* above 0; factor is log2(e) for scores in base e */
     float *max, *sum, *alpha; /* [width] */
     uint16_t *p;              /* keys padded to 32 */
     int64_t p_panel;
 } attn_amx_softmax;
-
-#define ATTN_AMX_SLACK 4
 
 /*
  * The step, and products (`count`, may be 0) that have nothing to do with it, done meanwhile: tiles multiply while vectors make

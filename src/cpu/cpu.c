@@ -18,33 +18,41 @@ attn_status attn__probs_run_f64(const attn_plan *plan, const attn_buffers *f);
 
 /* The tables of the two number types are of different types; only the kernels of that type look inside. */
 struct attn__micro_f64;
-#define ISA(isa, tables, bits, words)                                                                                      \
-    extern const struct attn__micro_f32 attn__micro_##tables##_f32;                                                        \
-    extern const struct attn__micro_f64 attn__micro_##tables##_f64;
+#define ISA(isa, bits, words)                                                                                              \
+    extern const struct attn__micro_f32 attn__micro_##isa##_f32;                                                           \
+    extern const struct attn__micro_f64 attn__micro_##isa##_f64;
+#define ISA_FORWARD(isa, tables, name, dtype, bits, words)
 #include "isa.def"
 #undef ISA
+#undef ISA_FORWARD
 
-#define ROW(op_name, op_id, isa, tables, real_name, is_wide, bits, words)                                                  \
-    {.name = #op_name "_" #isa "_" #real_name,                                                                             \
+#define ROW(full_name, op_id, tables, real_name, only, is_wide, row_count, bits, words)                                    \
+    {.name = full_name,                                                                                                    \
      .needs = words,                                                                                                       \
      .op = op_id,                                                                                                          \
+     .dtype = only,                                                                                                        \
      .wide = is_wide,                                                                                                      \
      .cpu = bits,                                                                                                          \
      .impl = &attn__micro_##tables##_##real_name,                                                                          \
      .wider = &attn__micro_##tables##_f64,                                                                                 \
-     .rows = ATTN_TILE_ROWS,                                                                                               \
+     .rows = row_count,                                                                                                    \
      .cols = ATTN_TILE_COLS},
-#define ISA(isa, tables, bits, words)                                                                                      \
-    ROW(fwd, ATTN_FORWARD, isa, tables, f32, false, bits, words)                                                           \
-    ROW(fwd, ATTN_FORWARD, isa, tables, f64, true, bits, words)                                                            \
-    ROW(bwd, ATTN_BACKWARD, isa, tables, f32, false, bits, words)                                                          \
-    ROW(bwd, ATTN_BACKWARD, isa, tables, f64, true, bits, words)
+#define ANY ATTN_DTYPE_DEFAULT
+#define ISA(isa, bits, words)                                                                                              \
+    ROW("fwd_" #isa "_f32", ATTN_FORWARD, isa, f32, ANY, false, ATTN_TILE_ROWS, bits, words)                               \
+    ROW("fwd_" #isa "_f64", ATTN_FORWARD, isa, f64, ANY, true, ATTN_TILE_ROWS, bits, words)                                \
+    ROW("bwd_" #isa "_f32", ATTN_BACKWARD, isa, f32, ANY, false, ATTN_TILE_ROWS, bits, words)                              \
+    ROW("bwd_" #isa "_f64", ATTN_BACKWARD, isa, f64, ANY, true, ATTN_TILE_ROWS, bits, words)
+#define ISA_FORWARD(isa, tables, name, dtype, bits, words)                                                                 \
+    ROW("fwd_" #isa "_" #name, ATTN_FORWARD, tables, f32, dtype, false, ATTN_AMX_ROWS, bits, words)
 
 static const attn_kernel kernels[] = {
     {.name = "append_c", .needs = "", .op = ATTN_KV_APPEND},
 #include "isa.def"
 };
 #undef ISA
+#undef ISA_FORWARD
+#undef ANY
 #undef ROW
 
 enum { KERNELS = sizeof kernels / sizeof kernels[0] };
@@ -65,6 +73,7 @@ static void choose_kernel(attn_plan *plan) {
     for (int32_t n = 0; n < KERNELS; n++) {
         const attn_kernel *k = &kernels[n];
         bool fits = k->op == p->op && (k->wide == wide || p->op == ATTN_KV_APPEND);
+        if (k->dtype && (k->dtype != p->dtype || k->dtype != p->kv_dtype)) fits = false;
         if (fits && runs_on(k, plan->context->cpu)) plan->kernel = k;
     }
 }
@@ -156,7 +165,7 @@ static attn_status plan_cpu(attn_plan *plan) {
     choose_strip(plan);
     limit_threads(plan);
     attn__plan_say(plan, "threads: %d\n", plan->slots);
-    attn__plan_say(plan, "tiles: %d rows x %d keys\n", attn__is_amx(plan) ? ATTN_AMX_ROWS : ATTN_TILE_ROWS, ATTN_TILE_COLS);
+    attn__plan_say(plan, "tiles: %d rows x %d keys\n", plan->kernel->rows, plan->kernel->cols);
     attn__plan_say(plan, "split: sequences of at most %d rows in chunks of %d keys%s\n", ATTN_SPLIT_ROWS, ATTN_CHUNK,
                    plan->partials ? ", over all threads" : ", each on one thread");
     if (!plan->kernel->wide && may_be_in_double(&plan->problem))

@@ -41,9 +41,11 @@ attn_status attn__cpu_allowed(uint32_t *allowed) {
         const char *name;
         uint32_t needs;
     } isas[] = {
-#define ISA(name, tables, bits, words) {#name, bits},
+#define ISA(name, bits, words) {#name, bits},
+#define ISA_FORWARD(name, tables, dtype, id, bits, words) {#name, bits},
 #include "isa.def"
 #undef ISA
+#undef ISA_FORWARD
     };
     *allowed = attn__cpu_detect();
     const char *wanted = getenv("ATTN_CPU");

@@ -26,9 +26,10 @@
 
 enum { PARTS = ATTN_AMX_KEYS / ATTN_TILE_COLS, MEMBERS = ATTN_STRIP * ATTN_TILE_ROWS / ATTN_AMX_ROWS };
 
-/* A query tile of the strip. */
+/* A query tile of the strip: two panels of 16 rows, of which the second may have none. */
 typedef struct member {
-    attn_rows t;
+    attn_rows panel[2];
+    int32_t rows;
     uint16_t *q;              /* operand b of the scores */
     float *o;                 /* [2][dim_v][16], unnormalised and transposed */
     float *max, *sum, *alpha; /* [32]; max in base 2 */
@@ -36,12 +37,12 @@ typedef struct member {
 
 /* One thread's memory. */
 typedef struct scratch {
-    float *s[2];      /* scores of this item and the next: [2][keys][16], or [keys][32] where they are looked at */
+    float *s[2];      /* scores of this item and the next, [2][keys][16] */
     uint16_t *p[2];   /* probabilities of this item and the last, operand b */
     uint16_t *k, *v;  /* operands a */
-    uint16_t *clean;  /* v without the keys that hold NaN or infinity */
+    uint16_t *clean;  /* v with zeros for NaN and infinity */
     uint16_t *rows;   /* rows of k, v or q that do not lie a fixed distance apart, or are changed */
-    float *out, *row; /* [32][dim_v]; see tile_adjust */
+    float *out, *row; /* [16][dim_v]; see tile_adjust */
     uint16_t *q;      /* of all members, as the rest */
     float *o, *max, *sum, *alpha;
 } scratch;
@@ -65,7 +66,7 @@ static int64_t lay_out(scratch *m, char *at, const attn_plan *plan) {
         {&m->v, ATTN_AMX_KEYS * v * half},
         {&m->clean, ATTN_AMX_KEYS * v * half},
         {&m->rows, ATTN_AMX_KEYS * (qk > v ? qk : v) * half},
-        {&m->out, ATTN_AMX_ROWS * v * whole},
+        {&m->out, 16 * v * whole},
         {&m->row, ATTN_AMX_KEYS * whole},
         {&m->q, rows * qk * half},
         {&m->o, rows * v * whole},
@@ -95,7 +96,8 @@ typedef struct strip {
     int32_t k_at, v_at;      /* first keys of the blocks that m.k and m.v hold; -1: none */
     bool v_finite;           /* otherwise m.clean is made as well */
     bool scaled;             /* are the scores scaled before the softmax? */
-    bool bad[ATTN_AMX_KEYS]; /* keys that m.clean leaves out */
+    float scale;             /* of q, k and the problem */
+    bool bad[ATTN_AMX_KEYS]; /* keys of which m.clean leaves something out */
 } strip;
 
 /* One piece of work: keys [first, first + keys) of the block at j0. */
@@ -107,38 +109,38 @@ typedef struct item {
 } item;
 
 static void pack_q(const member *x, scratch *m) {
-    const attn_rows *t = &x->t;
+    const attn_rows *t = &x->panel[0];
     const attn_problem *p = t->p;
     const uint16_t *from = (const uint16_t *)t->f->q.data + attn__q_offset(p, &t->f->q, &t->s, t->i0, t->h0);
     int64_t row = t->f->q.stride[1];
     if (p->flags & ATTN_ROTARY) {
-        double rotated[ATTN_MAX_DIM];
-        for (int32_t r = 0; r < t->rows; r++) {
-            attn__q_row(p, t->f, &t->s, t->i[r], t->h[r], rotated);
-            for (int32_t n = 0; n < p->dim_qk; n++) attn__store(ATTN_BF16, m->rows, (int64_t)r * p->dim_qk + n, rotated[n]);
+        double rotated[ATTN_MAX_DIM], descale = attn__descale(t->f, t->f->q_descale, t->s.b, t->kv_head);
+        for (int32_t r = 0; r < x->rows; r++) {
+            attn__q_row(p, t->f, &t->s, t->i0 + r, t->h0, rotated);
+            for (int32_t n = 0; n < p->dim_qk; n++) /* bf16 again: the factor is in the scale */
+                attn__store(ATTN_BF16, m->rows, (int64_t)r * p->dim_qk + n, descale != 0 ? rotated[n] / descale : 0);
         }
         from = m->rows;
         row = p->dim_qk;
     }
     memset(x->q, 0, (size_t)(ATTN_AMX_ROWS * pad32(p->dim_qk)) * sizeof *x->q);
-    attn__amx_pack_dims(x->q, from, row, t->rows, p->dim_qk);
+    attn__amx_pack_dims(x->q, from, row, x->rows, p->dim_qk);
 }
 
 /* The tile with these rows joins the strip. */
 static void join(strip *s, const attn_buffers *f, const attn_unit *rows, int32_t h, int32_t slot) {
     member *x = &s->tile[s->count];
     int64_t row = (int64_t)s->count * ATTN_AMX_ROWS;
-    attn__tile_make_f32(&x->t, s->plan, f, rows, h, false);
-    for (int32_t r = x->t.width; r < ATTN_AMX_ROWS; r++) { /* all tiles are as wide; the padding repeats the last row */
-        x->t.h[r] = x->t.h[r - 1];
-        x->t.i[r] = x->t.i[r - 1];
-        x->t.slope[r] = x->t.slope[r - 1];
+    x->rows = rows->rows;
+    for (int32_t n = 0; n < 2; n++) { /* a second panel without rows repeats the first, and nobody looks at it */
+        int32_t first = 16 * n < x->rows ? 16 * n : 0;
+        attn_unit part = {rows->b, rows->row + first, attn__min32(16, rows->rows - first), -1};
+        attn__tile_make_f32(&x->panel[n], s->plan, f, &part, h, false);
     }
-    x->t.width = ATTN_AMX_ROWS;
     if (s->count == 0)
         lay_out(&s->m, (char *)attn__part(s->plan, f, CPU_SCRATCH) + slot * attn__fwd_scratch(s->plan), s->plan);
     s->count++;
-    int64_t qk = pad32(x->t.p->dim_qk), v = pad32(x->t.p->dim_v);
+    int64_t qk = pad32(s->plan->problem.dim_qk), v = pad32(s->plan->problem.dim_v);
     x->q = s->m.q + row * qk;
     x->o = s->m.o + row * v;
     x->max = s->m.max + row;
@@ -156,7 +158,7 @@ static void join(strip *s, const attn_buffers *f, const attn_unit *rows, int32_t
 
 /* Rows [j0, j0 + keys) of k or v: where they lie, a fixed distance apart, or gathered. */
 static const uint16_t *rows_of(strip *s, const attn_tensor *of, int32_t dim, int32_t j0, int32_t keys, int64_t *row) {
-    const attn_rows *t = &s->tile->t;
+    const attn_rows *t = s->tile->panel;
     int32_t at = t->s.leftpad + j0;
     const char *from = attn__tile_kv_row_f32(t, of, at, NULL);
     *row = of->stride[1];
@@ -169,10 +171,10 @@ static const uint16_t *rows_of(strip *s, const attn_tensor *of, int32_t dim, int
     return s->m.rows;
 }
 
-static int32_t keys_of(const strip *s, int32_t j0) { return attn__min32(ATTN_AMX_KEYS, s->tile->t.mask.sk - j0); }
+static int32_t keys_of(const strip *s, int32_t j0) { return attn__min32(ATTN_AMX_KEYS, s->tile->panel->mask.sk - j0); }
 
 static void need_k(strip *s, int32_t j0) {
-    const attn_rows *t = &s->tile->t;
+    const attn_rows *t = s->tile->panel;
     int64_t row;
     if (s->k_at == j0) return;
     const uint16_t *from = rows_of(s, &t->f->k, t->p->dim_qk, j0, keys_of(s, j0), &row);
@@ -180,8 +182,11 @@ static void need_k(strip *s, int32_t j0) {
     s->k_at = j0;
 }
 
+/* NaN or infinity? */
+static bool is_bad(uint16_t bf16) { return (bf16 & 0x7f80) == 0x7f80; }
+
 static void need_v(strip *s, int32_t j0) {
-    const attn_rows *t = &s->tile->t;
+    const attn_rows *t = s->tile->panel;
     int32_t keys = keys_of(s, j0), dim = t->p->dim_v;
     int64_t row;
     if (s->v_at == j0) return;
@@ -190,13 +195,12 @@ static void need_v(strip *s, int32_t j0) {
     s->v_at = j0;
     if (s->v_finite) return;
     for (int32_t j = 0; j < keys; j++) {
-        uint16_t *to = s->m.rows + (int64_t)j * dim;
         s->bad[j] = false;
-        for (int32_t x = 0; x < dim; x++) s->bad[j] |= (from[j * row + x] & 0x7f80) == 0x7f80;
-        if (s->bad[j])
-            memset(to, 0, (size_t)dim * sizeof *to);
-        else
-            memmove(to, from + j * row, (size_t)dim * sizeof *to);
+        for (int32_t x = 0; x < dim; x++) {
+            uint16_t value = from[j * row + x];
+            s->bad[j] |= is_bad(value);
+            s->m.rows[(int64_t)j * dim + x] = is_bad(value) ? 0 : value;
+        }
     }
     attn__amx_pack_columns(s->m.clean, s->m.rows, dim, keys, dim);
 }
@@ -205,11 +209,13 @@ static void need_v(strip *s, int32_t j0) {
 
 /* What member x has to do in the block at j0; false: nothing. */
 static bool make_item(item *w, member *x, int32_t j0, int32_t keys) {
+    const attn_rows *t = x->panel;
     *w = (item){.x = x, .j0 = j0, .first = -1, .full = true};
     int32_t end = 0;
     for (int32_t n = 0; n * ATTN_TILE_COLS < keys; n++) {
         int32_t at = n * ATTN_TILE_COLS, stop = attn__min32(at + ATTN_TILE_COLS, keys);
-        w->class[n] = attn__tile_class_f32(&x->t, j0 + at, stop - at);
+        const attn_flash_range *range = attn__work_range(t->plan, t->f, t->s.b, t->kv_head, (j0 + at) / ATTN_TILE_COLS);
+        w->class[n] = attn__mask_tile(&t->mask, t->i0, t->i0 + x->rows, j0 + at, j0 + stop, range);
         if (w->class[n] == ATTN_TILE_SKIP) continue;
         if (w->first < 0) w->first = at;
         end = stop;
@@ -220,15 +226,11 @@ static bool make_item(item *w, member *x, int32_t j0, int32_t keys) {
     return w->first >= 0;
 }
 
-/* Scores that are looked at before the softmax lie as tile_adjust wants them. */
-static bool in_rows(const strip *s, const item *w) { return s->scaled || !w->full; }
-
 static attn_amx_product scores(const strip *s, const item *w, int place) {
-    int32_t dim = (int32_t)pad32(w->x->t.p->dim_qk), keys = (int32_t)pad32(w->keys);
-    bool rows = in_rows(s, w);
+    int32_t dim = (int32_t)pad32(s->plan->problem.dim_qk), keys = (int32_t)pad32(w->keys);
     return (attn_amx_product){.c = s->m.s[place],
-                              .ldc = rows ? ATTN_AMX_ROWS : 16,
-                              .c_panel = rows ? 16 : 16 * keys,
+                              .ldc = 16,
+                              .c_panel = 16 * keys,
                               .a = attn__amx_packed(s->m.k + (int64_t)w->first * dim, dim, 0),
                               .b = w->x->q,
                               .b_panel = 16 * dim,
@@ -238,7 +240,7 @@ static attn_amx_product scores(const strip *s, const item *w, int place) {
 }
 
 static attn_amx_product p_v(const strip *s, const item *w, int place) {
-    int32_t dim = (int32_t)pad32(w->x->t.p->dim_v), block = (int32_t)pad32(keys_of(s, w->j0));
+    int32_t dim = (int32_t)pad32(s->plan->problem.dim_v), block = (int32_t)pad32(keys_of(s, w->j0));
     const uint16_t *v = s->v_finite || w->full ? s->m.v : s->m.clean;
     return (attn_amx_product){.c = w->x->o,
                               .ldc = 16,
@@ -252,21 +254,22 @@ static attn_amx_product p_v(const strip *s, const item *w, int place) {
                               .accumulate = true};
 }
 
-/* From dot products to scores, in [keys][32]. */
-static void prepare(const strip *s, const item *w, float *scores) {
-    const attn_rows *t = &w->x->t;
-    if (!in_rows(s, w)) return;
-    for (int32_t at = w->first; at < w->first + w->keys; at += ATTN_TILE_COLS) {
-        float *tile = scores + (int64_t)(at - w->first) * ATTN_AMX_ROWS;
+/* From dot products to scores. */
+static void prepare(const strip *s, const item *w, int place) {
+    for (int32_t at = w->first; (s->scaled || !w->full) && at < w->first + w->keys; at += ATTN_TILE_COLS) {
         int32_t keys = attn__min32(ATTN_TILE_COLS, w->first + w->keys - at);
         int class = w->class[at / ATTN_TILE_COLS];
-        if (class == ATTN_TILE_SKIP) {
-            for (int32_t n = 0; n < keys * ATTN_AMX_ROWS; n++) tile[n] = -INFINITY;
-        } else if (s->scaled) {
-            t->micro->scale(tile, keys * ATTN_AMX_ROWS, (float)t->p->scale);
-            attn__tile_adjust_f32(t, tile, NULL, NULL, w->j0 + at, keys, class, s->m.row);
-        } else if (class == ATTN_TILE_PARTIAL) {
-            attn__tile_mask_f32(t, tile, w->j0 + at, keys);
+        for (int32_t n = 0; n < 2; n++) {
+            const attn_rows *t = &w->x->panel[n];
+            float *tile = s->m.s[place] + n * 16 * pad32(w->keys) + (int64_t)(at - w->first) * 16;
+            if (class == ATTN_TILE_SKIP) {
+                for (int32_t i = 0; i < keys * 16; i++) tile[i] = -INFINITY;
+            } else if (s->scaled) {
+                t->micro->scale(tile, keys * 16, s->scale);
+                attn__tile_adjust_f32(t, tile, NULL, NULL, w->j0 + at, keys, class, s->m.row);
+            } else if (class == ATTN_TILE_PARTIAL) {
+                attn__tile_mask_f32(t, tile, w->j0 + at, keys);
+            }
         }
     }
 }
@@ -277,30 +280,32 @@ static int64_t p_place(const item *w, int32_t r, int32_t j) {
 }
 
 static void drop(const item *w, uint16_t *p) {
-    const attn_rows *t = &w->x->t;
-    for (int32_t r = 0; r < t->rows; r++) {
-        uint32_t batch_head = (uint32_t)(t->s.b * t->p->heads_q + t->h[r]), random[4];
+    const attn_rows *t = w->x->panel;
+    uint32_t batch_head = (uint32_t)(t->s.b * t->p->heads_q + t->h0), random[4];
+    for (int32_t r = 0; r < w->x->rows; r++) {
         for (int32_t j = 0; j < w->keys; j++) { /* keys begin at a multiple of 4 */
             uint32_t key = (uint32_t)(w->j0 + w->first + j);
-            if (j % 4 == 0) attn__philox4(&t->dropout, batch_head, (uint32_t)t->i[r], key / 4, random);
+            if (j % 4 == 0) attn__philox4(&t->dropout, batch_head, (uint32_t)(t->i0 + r), key / 4, random);
             if (random[j % 4] < t->dropout.threshold) p[p_place(w, r, j)] = 0;
         }
     }
 }
 
-/* What the keys that m.clean leaves out give the rows that see them. */
+/* What m.clean leaves out, for the rows that see it. */
 static void add_bad(const strip *s, const item *w, const uint16_t *p) {
-    const attn_rows *t = &w->x->t;
+    const attn_rows *t = w->x->panel;
     int32_t dim = t->p->dim_v;
     for (int32_t j = w->first; !s->v_finite && !w->full && j < w->first + w->keys; j++) {
         if (!s->bad[j]) continue;
-        const char *v = attn__tile_kv_row_f32(t, &t->f->v, t->s.leftpad + w->j0 + j, NULL);
+        const uint16_t *v =
+            (const uint16_t *)(const void *)attn__tile_kv_row_f32(t, &t->f->v, t->s.leftpad + w->j0 + j, NULL);
         const int32_t *flash = t->mask.vectors ? attn__flash_at(t->p, t->f, t->s.b, t->kv_head, w->j0 + j) : NULL;
-        for (int32_t r = 0; r < t->rows; r++) {
-            if (!attn__mask_allowed(&t->mask, t->i[r], w->j0 + j, flash)) continue;
-            float weight = attn__from_bf16(p[p_place(w, r, j - w->first)]),
-                  *o = w->x->o + r / 16 * (16 * pad32(dim)) + r % 16;
-            for (int32_t x = 0; x < dim; x++) o[(int64_t)x * 16] += weight * attn__load_float(ATTN_BF16, v, x);
+        for (int32_t r = 0; r < w->x->rows; r++) {
+            if (!attn__mask_allowed(&t->mask, t->i0 + r, w->j0 + j, flash)) continue;
+            float weight = attn__from_bf16(p[p_place(w, r, j - w->first)]);
+            float *o = w->x->o + r / 16 * (16 * pad32(dim)) + r % 16;
+            for (int32_t x = 0; x < dim; x++)
+                if (is_bad(v[x])) o[(int64_t)x * 16] += weight * attn__from_bf16(v[x]);
         }
     }
 }
@@ -335,14 +340,12 @@ static void work_items(strip *s, int32_t first, int32_t end) {
             need_k(s, next.j0);
             product[count++] = scores(s, &next, place ^ 1);
         }
-        prepare(s, &now, s->m.s[place]);
-        bool rows = in_rows(s, &now);
+        prepare(s, &now, place);
         attn_amx_softmax step = {.s = s->m.s[place],
-                                 .lds = rows ? ATTN_AMX_ROWS : 16,
-                                 .s_panel = rows ? 16 : 16 * pad32(now.keys),
+                                 .s_panel = 16 * pad32(now.keys),
                                  .keys = now.keys,
                                  .width = ATTN_AMX_ROWS,
-                                 .scale = s->scaled ? 1 : (float)s->tile->t.p->scale,
+                                 .scale = s->scaled ? 1 : s->scale,
                                  .factor = 1.44269504088896340736f,
                                  .max = now.x->max,
                                  .sum = now.x->sum,
@@ -351,8 +354,8 @@ static void work_items(strip *s, int32_t first, int32_t end) {
                                  .p_panel = 16 * pad32(now.keys)};
         attn__amx_softmax(&step, product, count);
         if (is_last) add_bad(s, &last, s->m.p[place ^ 1]);
-        if (now.x->t.p->dropout > 0) drop(&now, s->m.p[place]);
-        int32_t dim = (int32_t)pad32(now.x->t.p->dim_v);
+        if (s->plan->problem.dropout > 0) drop(&now, s->m.p[place]);
+        int32_t dim = (int32_t)pad32(s->plan->problem.dim_v);
         for (int32_t r = 0; r < step.width; r += 16) attn__amx_rescale(now.x->o + (int64_t)r * dim, dim, now.x->alpha + r);
         last = now;
         is_last = true;
@@ -369,12 +372,12 @@ static void work_items(strip *s, int32_t first, int32_t end) {
 
 /* Returns the rows that are to be done again, as bits. */
 static uint32_t finish(const strip *s, const member *x) {
-    int32_t dim = (int32_t)pad32(x->t.p->dim_v);
+    int32_t dim = (int32_t)pad32(s->plan->problem.dim_v);
     uint32_t again = 0;
-    for (int32_t r = 0; r < x->t.rows; r += 16)
-        attn__amx_transpose(s->m.out + (int64_t)r * dim, dim, x->o + (int64_t)r * dim, dim);
-    for (int32_t r = 0; r < x->t.rows; r++) {
-        attn__fwd_finish_row_f32(&x->t, r, s->m.out + (int64_t)r * dim, x->max[r] * 0.69314718055994530942, x->sum[r]);
+    for (int32_t r = 0; r < x->rows; r++) {
+        float *out = s->m.out + (int64_t)(r % 16) * dim;
+        if (r % 16 == 0) attn__amx_transpose(s->m.out, dim, x->o + (int64_t)r * dim, dim);
+        attn__fwd_finish_row_f32(&x->panel[r / 16], r % 16, out, x->max[r] * 0.69314718055994530942, x->sum[r]);
         if (x->max[r] == INFINITY) again |= UINT32_C(1) << r;
     }
     return again;
@@ -385,23 +388,27 @@ void attn__amx_unit(const attn_plan *plan, const attn_buffers *f, const attn_uni
     int32_t group = p->heads_q / p->heads_kv, fit = attn__strip_heads(plan), first, end;
     if (h % group % fit != 0) return;
     strip s = {.plan = plan, .k_at = -1, .v_at = -1};
-    s.scaled = p->softcap > 0 || (p->flags & (ATTN_ALIBI | ATTN_BIAS)) || !((float)p->scale > 1e-30f);
+    double descale =
+        attn__descale(f, f->q_descale, unit->b, h / group) * attn__descale(f, f->k_descale, unit->b, h / group);
+    s.scale = (float)(p->scale * descale);
+    s.scaled = p->softcap > 0 || (p->flags & (ATTN_ALIBI | ATTN_BIAS)) || !(s.scale > 1e-30f && s.scale < 1e30f);
     for (int32_t n = h; n < h + attn__min32(fit, group - h % group); n++) {
         for (int32_t i = 0; i < unit->rows; i += ATTN_AMX_ROWS) {
             attn_unit rows = {unit->b, unit->row + i, attn__min32(ATTN_AMX_ROWS, unit->rows - i), -1};
             join(&s, f, &rows, n, slot);
         }
     }
-    attn__mask_rows(&s.tile->t.mask, unit->row, unit->row + unit->rows, &first, &end);
+    attn__mask_rows(&s.tile->panel->mask, unit->row, unit->row + unit->rows, &first, &end);
     attn__amx_begin();
     work_items(&s, first, end);
     attn__amx_end();
     uint32_t again[MEMBERS];
     for (int32_t n = 0; n < s.count; n++) again[n] = finish(&s, &s.tile[n]);
     for (int32_t n = 0; n < s.count; n++) { /* the scratch is theirs now */
-        for (int32_t r = 0; r < s.tile[n].t.rows; r++)
-            if (again[n] >> r & 1)
-                attn__fwd_row(plan, f, &(attn_unit){unit->b, s.tile[n].t.i[r], 1, -1}, s.tile[n].t.h0, slot);
+        for (int32_t r = 0; r < s.tile[n].rows; r++) {
+            const attn_rows *t = s.tile[n].panel;
+            if (again[n] >> r & 1) attn__fwd_row(plan, f, &(attn_unit){unit->b, t->i0 + r, 1, -1}, t->h0, slot);
+        }
     }
 }
 

@@ -107,11 +107,8 @@ static inline int32_t attn__strip_rows(const attn_plan *plan) {
     return plan->strip / attn__strip_heads(plan) * ATTN_TILE_ROWS;
 }
 
-/* Does the plan work long sequences by fwd_amx.c? Its row of the table says so, where all of q, k and v are bf16. */
-static inline bool attn__is_amx(const attn_plan *plan) {
-    const attn_problem *p = &plan->problem;
-    return (plan->kernel->cpu & ATTN_CPU_AMX) && p->op == ATTN_FORWARD && p->dtype == ATTN_BF16 && p->kv_dtype == ATTN_BF16;
-}
+/* Does the plan work long sequences by fwd_amx.c? */
+static inline bool attn__is_amx(const attn_plan *plan) { return (plan->kernel->cpu & ATTN_CPU_AMX) != 0; }
 
 /* Sequence s of it? Few rows with many keys are narrow, and worked as ever. */
 static inline bool attn__takes_amx(const attn_plan *plan, const attn_seq *s) {
