@@ -45,7 +45,7 @@ while [ -n "$(jobs -rp)" ]; do
     }
 done
 
-grep -h -A 20 '^FAILED ' "${logs[@]}" | grep -v '^passed \|^done' | head -n 100
+grep -h -A 20 --no-group-separator '^FAILED ' "${logs[@]}" | grep -v '^passed \|^done' | head -n 100
 dead=0
 for log in "${logs[@]}"; do
     [ "$(tail -n 1 "$log")" = done ] && continue
