@@ -1,4 +1,4 @@
-"""Shared by the tests of the package. LIBATTN_CASES=all runs every combination of the accuracy tests, a number so many."""
+"""Shared by the tests of the package."""
 
 import pathlib
 

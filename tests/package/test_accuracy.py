@@ -1,16 +1,29 @@
 """Every drop-in function, forward and gradients, against float64: at most twice (gradients three times) the naive error.
 
-The axes below have many combinations; the tests take a set of them in which every pair of values of two axes occurs.
+The axes below have many combinations. A *point* is one of all axes but the function: what is exact there, and how far off
+naive is, costs the most, and is computed once for all the functions. By default the tests take a few points in which every
+pair of values of two axes occurs, the function being one of the axes. LIBATTN_CASES=all takes the whole product,
+LIBATTN_CASES=1000 so many points of it at random; LIBATTN_SEED (0) is the seed of that choice and of the data.
+
+The whole product takes hours of one core: scripts/accuracy.sh runs it, or a part of it, on many. Its processes are this
+file as a program: see `main`.
 """
 
+import functools
 import itertools
 import os
 import random
+import sys
+import time
+import traceback
+from typing import NamedTuple, Optional
 
 import libattn
 import pytest
 import torch
-from reference import Setting, assert_close, attend, magnitudes
+from libattn import _torch
+from libattn._core import Options
+from reference import Setting, allowed, assert_close, attend, exact, magnitudes, measure, naive
 
 AXES = {
     "function": ["func", "kvpacked", "qkvpacked", "varlen", "varlen_kvpacked", "varlen_qkvpacked", "kvcache"],
@@ -23,151 +36,245 @@ AXES = {
     "dropout": [0.0, 0.17],
     "dtype": [torch.float32, torch.float16, torch.bfloat16],
 }
+SEED = int(os.environ.get("LIBATTN_SEED", 0))
+TENSORS = (("o", 2), ("d_q", 3), ("d_k", 3), ("d_v", 3))  # and how many times naive's error they may have
 
 
-def makes_sense(case):
+class Point(NamedTuple):
+    qkv: bool  # for the functions of one packed tensor; the others have lengths of their own for queries and keys
+    dim: int
+    lengths: tuple
+    heads: tuple
+    mask: str
+    softcap: float
+    alibi: bool
+    dropout: float
+    dtype: torch.dtype
+
+
+def makes_sense(function, point):
     """qkvpacked has one length and one kind of heads; a cache has no dropout."""
-    return not (
-        ("qkvpacked" in case["function"] and case["heads"] != (2, 2)) or (case["function"] == "kvcache" and case["dropout"])
-    )
+    if point.qkv != ("qkvpacked" in function) or (point.qkv and point.heads != (2, 2)):
+        return False
+    return not (function == "kvcache" and point.dropout)
+
+
+def functions_at(point):
+    return [function for function in AXES["function"] if makes_sense(function, point)]
+
+
+def every_point(axes):
+    values = itertools.product([False, True], *(axes[name] for name in Point._fields[1:]))
+    return [point for point in map(Point._make, values) if functions_at(point)]
+
+
+def point_of(function, **values):
+    """The point with these values that has the function, or None."""
+    point = Point("qkvpacked" in function, **values)
+    return point if makes_sense(function, point) else None
+
+
+def pairs(point):
+    """All pairs of values of two axes that the functions at a point have."""
+    named = list(zip(Point._fields[1:], point[1:]))
+    functions = [("function", function) for function in functions_at(point)]
+    return set(itertools.chain(itertools.product(functions, named), itertools.combinations(named, 2)))
 
 
 def every_pair(axes):
-    """Few cases that contain every sensible pair of values of two axes; the same ones each time."""
+    """Few points that contain every sensible pair of values of two axes; the same ones each time."""
     source = random.Random(1)
-    names = list(axes)
+    plain = {name: values[0] for name, values in axes.items()}
+    missing = [
+        ((a, x), (b, y))
+        for a, b in itertools.combinations(axes, 2)
+        for x, y in itertools.product(axes[a], axes[b])
+        if point_of(**{**plain, a: x, b: y})
+    ]
 
-    def pairs(case):
-        return {(a, case[a], b, case[b]) for a, b in itertools.combinations(names, 2)}
-
-    def draw():
+    def draw():  # at random, but with one of those that are missing
         while True:
-            case = {name: source.choice(values) for name, values in axes.items()}
-            if makes_sense(case):
-                return case
+            values = {name: source.choice(values) for name, values in axes.items()}
+            values.update(source.choice(missing))
+            if point := point_of(**values):
+                return point
 
-    missing = set()
-    for a, b in itertools.combinations(names, 2):
-        for x, y in itertools.product(axes[a], axes[b]):
-            if makes_sense({"function": "func", "heads": (2, 2), "dropout": 0.0, a: x, b: y}):
-                missing.add((a, x, b, y))
-    cases = []
+    def worth(point):
+        return len(pairs(point).intersection(missing)), -effort(point)
+
+    points = []
     while missing:
-        best = max((draw() for _ in range(50)), key=lambda case: len(pairs(case) & missing))
-        if not pairs(best) & missing:  # rare pairs are not found by chance
-            a, x, b, y = min(missing, key=str)
-            best = next(case for case in iter(draw, None) if (case[a], case[b]) == (x, y))
-        missing -= pairs(best)
-        cases.append(best)
-    return cases
+        points.append(max((draw() for _ in range(40)), key=worth))
+        found = pairs(points[-1])
+        missing = [pair for pair in missing if pair not in found]
+    return points
 
 
-def every_case(axes):
-    return [case for values in itertools.product(*axes.values()) if makes_sense(case := dict(zip(axes, values)))]
+def effort(point):
+    """About how long a point takes, in any unit."""
+    rows, keys = sequences(point)[0]
+    return rows * keys * point.heads[0] * (len(functions_at(point)) + (10 if point.dtype == torch.float32 else 2))
 
 
-def chosen():
-    """LIBATTN_CASES=all, or so many of them at random (LIBATTN_SEED), or by default every pair."""
-    wanted = os.environ.get("LIBATTN_CASES")
+def chosen_points(wanted):
+    """all, or so many at random, or by default every pair."""
     if not wanted:
         return every_pair(AXES)
-    cases = every_case(AXES)
-    return cases if wanted == "all" else random.Random(int(os.environ.get("LIBATTN_SEED", 1))).sample(cases, int(wanted))
+    points = every_point(AXES)
+    return points if wanted == "all" else random.Random(SEED).sample(points, int(wanted))
 
 
-CASES = chosen()
+def cases_of(points):
+    """(function, point), those of a point together, for the next to find what the first has computed."""
+    return [(function, point) for point in points for function in functions_at(point)]
 
 
-def name_of(case):
-    return "-".join(str(value).replace("torch.", "").replace(" ", "") for value in case.values())
+def name_of(function, point):
+    return "-".join(str(value).replace("torch.", "").replace(" ", "") for value in (function, *point[1:]))
 
 
-def sequences(case):
-    """Lengths of the batch: one sequence, or for varlen three, an empty one among them."""
-    rows, keys = case["lengths"]
-    if "qkvpacked" in case["function"]:
+def sequences(point):
+    """Lengths of the packed batch: three sequences, an empty one among them. What is not packed has the first of them."""
+    rows, keys = point.lengths
+    if point.qkv:
         rows = keys
-    if "varlen" not in case["function"]:
-        return [(rows, keys)]
-    return [(rows, keys), (0, 0), ((rows + 1) // 2, (keys + 1) // 2 if "qkv" not in case["function"] else (rows + 1) // 2)]
+    return [(rows, keys), (0, 0), ((rows + 1) // 2, (keys + 1) // 2)]
 
 
 def offsets(lengths):
     return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
 
 
-def run(case, q, k, v, lengths, **options):
-    """Calls the function under test with packed tensors (total, heads, dim); returns out, packed, and the dropout signs."""
-    names = {"func": "flash_attn_func", "kvcache": "flash_attn_with_kvcache"}
-    function = getattr(libattn, names.get(case["function"], f"flash_attn_{case['function']}_func"))
-    cu_q, cu_k = offsets(n for n, _ in lengths), offsets(n for _, n in lengths)
-    max_q, max_k = max(n for n, _ in lengths), max(n for _, n in lengths)
-    name = case["function"]
-    if name == "kvcache":
-        return function(q[None], k[None], v[None], **options)[0], None
-    options.update(dropout_p=case["dropout"], return_attn_probs=True)
-    if name == "func":
-        out, _, probs = function(q[None], k[None], v[None], **options)
-    elif name == "kvpacked":
-        out, _, probs = function(q[None], torch.stack([k, v], 1)[None], **options)
-    elif name == "qkvpacked":
-        out, _, probs = function(torch.stack([q, k, v], 1)[None], **options)
-    elif name == "varlen":
-        out, _, probs = function(q, k, v, cu_q, cu_k, max_q, max_k, **options)
-    elif name == "varlen_kvpacked":
-        out, _, probs = function(q, torch.stack([k, v], 1), cu_q, cu_k, max_q, max_k, **options)
-    else:
-        out, _, probs = function(torch.stack([q, k, v], 1), cu_q, max_q, **options)
-    return (out if "varlen" in name else out[0]), probs
+def packing(lengths):
+    """cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k."""
+    rows, keys = zip(*lengths)
+    return offsets(rows), offsets(keys), max(rows), max(keys)
 
 
-def naive_results(inputs, d_o, setting):
-    """o, d_q, d_k, d_v of the naive computation, each a list of draws.
+class Known(NamedTuple):
+    """What is known of a point before any function under test is called."""
 
-    In float32 the naive error is as small as ours, and that of a row a matter of luck. So there are four draws of it: the
-    head dims in another order give the same sums, rounded otherwise.
+    inputs: list  # q, k, v of the packed batch
+    d_o: torch.Tensor
+    setting: Setting
+    parts: list  # for each sequence the slices of o, d_q, d_k, d_v
+    dropped: Optional[torch.Tensor]  # (batch, heads, rows, keys) bool
+    measures: list  # for each sequence those of o, d_q, d_k, d_v; None where it is empty
+    good: list  # as measures, each a list of results that have passed
+
+
+@functools.cache
+def dropout_of(batch, heads, rows, keys, dropout):
+    """Which probabilities are dropped, (batch, heads, rows, keys) bool.
+
+    That goes by seed and position alone, so the smallest call says so for all; none of the functions under test.
     """
-    q, k, v = inputs
-    dim = q.shape[-1]
-    results = []
-    for n in range(4 if q.dtype == torch.float32 else 1):
-        order = torch.randperm(dim) if n else torch.arange(dim)
-        o, _, _ = attend(q[..., order], k[..., order], v, setting)
-        results.append([x.detach() for x in (o, *torch.autograd.grad(o, inputs, d_o))])
-    return list(zip(*results))
+    q, k = torch.zeros(batch, rows, heads, 8), torch.zeros(batch, keys, heads, 8)
+    torch.manual_seed(SEED)
+    return torch.signbit(_torch.attention(q, k, k, Options(dropout=dropout, seed=_torch.new_seed(q)), True)[2])
 
 
-@pytest.mark.parametrize("case", CASES, ids=name_of)
-def test_accuracy(case):
-    lengths, dtype, (heads, heads_kv) = sequences(case), case["dtype"], case["heads"]
-    window = (37, 21) if "local" in case["mask"] else (-1, -1)
-    alibi = torch.rand(heads) * 0.3 if case["alibi"] else None
-    setting = Setting(causal="causal" in case["mask"], window=window, softcap=case["softcap"], alibi=alibi)
+@functools.lru_cache(maxsize=1)
+def known(point):
+    """The data, what is exact, and how far off naive is.
+
+    In float32 the naive error is as small as ours, and that of a row a matter of luck. So there are four draws of it.
+    """
+    torch.manual_seed(SEED)
+    lengths, dtype, (heads, heads_kv) = sequences(point), point.dtype, point.heads
+    window = (37, 21) if "local" in point.mask else (-1, -1)
+    alibi = torch.rand(heads) * 0.3 if point.alibi else None
+    setting = Setting(causal="causal" in point.mask, window=window, softcap=point.softcap, alibi=alibi)
     total_q, total_k = (sum(column) for column in zip(*lengths))
-    shapes = ((total_q, heads), (total_k, heads_kv), (total_k, heads_kv))
-    q, k, v = inputs = [torch.randn(*shape, case["dim"]).to(dtype).requires_grad_() for shape in shapes]
-    d_o = torch.randn(total_q, heads, case["dim"]).to(dtype)
-    options = {"causal": setting.causal, "window_size": window, "softcap": setting.softcap, "alibi_slopes": alibi}
-    out, signs = run(case, q, k, v, lengths, **options)
-    found = (out, *torch.autograd.grad(out, inputs, d_o))
+    shapes = ((total_q, heads), (total_k, heads_kv), (total_k, heads_kv), (total_q, heads))
+    q, k, v, d_o = (torch.randn(*shape, point.dim).to(dtype) for shape in shapes)
+    orders = [None, *(torch.randperm(point.dim) for _ in range(3 if dtype == torch.float32 else 0))]
+    dropped = dropout_of(len(lengths), heads, *packing(lengths)[2:], point.dropout) if point.dropout else None
 
+    parts, measures = [], []
     first_q = first_k = 0
     for b, (rows, keys) in enumerate(lengths):
-        at = (slice(first_q, first_q + rows), *(slice(first_k, first_k + keys),) * 2)
-        first_q, first_k = first_q + rows, first_k + keys
+        at, to = slice(first_q, first_q + rows), slice(first_k, first_k + keys)
+        first_q, first_k = at.stop, to.stop
+        parts.append((at, at, to, to))
+        measures.append(None)
+        if rows:
+            if point.dropout:
+                setting = setting._replace(kept=~dropped[b, :, :rows, :keys] / (1 - point.dropout))
+            data = (q[at], k[to], v[to], d_o[at])
+            draws = zip(*(naive(*data, setting, order) for order in orders))
+            measures[-1] = list(map(measure, draws, *exact(*data, setting)))
+    good = [[[] for _ in TENSORS] for _ in lengths]
+    return Known([x.requires_grad_() for x in (q, k, v)], d_o, setting, parts, dropped, measures, good)
+
+
+def run(name, point, q, k, v, lengths, **options):
+    """Calls the function under test with packed tensors (total, heads, dim); returns out, packed, and the dropout signs."""
+    names = {"func": "flash_attn_func", "kvcache": "flash_attn_with_kvcache"}
+    function = getattr(libattn, names.get(name, f"flash_attn_{name}_func"))
+    if name == "kvcache":
+        return function(q[None], k[None], v[None], **options)[0], None
+    options.update(dropout_p=point.dropout, return_attn_probs=point.dropout > 0)
+    cu_q, cu_k, max_q, max_k = packing(lengths)
+    torch.manual_seed(SEED)  # each function draws the seed of its dropout from there
+    if name == "func":
+        out = function(q[None], k[None], v[None], **options)
+    elif name == "kvpacked":
+        out = function(q[None], torch.stack([k, v], 1)[None], **options)
+    elif name == "qkvpacked":
+        out = function(torch.stack([q, k, v], 1)[None], **options)
+    elif name == "varlen":
+        out = function(q, k, v, cu_q, cu_k, max_q, max_k, **options)
+    elif name == "varlen_kvpacked":
+        out = function(q, torch.stack([k, v], 1), cu_q, cu_k, max_q, max_k, **options)
+    else:
+        out = function(torch.stack([q, k, v], 1), cu_q, max_q, **options)
+    out, _, signs = out if point.dropout else (out, None, None)
+    return (out if "varlen" in name else out[0]), signs
+
+
+CASES = cases_of(chosen_points(os.environ.get("LIBATTN_CASES")))
+
+
+@pytest.mark.parametrize("function, point", CASES, ids=itertools.starmap(name_of, CASES))
+def test_accuracy(function, point):
+    have, lengths = known(point), sequences(point)
+    inputs, d_o, setting = have.inputs, have.d_o, have.setting
+    if "varlen" not in function:
+        lengths = lengths[:1]
+        at, _, to, _ = have.parts[0]
+        inputs, d_o = [x[part].detach().requires_grad_() for x, part in zip(inputs, (at, to, to))], d_o[at]
+    options = {"causal": setting.causal, "window_size": setting.window, "softcap": setting.softcap}
+    out, signs = run(function, point, *inputs, lengths, alibi_slopes=setting.alibi, **options)
+    found = [out.detach(), *torch.autograd.grad(out, inputs, d_o)]
+
+    for b, (rows, keys) in enumerate(lengths):
         if rows == 0:
             continue
-        if case["dropout"]:
-            kept = ~torch.signbit(signs[b, :, :rows, :keys]) / (1 - case["dropout"])
-            setting = setting._replace(kept=kept.double())
-        exact = [x[part].detach().double().requires_grad_() for x, part in zip(inputs, at)]
-        o_exact, p, _ = attend(*exact, setting)
-        wanted = (o_exact, *torch.autograd.grad(o_exact, exact, d_o[at[0]].double()))
-        draws = naive_results([x[part].detach().requires_grad_() for x, part in zip(inputs, at)], d_o[at[0]], setting)
-        sizes = magnitudes(*(x.detach() for x in exact), d_o[at[0]].double(), p.detach(), setting)
-        parts = (at[0], *at)
-        for n, (name, factor) in enumerate((("o", 2), ("d_q", 3), ("d_k", 3), ("d_v", 3))):
-            assert_close(name, found[n][parts[n]].detach(), draws[n], wanted[n].detach(), sizes[n], factor)
+        if point.dropout:
+            differ = torch.signbit(signs[b, :, :rows, :keys]) != have.dropped[b, :, :rows, :keys]
+            assert not torch.any(differ & allowed(rows, keys, setting.causal, setting.window)), "drops what others do not"
+        for (name, factor), x, part, bar, good in zip(TENSORS, found, have.parts[b], have.measures[b], have.good[b]):
+            result = x[part]
+            if not any(torch.equal(result, other) for other in good):  # mostly all functions have the same bits
+                assert_close(name, result, bar, factor)
+                good.append(result)
+
+
+@pytest.mark.parametrize("mask", AXES["mask"])
+def test_exact_is_the_formula(mask):
+    """`exact` works on a few rows and the keys that they see at a time: here against the whole at once."""
+    rows, keys, heads, heads_kv = 70, 50, 4, 2
+    window = (9, 5) if "local" in mask else (-1, -1)
+    kept = (torch.rand(heads, rows, keys) > 0.2) / 0.8
+    setting = Setting("causal" in mask, window, 50.0, torch.rand(heads) * 0.3, kept.double())
+    shapes = ((rows, heads), (keys, heads_kv), (keys, heads_kv), (rows, heads))
+    *inputs, d_o = (torch.randn(*shape, 32).double() for shape in shapes)
+    results, sizes = exact(*inputs, d_o, setting, block=16)
+    o, p, _ = attend(*(x.requires_grad_() for x in inputs), setting)
+    wanted = (o, *torch.autograd.grad(o, inputs, d_o), *magnitudes(*(x.detach() for x in inputs), d_o, p.detach(), setting))
+    for have, want in zip((*results, *sizes), wanted):
+        torch.testing.assert_close(have, want.detach(), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("dropout", [0.17])
@@ -176,3 +283,42 @@ def test_dropout_rate(dropout):
     _, _, signs = libattn.flash_attn_func(q, q, q, dropout_p=dropout, return_attn_probs=True)
     rate = torch.signbit(signs).double().mean().item()
     assert abs(rate - dropout) < 5 * (dropout * (1 - dropout) / signs.numel()) ** 0.5
+
+
+def main(shard, shards):
+    """One process of scripts/accuracy.sh, which says what the environment may hold: one of so many shards of the points.
+
+    Prints how many cases there are, then a line for each with the seconds that it took, which for the first of a point are
+    also those of what has to be known of it, then "done".
+    """
+    torch.set_num_threads(1)
+    libattn.set_num_threads(1)
+    dtypes, lengths = (os.environ.get(name, "").split() for name in ("DTYPE", "LENGTHS"))
+    points = [
+        point
+        for point in chosen_points(os.environ.get("LIBATTN_CASES", "all"))
+        if (not dtypes or str(point.dtype).replace("torch.", "") in dtypes)
+        and (not lengths or "{},{}".format(*point.lengths) in lengths)
+    ]
+    random.Random(0).shuffle(points)  # shards take about the same time then, and what a limit cuts off is of all kinds
+    points = points[shard::shards]
+    print("cases", len(cases_of(points)), flush=True)
+    began = time.monotonic()
+    for point in points:
+        if time.monotonic() - began > float(os.environ.get("LIMIT_S", "inf")):
+            break
+        for function in functions_at(point):
+            case_began, failure = time.monotonic(), None
+            try:
+                test_accuracy(function, point)
+            except AssertionError as error:
+                failure = str(error)
+            except Exception:
+                failure = traceback.format_exc()
+            result = "passed" if failure is None else "FAILED"
+            print(f"{result} {name_of(function, point)} {time.monotonic() - case_began:.3f} s {failure or ''}", flush=True)
+    print("done", flush=True)
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))
