@@ -5,7 +5,7 @@
  *
  * Here is what the passes (passes.c) do with one sequence:
  *   rows    lse, as given, and delta of each row
- *   restore a better lse of few rows
+ *   restore a better lse of float32
  *   keys    d_k and d_v of a strip of keys, over the heads of its group and their query tiles, and what the strip adds to d_q
  *   bias    what one sequence and head add to a tile of d_bias
  *
@@ -30,16 +30,19 @@ typedef struct scratch {
     real *d_q;             /* [rows][dim_qk]: what the strip adds */
     real *lse, *low;       /* [width]: lse, and what real has no room for */
     real *delta;           /* [width] */
-    double *total;         /* [width]: sums of p */
     real *guard, *row;
     double *sum; /* a tile of d_bias; comes first, where the bias pass finds it */
 } scratch;
 
+/* Keys of a strip, at least a tile of them. */
+static int64_t strip_keys(const attn_problem *p) {
+    return attn__min32(ATTN_STRIP_KEYS, attn__pad(p->max_kv) + ATTN_TILE_COLS);
+}
+
 static int64_t lay_out(scratch *m, char *at, const attn_problem *p) {
     enum { TILE = ATTN_TILE_ROWS > ATTN_TILE_COLS ? ATTN_TILE_ROWS : ATTN_TILE_COLS, SCORES = TILE * TILE };
     int64_t qk = attn__pad(p->dim_qk), v = attn__pad(p->dim_v), most = qk > v ? qk : v;
-    int64_t used = (SCORES + TILE) * (int64_t)sizeof(double),
-            keys = attn__min32(ATTN_STRIP_KEYS, attn__pad(p->max_kv) + TILE);
+    int64_t used = SCORES * (int64_t)sizeof(double), keys = attn__min32(ATTN_STRIP_KEYS, attn__pad(p->max_kv) + TILE);
     const struct {
         real **field;
         int64_t count;
@@ -66,7 +69,7 @@ static int64_t lay_out(scratch *m, char *at, const attn_problem *p) {
         if (at) *fields[n].field = (real *)(at + used);
         used += attn__ceil_div(fields[n].count * (int64_t)sizeof(real), 64) * 64;
     }
-    if (at) m->sum = (double *)at, m->total = m->sum + SCORES;
+    if (at) m->sum = (double *)at;
     return used;
 }
 
@@ -130,15 +133,15 @@ static void load_rows(const attn_rows *t, scratch *m, bool with_q) {
 }
 
 /* p of a tile against keys k, loaded; slope, if not NULL: the softcap's derivative; total, if not NULL, grows by p. */
-static void probabilities(const attn_rows *t, scratch *m, const real *k, int32_t j0, int32_t keys, int class, real *slope,
-                          double *total) {
+static void probabilities(const attn_rows *t, scratch *m, const real *q_t, const real *k, const real *lse, const real *low,
+                          int32_t j0, int32_t keys, int class, real *slope, double *total) {
     /*
      * Keys far away have large scores, by ALiBi, and gradients that are small but wanted as exactly as others; what is rounded off such
      * scores is kept, in the place of d_s, which comes later. Double has room for it.
      */
     real *rest = (t->p->flags & ATTN_ALIBI) && REAL_DTYPE == ATTN_F32 ? m->d_s : NULL;
-    REAL(tile_scores)(t, m->p, slope, rest, m->q_t, k, j0, keys, class, m->row);
-    t->micro->exp(m->p, rest, keys, t->width, m->lse, m->low, total);
+    REAL(tile_scores)(t, m->p, slope, rest, q_t, k, j0, keys, class, m->row);
+    t->micro->exp(m->p, rest, keys, t->width, lse, low, total);
 }
 
 /* p and d_s of a tile against keys k and values v, loaded; with_slope: through the softcap. */
@@ -146,46 +149,84 @@ static void gradients(const attn_rows *t, scratch *m, const real *k, const real 
                       bool with_slope) {
     const attn_problem *p = t->p;
     real *slope = with_slope && p->softcap > 0 ? m->slope : NULL;
-    probabilities(t, m, k, j0, keys, class, slope, NULL);
+    probabilities(t, m, m->q_t, k, m->lse, m->low, j0, keys, class, slope, NULL);
     t->micro->dots(m->d_s, t->width, v, t->dim_v, m->d_o_t, keys, p->dim_v);
     if (p->dropout > 0) REAL(tile_drop)(t, m->d_s, j0, keys);
     t->micro->d_scores(m->d_s, m->p, slope, keys, t->width, m->delta, (real)(1 / (1 - p->dropout)));
 }
 
-/* ---- restore: lse of few rows ---- */
+/* ---- restore: a better lse ---- */
+
+enum { RESTORE_TILES = ATTN_STRIP_KEYS / ATTN_TILE_ROWS };
+
+/* A query tile, what is known of its lse, and the sums of its p by that. */
+typedef struct restored {
+    attn_rows t;
+    const real *q_t;
+    real lse[ATTN_TILE_ROWS], low[ATTN_TILE_ROWS];
+    double total[ATTN_TILE_ROWS];
+} restored;
+
+static attn_row *row_of(const attn_rows *t, int32_t r) {
+    return (attn_row *)attn__part(t->plan, t->f, CPU_ROWS) + attn__lse_index(t->p, &t->s, t->i[r], t->h[r]);
+}
+
+static void restore_make(restored *x, real *q_t, real *guard) {
+    REAL(tile_load_q)(&x->t, q_t);
+    x->q_t = q_t;
+    x->t.guard = guard;
+    for (int32_t r = 0; r < x->t.width; r++) {
+        double lse = row_of(&x->t, r)->lse;
+        x->lse[r] = (real)(lse == -INFINITY ? INFINITY : lse);
+        x->low[r] = lse == -INFINITY ? 0 : (real)(lse - (double)x->lse[r]);
+        x->total[r] = 0;
+    }
+}
 
 /*
  * Gives lse back digits that float32 had no room for, which are worth more than all else that is rounded in p: with the right
- * lse the row's p add up to 1, and m->total says how far they are from it. Only where that can be rounding; otherwise lse
+ * lse the row's p add up to 1, and x->total says how far they are from it. Only where that can be rounding; otherwise lse
  * belongs to a softmax over more keys than are here (attn.h).
  */
-static void restore_row(const attn_rows *t, const scratch *m, int32_t r) {
-    attn_row *row = (attn_row *)attn__part(t->plan, t->f, CPU_ROWS) + attn__lse_index(t->p, &t->s, t->i[r], t->h[r]);
+static void restore_row(const restored *x, int32_t r) {
+    const attn_rows *t = &x->t;
+    attn_row *row = row_of(t, r);
     if (row->lse == -INFINITY) return;
-    double total = m->total[r] + (t->p->flags & ATTN_SINK ? exp((double)t->f->sink[t->h[r]] - row->lse) : 0);
+    double total = x->total[r] + (t->p->flags & ATTN_SINK ? exp((double)t->f->sink[t->h[r]] - row->lse) : 0);
     double off = log(total), ulp = 0x1p-23 * (fabs(row->lse) > 1 ? fabs(row->lse) : 1);
     if (fabs(off) <= ulp) row->lse += off;
 }
 
-void REAL(bwd_restore)(const attn_plan *plan, const attn_buffers *f, int32_t b, int32_t h, int32_t slot) {
-    attn_unit unit = {.b = b, .row = 0, .rows = attn__seq(&plan->problem, f, b).sq, .chunk = -1};
-    int32_t first, end;
-    attn_rows t;
+/* Rows from `row` on, at most ATTN_STRIP_KEYS of them: their q_t lie where d_k will, which has room for as many keys. */
+void REAL(bwd_restore)(const attn_plan *plan, const attn_buffers *f, int32_t b, int32_t h, int32_t row, int32_t slot) {
+    attn_seq s = attn__seq(&plan->problem, f, b);
+    attn_mask mask = attn__seq_mask(&plan->problem, &s);
+    int32_t stop = attn__min32(row + ATTN_STRIP_KEYS, s.sq), most = (int32_t)strip_keys(&plan->problem) / ATTN_TILE_ROWS;
+    restored tile[RESTORE_TILES];
     scratch m;
-    if (unit.rows == 0 || !REAL(tile_make)(&t, plan, f, &unit, h, true)) return;
     thread_scratch(plan, f, slot, &m);
-    t.guard = m.guard;
-    load_rows(&t, &m, false);
-    memset(m.total, 0, (size_t)t.width * sizeof(double));
-    attn__mask_rows(&t.mask, t.i0, t.i0 + t.count, &first, &end);
-    for (int32_t j0 = first / ATTN_TILE_COLS * ATTN_TILE_COLS; j0 < end; j0 += ATTN_TILE_COLS) {
-        int32_t keys = attn__min32(ATTN_TILE_COLS, t.mask.sk - j0);
-        int class = REAL(tile_class)(&t, j0, keys);
-        if (class == ATTN_TILE_SKIP) continue;
-        REAL(tile_load_k)(&t, m.k, j0, keys);
-        probabilities(&t, &m, m.k, j0, keys, class, NULL, m.total);
+    while (row < stop) { /* once, but where there are few keys */
+        int32_t count = 0, first, end, from = row;
+        for (; row < stop && count < most; row += ATTN_TILE_ROWS) {
+            attn_unit unit = {b, row, attn__min32(ATTN_TILE_ROWS, stop - row), -1};
+            if (!REAL(tile_make)(&tile[count].t, plan, f, &unit, h, true)) return;
+            restore_make(&tile[count], m.d_k + (int64_t)count * ATTN_TILE_ROWS * tile->t.dim_qk, m.guard);
+            count++;
+        }
+        attn__mask_rows(&mask, from, attn__min32(row, stop), &first, &end);
+        for (int32_t j0 = first / ATTN_TILE_COLS * ATTN_TILE_COLS; j0 < end; j0 += ATTN_TILE_COLS) {
+            int32_t keys = attn__min32(ATTN_TILE_COLS, s.sk - j0);
+            REAL(tile_load_k)(&tile->t, m.k, j0, keys);
+            for (int32_t n = 0; n < count; n++) {
+                int class = REAL(tile_class)(&tile[n].t, j0, keys);
+                if (class != ATTN_TILE_SKIP)
+                    probabilities(&tile[n].t, &m, tile[n].q_t, m.k, tile[n].lse, tile[n].low, j0, keys, class, NULL,
+                                  tile[n].total);
+            }
+        }
+        for (int32_t n = 0; n < count; n++)
+            for (int32_t r = 0; r < tile[n].t.rows; r++) restore_row(&tile[n], r);
     }
-    for (int32_t r = 0; r < t.rows; r++) restore_row(&t, &m, r);
 }
 
 /* ---- keys: d_k, d_v, and d_q in turns ---- */

@@ -1,7 +1,7 @@
 /*
  * The backward, pass by pass:
  *   rows    lse and delta of each row
- *   restore a better lse of rows that are worked in double but given in float32
+ *   restore a better lse, of float32
  *   keys    d_k and d_v of a strip of keys, and its share of d_q, in turns
  *   sink    d_sink of a head
  *   bias    a tile of d_bias: over every sequence and head that is summed into it
@@ -18,7 +18,7 @@
 /* Both number types of what tile.h declares for one. */
 void attn__bwd_rows_f64(const attn_plan *plan, const attn_buffers *f, int32_t b, int32_t h, int32_t slot);
 void attn__bwd_keys_f64(const attn_plan *plan, const attn_buffers *f, const attn_unit *unit, int32_t kv_head, int32_t slot);
-void attn__bwd_restore_f64(const attn_plan *plan, const attn_buffers *f, int32_t b, int32_t h, int32_t slot);
+void attn__bwd_restore_f64(const attn_plan *plan, const attn_buffers *f, int32_t b, int32_t h, int32_t row, int32_t slot);
 void attn__bwd_bias_f64(const attn_plan *plan, const attn_buffers *f, const int64_t size[4], int32_t b, int32_t h,
                         int32_t row_tile, int32_t col_tile, int32_t slot);
 
@@ -39,8 +39,10 @@ static void work_rows(void *arg, int64_t index, int32_t slot) {
 
 static void work_restore(void *arg, int64_t index, int32_t slot) {
     const job *j = arg;
-    int32_t heads = j->plan->problem.heads_q, b = (int32_t)(index / heads);
-    if (in_double(j, b)) attn__bwd_restore_f64(j->plan, j->f, b, (int32_t)(index % heads), slot);
+    int32_t heads = j->plan->problem.heads_q, batch = j->plan->problem.batch;
+    int32_t h = (int32_t)(index % heads), b = (int32_t)(index / heads % batch);
+    int32_t row = (int32_t)(index / heads / batch) * ATTN_STRIP_KEYS; /* as many rows at a time */
+    (in_double(j, b) ? attn__bwd_restore_f64 : attn__bwd_restore_f32)(j->plan, j->f, b, h, row, slot);
 }
 
 /* The sink's probability times its gradient, over all rows of the head that have a key. */
@@ -106,8 +108,8 @@ attn_status attn__backward(const attn_plan *plan, const attn_buffers *f) {
     job j = {.plan = plan, .f = f};
     RETURN_IF_ERROR(attn__work_flash(plan, f));
     RETURN_IF_ERROR(attn__parallel(context, plan->slots, (int64_t)p->batch * p->heads_q, work_rows, &j));
-    if (p->dtype == ATTN_F32)
-        RETURN_IF_ERROR(attn__parallel(context, plan->slots, (int64_t)p->batch * p->heads_q, work_restore, &j));
+    int64_t strips = attn__ceil_div(p->max_q, ATTN_STRIP_KEYS) * p->batch * p->heads_q;
+    if (p->dtype == ATTN_F32) RETURN_IF_ERROR(attn__parallel(context, plan->slots, strips, work_restore, &j));
     if (f->d_sink) RETURN_IF_ERROR(attn__parallel(context, plan->slots, p->heads_q, work_sink, &j));
     if (f->d_q.data || f->d_k.data || f->d_v.data) {
         attn_unit *units = attn__part(plan, f, CPU_KV_UNITS);

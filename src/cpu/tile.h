@@ -114,7 +114,7 @@ attn_status REAL(probs_run)(const attn_plan *plan, const attn_buffers *f);
  */
 void REAL(bwd_rows)(const attn_plan *plan, const attn_buffers *f, int32_t b, int32_t h, int32_t slot);
 void REAL(bwd_keys)(const attn_plan *plan, const attn_buffers *f, const attn_unit *unit, int32_t kv_head, int32_t slot);
-void REAL(bwd_restore)(const attn_plan *plan, const attn_buffers *f, int32_t b, int32_t h, int32_t slot);
+void REAL(bwd_restore)(const attn_plan *plan, const attn_buffers *f, int32_t b, int32_t h, int32_t row, int32_t slot);
 void REAL(bwd_bias)(const attn_plan *plan, const attn_buffers *f, const int64_t size[4], int32_t b, int32_t h,
                     int32_t row_tile, int32_t col_tile, int32_t slot);
 
