@@ -5,11 +5,12 @@
 #   scripts/setup.sh test      the same, and what the tests need: pkg-config, a C++ compiler, clang, a Python
 #                              environment, Python's own headers
 #   scripts/setup.sh fuzz      build, and clang with libFuzzer
+#   scripts/setup.sh cross     build, and a compiler and an emulator for the other architecture, aarch64 or x86-64
 #   scripts/setup.sh format    clang-format
 #
 # Packages come from apt-get, as root or through a sudo that asks no password; otherwise the command to type is printed.
-# It is quick and silent when everything is there. Exit 1: something necessary is missing. clang and Python's headers are not
-# necessary for the tests: without them their report says what was not run.
+# It is quick and silent when everything is there. Exit 1: something necessary is missing. clang, Python's headers and the other
+# architecture are not necessary for the tests: without them their report says what was not run.
 set -eu
 cd "$(dirname "$0")/.."
 
@@ -80,6 +81,18 @@ need_clang() {
     install "libFuzzer" "libclang-rt-$major-dev" && has_libfuzzer
 }
 
+# The other architecture; Debian and Ubuntu name the compiler's package by the machine, and the C library's by the port.
+need_cross() {
+    case $(uname -m) in
+    x86_64 | amd64) machine=aarch64 package=aarch64 port=arm64 ;;
+    aarch64 | arm64) machine=x86_64 package=x86-64 port=amd64 ;;
+    *) return 1 ;;
+    esac
+    command -v "$machine-linux-gnu-gcc" >/dev/null && [ -e "/usr/$machine-linux-gnu/include/stdio.h" ] ||
+        install "the other architecture, $machine" "gcc-$package-linux-gnu" "libc6-dev-$port-cross" || return 1
+    command -v "qemu-$machine" >/dev/null || install "running programs for $machine" qemu-user
+}
+
 need_python() {
     command -v python3 >/dev/null || install "the Python tests" python3
     [ .venv/done -nt tests/requirements.txt ] && return
@@ -107,6 +120,11 @@ test)
     has_python_headers || install "what torch.compile compiles includes Python.h" python3-dev ||
         say "no Python.h: the test of torch.compile with its own C++ will be reported as skipped"
     need_clang || say "no clang with libFuzzer: its build and the fuzz targets will be reported as not run"
+    need_cross || say "no compiler or no emulator for the other architecture: its tests will be reported as not run"
+    ;;
+cross)
+    need_build
+    need_cross
     ;;
 fuzz)
     need_build
@@ -120,7 +138,7 @@ format)
         install "the formatting; 14 is not to be had" clang-format
     ;;
 *)
-    echo "usage: scripts/setup.sh build|test|fuzz|format" >&2
+    echo "usage: scripts/setup.sh build|test|fuzz|cross|format" >&2
     exit 2
     ;;
 esac

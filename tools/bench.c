@@ -53,7 +53,7 @@ static const command bench = {
     "The time is the median of the runs after a first one; peak is the share of the arithmetic peak that a\n"
     "loop of multiply-adds reaches on this machine with as many threads, or that the data sheet of a GPU names.\n"
     "Bytes are those of every tensor once; read is the share of what as many threads read from memory in one\n"
-    "sequential stream each, 64 MiB that were thrown out of all caches before (not measured on a GPU). Tensors\n"
+    "sequential stream each, of memory that was thrown out of all caches before (not measured on a GPU). Tensors\n"
     "that fit into a cache can exceed it: --cold leaves the caches first, as a long decode does by itself.\n",
     "attn bench --heads 32/8 --dim 128 --seqlen 512,1024,2048 --causal\n"
     "attn bench --heads 32/8 --dim 128 --seqlen 1/32768 --dtype bf16 --threads 2 --json\n"

@@ -3,8 +3,10 @@
  * little with it, this is what counts.
  *
  * Every thread has memory of its own, reads it from front to back with the widest vectors that the CPU has, and adds it up,
- * which costs less than the reading. Threads begin each pass together, and a pass lasts until the last one is done: that is
- * the rate of the machine, not a sum of rates that its parts have at different times. The fastest pass counts.
+ * which costs less than the reading. Threads begin each pass together, and the clock is read at every megabyte. What counts is
+ * the stretch of 16 MiB of the first thread, a millisecond or so, in which all of them together have read the most: that is
+ * the rate of the machine, not a sum of rates that its parts have at different times, and a stretch in which something else
+ * had one of the CPUs does not count. As long as every pass was disturbed in this way it goes on for up to twice as long.
  *
  * What is to be measured is memory and no cache. A buffer much larger than the last cache is not enough to be sure of that:
  * virtual machines report caches of hundreds of megabytes, which they share with strangers, and caches do not always drop
@@ -20,6 +22,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <time.h>
 #include <unistd.h>
 
 #include "tool.h"
@@ -125,25 +128,27 @@ static read_loop choose_loop(void) {
 
 /* ---- measuring ---- */
 
-enum { ALIGN = 4096, LEAST_PASSES = 3, MOST_PASSES = 48 };
+enum { ALIGN = 4096, STEP = 1 << 20, WINDOW = 16, LEAST_PASSES = 3, MOST_PASSES = 64, MOST_STEPS = 1024 };
 static const size_t most_bytes = (size_t)1 << 30, thread_bytes = (size_t)64 << 20;
-static const double seconds_of_passes = 0.3;
+static const double seconds_of_passes = 0.4;
 
 typedef struct reader {
     struct readers *all;
     char *memory;
     uint64_t sum;
     int passes;
-    double begin[MOST_PASSES], end[MOST_PASSES];
+    double cpu_seconds;        /* of this pass, without the time that others had the CPU */
+    double at[MOST_STEPS + 1]; /* when each step of this pass began; the last one: when all were done */
 } reader;
 
 typedef struct readers {
     read_loop loop;
     size_t bytes; /* of each */
-    int threads;
+    int threads, steps;
     atomic_int arrived; /* at any meeting so far */
     atomic_bool enough;
-    double began;
+    bool undisturbed;   /* a pass has been */
+    double began, best; /* bytes a second */
     reader each[];
 } readers;
 
@@ -152,6 +157,56 @@ static void meet(readers *all, int *meetings) {
     atomic_fetch_add(&all->arrived, 1);
     ++*meetings;
     while (atomic_load(&all->arrived) < *meetings * all->threads) sched_yield();
+}
+
+/* How many steps a thread had done at that time, parts of one included. */
+static double steps_at(const reader *r, int steps, double time) {
+    if (time <= r->at[0]) return 0;
+    int low = 0, high = steps;
+    while (high - low > 1) {
+        int middle = (low + high) / 2;
+        if (r->at[middle] <= time)
+            low = middle;
+        else
+            high = middle;
+    }
+    double part = (time - r->at[low]) / (r->at[high] - r->at[low]);
+    return low + (part < 1 ? part : 1);
+}
+
+/* The fastest stretch of the pass that all of them have just done. */
+static double fastest_window(const readers *all) {
+    const double *at = all->each[0].at;
+    int window = all->steps < WINDOW ? all->steps : WINDOW;
+    double fastest = 0;
+    for (int first = 0; first + window <= all->steps; first++) {
+        double begin = at[first], end = at[first + window], steps = window;
+        for (int n = 1; n < all->threads; n++)
+            steps += steps_at(&all->each[n], all->steps, end) - steps_at(&all->each[n], all->steps, begin);
+        double rate = steps * STEP / (end - begin);
+        if (rate > fastest) fastest = rate;
+    }
+    return fastest;
+}
+
+static double cpu_seconds(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+/* After a pass, by the first thread: the rate, and whether another pass is wanted. */
+static void judge_pass(readers *all, int passes) {
+    double rate = fastest_window(all), elapsed = tool_seconds() - all->began;
+    bool calm = true;
+    for (int n = 0; n < all->threads; n++) {
+        const reader *r = &all->each[n];
+        calm = calm && r->cpu_seconds > 0.9 * (r->at[all->steps] - r->at[0]);
+    }
+    if (rate > all->best) all->best = rate;
+    all->undisturbed = all->undisturbed || calm;
+    if (passes >= LEAST_PASSES && elapsed > (all->undisturbed ? 1 : 2) * seconds_of_passes)
+        atomic_store(&all->enough, true);
 }
 
 static void read_passes(void *arg) {
@@ -163,36 +218,26 @@ static void read_passes(void *arg) {
         memory_flush(r->memory, all->bytes);
         meet(all, &meetings);
         if (atomic_load(&all->enough)) break;
-        r->begin[r->passes] = tool_seconds();
-        r->sum += all->loop(r->memory, all->bytes);
-        r->end[r->passes] = tool_seconds();
-        meet(all, &meetings);
-        if (r == all->each && r->passes + 1 >= LEAST_PASSES && tool_seconds() - all->began > seconds_of_passes)
-            atomic_store(&all->enough, true); /* the others see it after the next meeting */
-    }
-}
-
-/* From the first one that begins to the last one that is done. */
-static double fastest_pass(const readers *all) {
-    double fastest = 1e30;
-    for (int pass = 0; pass < all->each[0].passes; pass++) {
-        double begin = all->each[0].begin[pass], end = all->each[0].end[pass];
-        for (int n = 1; n < all->threads; n++) {
-            const reader *r = &all->each[n];
-            if (r->begin[pass] < begin) begin = r->begin[pass];
-            if (r->end[pass] > end) end = r->end[pass];
+        double before = cpu_seconds();
+        for (int step = 0; step < all->steps; step++) {
+            r->at[step] = tool_seconds();
+            r->sum += all->loop(r->memory + (size_t)step * STEP, STEP);
         }
-        if (end - begin < fastest) fastest = end - begin;
+        r->at[all->steps] = tool_seconds();
+        r->cpu_seconds = cpu_seconds() - before;
+        meet(all, &meetings);
+        if (r == all->each)
+            judge_pass(all, r->passes + 1); /* the others flush meanwhile, and see it after the next meeting */
     }
-    return fastest;
 }
 
 double read_gb_per_s(int threads) {
     threads = peak_threads(threads);
     size_t quarter = (size_t)sysconf(_SC_PHYS_PAGES) / 4 * (size_t)sysconf(_SC_PAGESIZE);
     size_t total = quarter < most_bytes ? quarter : most_bytes;
-    size_t bytes = (total / (size_t)threads) & ~(size_t)(ALIGN - 1);
+    size_t bytes = (total / (size_t)threads) & ~(size_t)(STEP - 1);
     if (can_flush() && bytes > thread_bytes) bytes = thread_bytes;
+    if (bytes < STEP) bytes = STEP; /* a thousand threads */
     readers *all = tool_alloc(1, sizeof *all + (size_t)threads * sizeof *all->each);
     char *memory = all ? tool_alloc((int64_t)bytes * threads + ALIGN, 1) : NULL;
     double rate = -1;
@@ -201,12 +246,12 @@ double read_gb_per_s(int threads) {
         memset(all, 0, sizeof *all);
         all->loop = choose_loop();
         all->bytes = bytes;
+        all->steps = (int)(bytes / STEP);
         all->threads = threads;
         all->began = tool_seconds();
         memory_prefer_huge(memory, bytes * (size_t)threads + ALIGN);
         for (int n = 0; n < threads; n++) all->each[n] = (reader){.all = all, .memory = aligned + (size_t)n * bytes};
-        if (run_together(threads, read_passes, all->each, sizeof *all->each))
-            rate = 1e-9 * (double)bytes * threads / fastest_pass(all);
+        if (run_together(threads, read_passes, all->each, sizeof *all->each)) rate = 1e-9 * all->best;
     }
     free(memory);
     free(all);

@@ -1,0 +1,51 @@
+#!/bin/bash
+# The other architecture: cross-compiles the library, the command line and the tests for it into build-cross, and runs under
+# qemu-user what can be afforded there, a minute or two of one core: the tests of numbers, semantics and contract that are quick,
+# and a few hundred random problems for each instruction set that the emulated CPU has.
+#
+#   JOBS=2 CROSS_CASES=300 scripts/cross.sh
+#
+# From x86-64 it is aarch64 with NEON and SVE (vectors of 512 bits, so that no loop takes them for NEON's), from aarch64
+# x86-64 with AVX2. Exit status 77: it could not be run, and the last line says why.
+set -u
+cd "$(dirname "$0")/.."
+cases=${CROSS_CASES:-300}
+build=build-cross
+
+missing() {
+    echo "$*"
+    exit 77
+}
+
+case $(uname -m) in
+x86_64 | amd64) other=aarch64 cpu=max,sve-max-vq=4 ;;
+aarch64 | arm64) other=x86_64 cpu=max ;;
+*) missing "there is no other architecture to emulate on $(uname -m)" ;;
+esac
+scripts/setup.sh cross || missing "a cross compiler for $other or qemu-user is missing; scripts/setup.sh cross says what to install"
+qemu="qemu-$other -cpu $cpu -L /usr/$other-linux-gnu"
+
+cmake -B $build -DATTN_CUDA=OFF -DATTN_WERROR=ON -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=$other \
+    -DCMAKE_C_COMPILER="$other-linux-gnu-gcc" &&
+    cmake --build $build -j "${JOBS:-2}" --target attn_tool attn-tests || exit 1
+
+passed=0
+# run COMMAND...: the output is shown, and what has passed is counted.
+run() {
+    local log=$build/run.log
+    "$@" 2>&1 | tee $log
+    [ "${PIPESTATUS[0]}" = 0 ] || exit 1
+    passed=$((passed + $(sed -n 's/.*\b\([0-9]\+\) passed.*/\1/p' $log | tail -n 1)))
+}
+
+$qemu $build/attn info | sed -n 's/^cpu  *\(.*: .*\)/emulated CPU: \1/p'
+# Not here: threads against threads and a process that forks, which an emulator has no more to say about; faults, long ones.
+run $qemu $build/attn-tests isa_ kernel_ micro names_ numbers_ plan_describes property_ c1_ c2_ c3_ c4_ s01_ s02_ s03_ s04_ \
+    s05_plan s06_ s07_ s08_ s10_ s11_ accuracy_f32_of accuracy_f32_gradients c5_paged c5_threads_1_to_16_split
+isas=$($qemu $build/attn info | sed -n 's/^cpu .*fwd_\(.*\)_f32 .* yes .*/\1/p')
+[ -n "$isas" ] || exit 1
+for isa in $isas; do
+    echo "$other, $isa kernels"
+    run env ATTN_CPU="$isa" $qemu $build/attn check --backend cpu --cases "$cases" --seed 4
+done
+echo "$passed passed, 0 failed"
