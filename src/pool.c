@@ -3,7 +3,8 @@
  *
  * A call publishes a job (a body and a number of indices) in the pool's list and works on it itself; idle workers help with
  * whatever job is in the list. So several callers share the workers, a call never waits for another call's work to
- * begin, and a body may itself call into the pool: at worst it does its own job alone. Workers sleep on one condition.
+ * begin, and a body may itself call into the pool: at worst it does its own job alone. Who has nothing to do looks around for some
+ * microseconds, which is shorter than falling asleep and being woken, and then sleeps on a condition.
  *
  * fork: the child has the pool's memory but none of its threads. The context holds the mutex across the fork (context.c), so
  * the child finds the pool consistent; it forgets the workers and jobs, and its first call starts workers of its own.
@@ -14,15 +15,16 @@
 #include <errno.h>
 #include <pthread.h>
 #include <sched.h>
+#include <stdatomic.h>
 #include <string.h>
 #include <unistd.h>
 
 typedef struct job {
     void (*body)(void *arg, int32_t index);
     void *arg;
-    int32_t count;   /* indices in all */
-    int32_t next;    /* first index that nobody has claimed */
-    int32_t running; /* indices claimed and not yet done */
+    int32_t count;           /* indices in all */
+    int32_t next;            /* first index that nobody has claimed */
+    _Atomic int32_t running; /* indices claimed and not yet done; written under the mutex, read by whoever waits */
     struct job *link;
 } job;
 
@@ -32,6 +34,8 @@ struct attn_pool {
     pthread_cond_t work;   /* a job has unclaimed indices, or the pool is to stop */
     pthread_cond_t done;   /* some job has lost its last running index */
     job *jobs;             /* those with unclaimed indices, oldest first */
+    _Atomic int32_t open;  /* how many those are; written under the mutex, read by whoever looks around */
+    int32_t asleep;        /* workers that only the condition wakes */
     bool stop;
     int32_t threads; /* workers wanted: callers' threads excluded */
     int32_t started; /* workers running in this process */
@@ -44,6 +48,18 @@ int32_t attn__cpu_count(void) {
     return count < 1 ? 1 : count;
 }
 
+/* Looks at *value for some microseconds, until it is zero, or not zero. Called without the mutex. */
+static void look_around(_Atomic int32_t *value, bool until_zero) {
+    enum { LOOKS = 2000 };
+    for (int n = 0; n < LOOKS && (atomic_load_explicit(value, memory_order_relaxed) == 0) != until_zero; n++) {
+#if defined(__x86_64__)
+        __builtin_ia32_pause();
+#elif defined(__aarch64__)
+        __asm__ volatile("yield");
+#endif
+    }
+}
+
 /* Runs indices of j until none is unclaimed. Called and returns with the mutex held. */
 static void work_on(attn_pool *pool, job *j) {
     while (j->next < j->count) {
@@ -53,6 +69,7 @@ static void work_on(attn_pool *pool, job *j) {
             job **at = &pool->jobs;
             while (*at != j) at = &(*at)->link;
             *at = j->link;
+            pool->open--;
         }
         pthread_mutex_unlock(&pool->mutex);
         j->body(j->arg, index);
@@ -65,10 +82,18 @@ static void *worker(void *arg) {
     attn_pool *pool = arg;
     pthread_mutex_lock(&pool->mutex);
     while (!pool->stop) {
-        if (pool->jobs)
+        if (!pool->jobs) {
+            pthread_mutex_unlock(&pool->mutex);
+            look_around(&pool->open, false);
+            pthread_mutex_lock(&pool->mutex);
+        }
+        if (pool->jobs) {
             work_on(pool, pool->jobs);
-        else
+        } else if (!pool->stop) {
+            pool->asleep++;
             pthread_cond_wait(&pool->work, &pool->mutex);
+            pool->asleep--;
+        }
     }
     pthread_mutex_unlock(&pool->mutex);
     return NULL;
@@ -124,7 +149,9 @@ void attn__pool_before_fork(attn_pool *pool) { pthread_mutex_lock(&pool->mutex);
 void attn__pool_after_fork(attn_pool *pool, bool in_child) {
     if (in_child) {
         pool->started = 0;
+        pool->asleep = 0;
         pool->jobs = NULL; /* their callers are the parent's */
+        pool->open = 0;
         pthread_cond_init(&pool->work, NULL);
         pthread_cond_init(&pool->done, NULL);
     }
@@ -143,8 +170,14 @@ int attn__pool_for(void *arg, void (*body)(void *body_arg, int32_t index), void 
     job **at = &pool->jobs;
     while (*at) at = &(*at)->link;
     *at = &j;
-    if (count > 1) pthread_cond_broadcast(&pool->work);
+    pool->open++;
+    if (count > 1 && pool->asleep > 0) pthread_cond_broadcast(&pool->work);
     work_on(pool, &j);
+    if (j.running > 0) {
+        pthread_mutex_unlock(&pool->mutex);
+        look_around(&j.running, true);
+        pthread_mutex_lock(&pool->mutex);
+    }
     while (j.running > 0) pthread_cond_wait(&pool->done, &pool->mutex);
     pthread_mutex_unlock(&pool->mutex);
     return 0;
