@@ -80,8 +80,8 @@ static void choose_kernel(attn_plan *plan) {
 
 /* Can a sequence of this problem be worked in double? */
 static bool may_be_in_double(const attn_problem *p) {
-    bool may_be_short = attn__is_short(p->max_q) || (p->flags & (ATTN_VARLEN_Q | ATTN_USED_Q)) != 0;
-    return p->dtype == ATTN_F64 || (p->dtype == ATTN_F32 && may_be_short);
+    bool may_be_narrow = p->max_q <= ATTN_NARROW_ROWS || (p->flags & (ATTN_VARLEN_Q | ATTN_USED_Q)) != 0;
+    return p->dtype == ATTN_F64 || (p->dtype == ATTN_F32 && may_be_narrow);
 }
 
 int64_t attn__fwd_scratch(const attn_plan *plan) { /* double takes the more of it */
@@ -169,7 +169,7 @@ static attn_status plan_cpu(attn_plan *plan) {
     attn__plan_say(plan, "split: sequences of at most %d rows in chunks of %d keys%s\n", ATTN_SPLIT_ROWS, ATTN_CHUNK,
                    plan->partials ? ", over all threads" : ", each on one thread");
     if (!plan->kernel->wide && may_be_in_double(&plan->problem))
-        attn__plan_say(plan, "in double: such sequences, with more than %d keys\n", ATTN_SPLIT_ROWS);
+        attn__plan_say(plan, "in double: sequences of at most %d rows, with more keys\n", ATTN_NARROW_ROWS);
     return lay_out(plan);
 }
 

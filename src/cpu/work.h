@@ -6,8 +6,8 @@
  *   - key tiles begin at multiples of the tile's columns, counted from the sequence's key 0;
  *   - a sequence of at most ATTN_SPLIT_ROWS query rows is worked in chunks of ATTN_CHUNK keys, whose results are folded in
  *     order; whether the chunks run on one thread or on many is the plan's choice and changes nothing;
- *   - such a sequence, if it has more keys than that, is worked in double where it is float32, forward and backward, and by
- *     other inner loops in the forward.
+ *   - a sequence of at most ATTN_NARROW_ROWS rows, if it has more keys than that, is worked in double where it is float32, forward
+ *     and backward, and by other inner loops in the forward.
  */
 #ifndef ATTN_CPU_WORK_H
 #define ATTN_CPU_WORK_H
@@ -25,6 +25,7 @@ enum {
     ATTN_AMX_KEYS = 256,   /* keys that it works at once; a multiple of ATTN_TILE_COLS */
     ATTN_STRIP = 16,       /* the most query tiles that share a load of keys */
     ATTN_SPLIT_ROWS = 16,  /* at most so many rows: heads of a group share a tile, keys are worked in chunks */
+    ATTN_NARROW_ROWS = 4,  /* at most so many: narrow, if there are more keys */
     ATTN_CHUNK = 1024      /* keys of a chunk; a multiple of ATTN_TILE_COLS */
 };
 
@@ -78,7 +79,7 @@ static inline bool attn__is_short(int32_t sq) { return sq <= ATTN_SPLIT_ROWS; }
  * Does the forward sum the dot products of sequence s along vectors, not across them? Where rows are few. Not where keys are few
  * too: that may be the beginning of a longer causal sequence, whose bits it is to have.
  */
-static inline bool attn__is_narrow(const attn_seq *s) { return attn__is_short(s->sq) && s->sk > ATTN_SPLIT_ROWS; }
+static inline bool attn__is_narrow(const attn_seq *s) { return s->sq <= ATTN_NARROW_ROWS && s->sk > ATTN_NARROW_ROWS; }
 
 /*
  * Is sequence s worked in double? All of F64, and float32 where it is narrow: reading keys costs more than the arithmetic there,
