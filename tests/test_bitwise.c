@@ -487,9 +487,10 @@ static int32_t whole_tiles(attn_context *context, attn_problem p) {
     return length;
 }
 
-static void flashmask_is_varlen(attn_context *context, attn_dtype dtype) {
+/* Documents of so many tiles, twice as many, and as many again. */
+static void check_documents(attn_context *context, attn_dtype dtype, int32_t tiles) {
     rig packed = {.p = problem(dtype, 3, 2, 1, 0, 0, 24), .backward = true};
-    int32_t tile = whole_tiles(context, packed.p), total = 4 * tile;
+    int32_t tile = tiles * whole_tiles(context, packed.p), total = 4 * tile;
     if (tile == 0) return;
     int32_t cu[] = {0, tile, 3 * tile, total};
     packed.p.flags = ATTN_CAUSAL | ATTN_VARLEN_Q | ATTN_VARLEN_KV;
@@ -514,6 +515,11 @@ static void flashmask_is_varlen(attn_context *context, attn_dtype dtype) {
     CHECK(rig_same(&packed, &masked));
     rig_free(&packed);
     rig_free(&masked);
+}
+
+static void flashmask_is_varlen(attn_context *context, attn_dtype dtype) {
+    check_documents(context, dtype, 1);
+    check_documents(context, dtype, 4); /* the second one is in two strips of keys of the backward */
 }
 TEST(c5_s10_flashmask_causal_document_is_varlen) { each_cpu(flashmask_is_varlen); }
 

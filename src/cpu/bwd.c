@@ -9,8 +9,8 @@
  *   keys    d_k and d_v of a strip of keys, over the heads of its group and their query tiles, and what the strip adds to d_q
  *   bias    what one sequence and head add to a tile of d_bias
  *
- * The five products of a tile are done once. d_k and d_v belong to one thread. d_q gets a share from each strip of keys; strips take
- * turns, in the order of keys, so its bits depend on nothing else (C5).
+ * The five products of a tile are done once. d_k and d_v belong to one thread. d_q is a sum over all strips, which take turns, in the
+ * order of keys, so its bits depend on nothing else (C5).
  */
 #include "tile.h"
 
@@ -27,7 +27,7 @@ typedef struct scratch {
     real *k, *v;           /* [keys of a strip][dim_qk], [dim_v] */
     real *d_k, *d_v;       /* as k and v */
     real *p, *d_s, *slope; /* [cols][width] */
-    real *d_q;             /* [rows][dim_qk]: what the strip adds */
+    real *d_q;             /* [rows][dim_qk]: the sum so far */
     real *lse, *low;       /* [width]: lse, and what real has no room for */
     real *delta;           /* [width] */
     real *guard, *row;
@@ -231,29 +231,42 @@ void REAL(bwd_restore)(const attn_plan *plan, const attn_buffers *f, int32_t b, 
 
 /* ---- keys: d_k, d_v, and d_q in turns ---- */
 
-/* Waits until as many strips have added to the tile's d_q as come before this one. They have been claimed, so they are at work. */
-static void wait_for_turn(_Atomic int32_t *turn, int32_t mine) {
-    for (int n = 0; atomic_load_explicit(turn, memory_order_acquire) != mine; n++)
-        if (n > 1000) sched_yield();
+static _Atomic int32_t *turn_of(const attn_rows *t) { return &row_of(t, 0)->turn; }
+
+/* Where the strips leave row r of d_q for each other. */
+static real *unfinished(const attn_rows *t, int32_t r) {
+    int64_t row = attn__lse_index(t->p, &t->s, t->i[r], t->h[r]);
+    return (real *)((char *)attn__part(t->plan, t->f, CPU_D_Q) + row * attn__bwd_d_q(t->p));
 }
 
-/* m->d_q joins what the strips before this one have left; the last of them, [first, last], writes the result. */
-static void add_to_queries(const attn_rows *t, scratch *m, int32_t strip, int32_t first, int32_t last) {
-    const attn_problem *p = t->p;
-    const attn_tensor *to = &t->f->d_q;
-    attn_row *rows = attn__part(t->plan, t->f, CPU_ROWS);
-    _Atomic int32_t *turn = &rows[attn__lse_index(p, &t->s, t->i0, t->h0)].turn;
-    int64_t size = (int64_t)attn_dtype_size(p->dtype);
-    wait_for_turn(turn, strip - first);
+/* m->d_q as the strips before this one have left it; `before` so many. They have been claimed, so they are at work. */
+static void take_turn(const attn_rows *t, scratch *m, int32_t before) {
+    for (int n = 0; atomic_load_explicit(turn_of(t), memory_order_acquire) != before; n++)
+        if (n > 1000) sched_yield();
     for (int32_t r = 0; r < t->rows; r++) {
         real *mine = m->d_q + (int64_t)r * t->dim_qk;
-        int64_t row = attn__lse_index(p, &t->s, t->i[r], t->h[r]), at = attn__q_offset(p, to, &t->s, t->i[r], t->h[r]);
-        real *sum = (real *)((char *)attn__part(t->plan, t->f, CPU_D_Q) + row * attn__bwd_d_q(p));
-        if (strip > first) t->micro->add(strip < last ? sum : mine, strip < last ? mine : sum, t->dim_qk);
-        if (strip == first && strip < last) memcpy(sum, mine, (size_t)t->dim_qk * sizeof *sum);
-        if (strip == last) t->micro->store((char *)to->data + at * size, p->dtype, mine, (real)p->scale, p->dim_qk);
+        size_t bytes = (size_t)t->dim_qk * sizeof *mine;
+        if (before == 0)
+            memset(mine, 0, bytes);
+        else
+            memcpy(mine, unfinished(t, r), bytes);
     }
-    atomic_store_explicit(turn, strip - first + 1, memory_order_release);
+}
+
+/* The strip after this one may go on; the last one writes the result. */
+static void give_turn(const attn_rows *t, const scratch *m, int32_t before, bool is_last) {
+    const attn_problem *p = t->p;
+    const attn_tensor *to = &t->f->d_q;
+    int64_t size = (int64_t)attn_dtype_size(p->dtype);
+    for (int32_t r = 0; r < t->rows; r++) {
+        const real *mine = m->d_q + (int64_t)r * t->dim_qk;
+        int64_t at = attn__q_offset(p, to, &t->s, t->i[r], t->h[r]);
+        if (is_last)
+            t->micro->store((char *)to->data + at * size, p->dtype, mine, (real)p->scale, p->dim_qk);
+        else
+            memcpy(unfinished(t, r), mine, (size_t)t->dim_qk * sizeof *mine);
+    }
+    atomic_store_explicit(turn_of(t), before + 1, memory_order_release);
 }
 
 /* One query tile against one key tile, `at` keys into the strip. */
@@ -271,16 +284,17 @@ static void add_tile(const attn_rows *t, scratch *m, int32_t j0, int32_t at, int
     REAL(tile_gemm)(t, m->d_v + (int64_t)at * t->dim_v, t->dim_v, m->p, m->d_o, t->dim_v, t->dim_v, j0, keys, true, class);
 }
 
-/* One query tile against the strip. */
+/* One query tile against the strip. Its d_q goes on from the tile of keys before: the sum does not know of strips (C5). */
 static void work_queries(const attn_rows *t, scratch *m, const attn_unit *unit) {
     int32_t first, end, strip = unit->row / ATTN_STRIP_KEYS;
     attn__mask_rows(&t->mask, t->i0, t->i0 + t->count, &first, &end);
     if (first >= end || strip < first / ATTN_STRIP_KEYS || strip > (end - 1) / ATTN_STRIP_KEYS) return;
+    int32_t before = strip - first / ATTN_STRIP_KEYS;
     load_rows(t, m, true);
-    memset(m->d_q, 0, (size_t)t->rows * (size_t)t->dim_qk * sizeof(real));
+    if (t->f->d_q.data) take_turn(t, m, before);
     for (int32_t at = 0; at < unit->rows; at += ATTN_TILE_COLS)
         add_tile(t, m, unit->row + at, at, attn__min32(ATTN_TILE_COLS, unit->rows - at));
-    if (t->f->d_q.data) add_to_queries(t, m, strip, first / ATTN_STRIP_KEYS, (end - 1) / ATTN_STRIP_KEYS);
+    if (t->f->d_q.data) give_turn(t, m, before, strip == (end - 1) / ATTN_STRIP_KEYS);
 }
 
 static void store_kv(const attn_rows *t, const attn_tensor *to, const real *from, int32_t dim, double factor, int32_t j0,

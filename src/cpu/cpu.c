@@ -26,7 +26,7 @@ struct attn__micro_f64;
 #undef ISA
 #undef ISA_FORWARD
 
-#define ROW(full_name, op_id, tables, real_name, only, is_wide, row_count, bits, words)                                    \
+#define ROW(full_name, op_id, tables, real_name, only, is_wide, row_count, col_count, bits, words)                         \
     {.name = full_name,                                                                                                    \
      .needs = words,                                                                                                       \
      .op = op_id,                                                                                                          \
@@ -36,15 +36,15 @@ struct attn__micro_f64;
      .impl = &attn__micro_##tables##_##real_name,                                                                          \
      .wider = &attn__micro_##tables##_f64,                                                                                 \
      .rows = row_count,                                                                                                    \
-     .cols = ATTN_TILE_COLS},
+     .cols = col_count},
 #define ANY ATTN_DTYPE_DEFAULT
 #define ISA(isa, bits, words)                                                                                              \
-    ROW("fwd_" #isa "_f32", ATTN_FORWARD, isa, f32, ANY, false, ATTN_TILE_ROWS, bits, words)                               \
-    ROW("fwd_" #isa "_f64", ATTN_FORWARD, isa, f64, ANY, true, ATTN_TILE_ROWS, bits, words)                                \
-    ROW("bwd_" #isa "_f32", ATTN_BACKWARD, isa, f32, ANY, false, ATTN_TILE_ROWS, bits, words)                              \
-    ROW("bwd_" #isa "_f64", ATTN_BACKWARD, isa, f64, ANY, true, ATTN_TILE_ROWS, bits, words)
+    ROW("fwd_" #isa "_f32", ATTN_FORWARD, isa, f32, ANY, false, ATTN_TILE_ROWS, ATTN_TILE_COLS, bits, words)               \
+    ROW("fwd_" #isa "_f64", ATTN_FORWARD, isa, f64, ANY, true, ATTN_TILE_ROWS, ATTN_TILE_COLS, bits, words)                \
+    ROW("bwd_" #isa "_f32", ATTN_BACKWARD, isa, f32, ANY, false, ATTN_TILE_ROWS, ATTN_TILE_COLS, bits, words)              \
+    ROW("bwd_" #isa "_f64", ATTN_BACKWARD, isa, f64, ANY, true, ATTN_TILE_ROWS, ATTN_TILE_COLS, bits, words)
 #define ISA_FORWARD(isa, tables, name, dtype, bits, words)                                                                 \
-    ROW("fwd_" #isa "_" #name, ATTN_FORWARD, tables, f32, dtype, false, ATTN_AMX_ROWS, bits, words)
+    ROW("fwd_" #isa "_" #name, ATTN_FORWARD, tables, f32, dtype, false, ATTN_AMX_ROWS, ATTN_AMX_KEYS, bits, words)
 
 static const attn_kernel kernels[] = {
     {.name = "append_c", .needs = "", .op = ATTN_KV_APPEND},
