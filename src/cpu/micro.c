@@ -263,17 +263,76 @@ static void micro_dots(real *s, int32_t width, const real *k, int64_t ldk, const
 
 /* ---- products of few rows ---- */
 
+/*
+ * Asks for the rows AHEAD of rows [j, j + rows). Where heads lie side by side the rows of one can be pages apart, and then the
+ * hardware does not look ahead by itself. An address past the end does no harm: nothing is read.
+ */
+INLINE void ask_ahead(const void *from, int64_t size, int32_t j, int32_t rows, int64_t row, int32_t dim) {
+    enum { AHEAD = 16, LINE = 64 };
+    for (int32_t i = 0; i < rows; i++) {
+        uintptr_t at = (uintptr_t)from + (uintptr_t)((j + i + AHEAD) * row * size);
+        for (int64_t byte = 0; byte < dim * size; byte += LINE) __builtin_prefetch((const void *)(at + (uintptr_t)byte));
+    }
+}
+
+/* The sums of mr rows and nv vectors of columns go on with so many keys. */
+INLINE void narrow_block(const int mr, const int nv, const attn_dtype of, real *sum, int64_t lds, const real *p,
+                         int32_t width, const void *v, int64_t at, int64_t ldv, int32_t keys) {
+    vreal acc[MR][NV];
+    UNROLL for (int i = 0; i < mr; i++) { UNROLL for (int x = 0; x < nv; x++) acc[i][x] = load(sum + i * lds + x * VL); }
+    for (int32_t j = 0; j < keys; j++, at += ldv, p += width) {
+        vreal value[NV];
+        UNROLL for (int x = 0; x < nv; x++) value[x] = load_any(of, v, at + x * VL);
+        UNROLL for (int i = 0; i < mr; i++) { UNROLL for (int x = 0; x < nv; x++) acc[i][x] += splat(p[i]) * value[x]; }
+    }
+    UNROLL for (int i = 0; i < mr; i++) { UNROLL for (int x = 0; x < nv; x++) store(sum + i * lds + x * VL, acc[i][x]); }
+}
+
+INLINE void narrow_rows(const int nv, const attn_dtype of, real *sum, int64_t lds, const real *p, int32_t width,
+                        const void *v, int64_t at, int64_t ldv, int32_t m, int32_t keys) {
+    for (; m >= 4; m -= 4, sum += 4 * lds, p += 4) narrow_block(4, nv, of, sum, lds, p, width, v, at, ldv, keys);
+    for (; m > 0; m--, sum += lds, p++) narrow_block(1, nv, of, sum, lds, p, width, v, at, ldv, keys);
+}
+
+/*
+ * A few keys at a time for all columns, so that memory is read in its order and ahead of its use; the sums wait in between. They are
+ * those of block(): from zero, in the order of keys, and then onto c.
+ */
+INLINE void narrow_product(const attn_dtype of, real *c, int64_t ldc, const real *p, int32_t width, const void *v,
+                           int64_t ldv, int32_t m, int32_t n, int32_t keys) {
+    enum { KEYS_AT_ONCE = 16, ROWS = 8, COLUMNS = 256 };
+    real sum[ROWS * COLUMNS] __attribute__((aligned(64)));
+    for (int32_t r = 0; r < m; r += ROWS) {
+        for (int32_t first = 0; first < n; first += COLUMNS) {
+            int32_t rows = m - r < ROWS ? m - r : ROWS, columns = n - first < COLUMNS ? n - first : COLUMNS;
+            memset(sum, 0, (size_t)rows * COLUMNS * sizeof *sum);
+            for (int32_t j = 0; j < keys; j += KEYS_AT_ONCE) {
+                int32_t some = keys - j < KEYS_AT_ONCE ? keys - j : KEYS_AT_ONCE, x = 0;
+                const real *weight = p + r + (int64_t)j * width;
+                ask_ahead((const char *)v + first * (int64_t)attn_dtype_size(of), (int64_t)attn_dtype_size(of), j, some,
+                          ldv, columns);
+                for (; x + NV * VL <= columns; x += NV * VL)
+                    narrow_rows(NV, of, sum + x, COLUMNS, weight, width, v, j * ldv + first + x, ldv, rows, some);
+                for (; x < columns; x += VL)
+                    narrow_rows(1, of, sum + x, COLUMNS, weight, width, v, j * ldv + first + x, ldv, rows, some);
+            }
+            for (int32_t i = 0; i < rows; i++)
+                for (int32_t x = 0; x < columns; x++) c[(r + i) * ldc + first + x] += sum[i * COLUMNS + x];
+        }
+    }
+}
+
 static void micro_narrow_gemm(real *c, int64_t ldc, const real *p, int32_t width, const attn_panel *v, int32_t m, int32_t n,
                               int32_t keys) {
-    if (v->dtype == REAL_DTYPE) product(REAL_DTYPE, c, ldc, p, 1, width, v->data, v->row, m, n, keys, true);
+    if (v->dtype == REAL_DTYPE) narrow_product(REAL_DTYPE, c, ldc, p, width, v->data, v->row, m, n, keys);
 #ifdef ATTN_REAL_F64
     else
-        product(ATTN_F32, c, ldc, p, 1, width, v->data, v->row, m, n, keys, true);
+        narrow_product(ATTN_F32, c, ldc, p, width, v->data, v->row, m, n, keys);
 #else
     else if (v->dtype == ATTN_F16)
-        product(ATTN_F16, c, ldc, p, 1, width, v->data, v->row, m, n, keys, true);
+        narrow_product(ATTN_F16, c, ldc, p, width, v->data, v->row, m, n, keys);
     else
-        product(ATTN_BF16, c, ldc, p, 1, width, v->data, v->row, m, n, keys, true);
+        narrow_product(ATTN_BF16, c, ldc, p, width, v->data, v->row, m, n, keys);
 #endif
 }
 
@@ -315,18 +374,6 @@ INLINE void dot_rows(const int kb, const attn_dtype of, real *s, int32_t width, 
     for (; r < rows; r++) dot_block(kb, 1, of, s + r, width, k, at, ldk, q + r * ldq, ldq, dim);
     for (; r < width; r++) {
         UNROLL for (int j = 0; j < kb; j++) s[j * width + r] = 0;
-    }
-}
-
-/*
- * Asks for the rows AHEAD of rows [j, j + rows). Where heads lie side by side the rows of one can be pages apart, and then the
- * hardware does not look ahead by itself. An address past the end does no harm: nothing is read.
- */
-INLINE void ask_ahead(const void *from, int64_t size, int32_t j, int32_t rows, int64_t row, int32_t dim) {
-    enum { AHEAD = 16, LINE = 64 };
-    for (int32_t i = 0; i < rows; i++) {
-        uintptr_t at = (uintptr_t)from + (uintptr_t)((j + i + AHEAD) * row * size);
-        for (int64_t byte = 0; byte < dim * size; byte += LINE) __builtin_prefetch((const void *)(at + (uintptr_t)byte));
     }
 }
 
