@@ -350,6 +350,44 @@ INLINE real sum_of_lanes(vreal v) {
     return x[0][0] + x[0][1];
 }
 
+#if defined(__AVX512F__)
+
+/*
+ * sum_of_lanes of 4 x 4 vectors at once, into s [key][row]. Each step adds halves, as it does, of two vectors, and leaves one: vector
+ * 4 r + j ends up in place r of quarter j.
+ */
+INLINE void sums_of_lanes(real *s, int32_t width, vreal acc[KB][NV]) {
+    vreal x[16];
+    UNROLL16 for (int i = 0; i < 16; i++) x[i] = acc[i % 4][i / 4];
+#ifdef ATTN_REAL_F64
+    UNROLL for (int i = 0; i < 8; i++) x[i] =
+        _mm512_shuffle_f64x2(x[2 * i], x[2 * i + 1], 0x44) + _mm512_shuffle_f64x2(x[2 * i], x[2 * i + 1], 0xee);
+    UNROLL for (int i = 0; i < 4; i++) x[i] =
+        _mm512_shuffle_f64x2(x[2 * i], x[2 * i + 1], 0x88) + _mm512_shuffle_f64x2(x[2 * i], x[2 * i + 1], 0xdd);
+    UNROLL for (int i = 0; i < 2; i++) x[i] =
+        _mm512_unpacklo_pd(x[2 * i], x[2 * i + 1]) + _mm512_unpackhi_pd(x[2 * i], x[2 * i + 1]);
+    real sum[2][8];
+    store(sum[0], x[0]);
+    store(sum[1], x[1]);
+    UNROLL for (int j = 0; j < 4; j++) {
+        memcpy(s + j * width, sum[0] + 2 * j, 2 * sizeof *s);
+        memcpy(s + j * width + 2, sum[1] + 2 * j, 2 * sizeof *s);
+    }
+#else
+    UNROLL for (int i = 0; i < 8; i++) x[i] =
+        _mm512_shuffle_f32x4(x[2 * i], x[2 * i + 1], 0x44) + _mm512_shuffle_f32x4(x[2 * i], x[2 * i + 1], 0xee);
+    UNROLL for (int i = 0; i < 4; i++) x[i] =
+        _mm512_shuffle_f32x4(x[2 * i], x[2 * i + 1], 0x88) + _mm512_shuffle_f32x4(x[2 * i], x[2 * i + 1], 0xdd);
+    UNROLL for (int i = 0; i < 2; i++) x[i] =
+        _mm512_shuffle_ps(x[2 * i], x[2 * i + 1], 0x44) + _mm512_shuffle_ps(x[2 * i], x[2 * i + 1], 0xee);
+    real sum[16];
+    store(sum, _mm512_shuffle_ps(x[0], x[1], 0x88) + _mm512_shuffle_ps(x[0], x[1], 0xdd));
+    UNROLL for (int j = 0; j < 4; j++) memcpy(s + j * width, sum + 4 * j, 4 * sizeof *s);
+#endif
+}
+
+#endif
+
 /* kb keys against rb rows, chains in lanes. */
 INLINE void dot_block(const int kb, const int rb, const attn_dtype of, real *s, int32_t width, const void *k, int64_t at,
                       int64_t ldk, const real *q, int64_t ldq, int32_t dim) {
@@ -363,6 +401,12 @@ INLINE void dot_block(const int kb, const int rb, const attn_dtype of, real *s, 
             UNROLL for (int r = 0; r < rb; r++) acc[j][r] += kv * qv[r];
         }
     }
+#if defined(__AVX512F__)
+    if (kb == 4 && rb == 4) {
+        sums_of_lanes(s, width, acc);
+        return;
+    }
+#endif
     UNROLL for (int j = 0; j < kb; j++) { UNROLL for (int r = 0; r < rb; r++) s[j * width + r] = sum_of_lanes(acc[j][r]); }
 }
 
