@@ -191,7 +191,7 @@ static void restore_make(restored *x, real *q_t, real *guard) {
 static void restore_row(const restored *x, int32_t r) {
     const attn_rows *t = &x->t;
     attn_row *row = row_of(t, r);
-    if (row->lse == -INFINITY) return;
+    if (!isfinite(row->lse)) return; /* of +inf, too, the logarithm below would make NaN */
     double total = x->total[r] + (t->p->flags & ATTN_SINK ? exp((double)t->f->sink[t->h[r]] - row->lse) : 0);
     double off = log(total), ulp = 0x1p-23 * (fabs(row->lse) > 1 ? fabs(row->lse) : 1);
     if (fabs(off) <= ulp) row->lse += off;
@@ -259,8 +259,10 @@ static void give_turn(const attn_rows *t, const scratch *m, int32_t before, bool
     const attn_tensor *to = &t->f->d_q;
     int64_t size = (int64_t)attn_dtype_size(p->dtype);
     for (int32_t r = 0; r < t->rows; r++) {
-        const real *mine = m->d_q + (int64_t)r * t->dim_qk;
+        real *mine = m->d_q + (int64_t)r * t->dim_qk;
         int64_t at = attn__q_offset(p, to, &t->s, t->i[r], t->h[r]);
+        bool is_empty = row_of(t, r)->lse == -INFINITY; /* its d_s, 0, may have met infinite keys (C1) */
+        if (is_empty) memset(mine, 0, (size_t)t->dim_qk * sizeof *mine);
         if (is_last)
             t->micro->store((char *)to->data + at * size, p->dtype, mine, (real)p->scale, p->dim_qk);
         else
