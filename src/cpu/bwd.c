@@ -12,11 +12,13 @@
  * The five products of a tile are done once. d_k and d_v belong to one thread. d_q is a sum over all strips, which take turns, in the
  * order of keys, so its bits depend on nothing else (C5).
  */
+#define _GNU_SOURCE
 #include "tile.h"
 
 #include <math.h>
 #include <sched.h>
 #include <string.h>
+#include <time.h>
 
 #include "../numeric.h"
 
@@ -239,10 +241,22 @@ static real *unfinished(const attn_rows *t, int32_t r) {
     return (real *)((char *)attn__part(t->plan, t->f, CPU_D_Q) + row * attn__bwd_d_q(t->p));
 }
 
-/* m->d_q as the strips before this one have left it; `before` so many. They have been claimed, so they are at work. */
+/*
+ * Waits until as many strips have added to the tile's d_q as come before this one. They have been claimed, so they are at work, or
+ * would be: a thread of a lower real-time priority gets the processor only when this one sleeps.
+ */
+static void wait_for_turn(_Atomic int32_t *turn, int32_t before) {
+    for (int n = 0; atomic_load_explicit(turn, memory_order_acquire) != before; n += n < 100000) {
+        if (n >= 100000)
+            nanosleep(&(struct timespec){.tv_nsec = 50000}, NULL);
+        else if (n > 1000)
+            sched_yield();
+    }
+}
+
+/* m->d_q as the strips before this one have left it; `before` so many. */
 static void take_turn(const attn_rows *t, scratch *m, int32_t before) {
-    for (int n = 0; atomic_load_explicit(turn_of(t), memory_order_acquire) != before; n++)
-        if (n > 1000) sched_yield();
+    wait_for_turn(turn_of(t), before);
     for (int32_t r = 0; r < t->rows; r++) {
         real *mine = m->d_q + (int64_t)r * t->dim_qk;
         size_t bytes = (size_t)t->dim_qk * sizeof *mine;
