@@ -262,12 +262,6 @@ void REAL(fwd_unit)(const attn_plan *plan, const attn_buffers *f, const attn_uni
     attn_seq s = attn__seq(&plan->problem, f, unit->b);
     attn_mask mask = attn__seq_mask(&plan->problem, &s);
     bool is_short = attn__is_short(s.sq);
-#ifndef ATTN_REAL_F64
-    if (attn__takes_amx(plan, &s)) {
-        attn__amx_unit(plan, f, unit, h, slot);
-        return;
-    }
-#endif
     int32_t count = (is_short ? make_short : make_long)(strip, &m, plan, f, unit, h, slot), first, end;
     attn__mask_rows(&mask, unit->row, unit->row + unit->rows, &first, &end);
     if (count == 0) return;
