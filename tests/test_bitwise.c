@@ -141,6 +141,16 @@ TEST(c5_threads_1_to_16_mixed_batch) {
     }
 }
 
+/*
+ * Heads of few rows that fill the longest strip, to the last tile: on one thread, which makes strips as long as they get, and on
+ * many, which makes them shorter.
+ */
+TEST(c5_threads_1_to_16_full_strips_of_few_rows) {
+    rig verify = {.p = problem(ATTN_F16, 4, 64, 4, 16, 130, 16)}, decode = {.p = problem(ATTN_F16, 3, 32, 16, 1, 130, 16)};
+    check_threads(&verify);
+    check_threads(&decode);
+}
+
 /* One head and many strips of keys, of which those in the middle have the most rows: the threads take turns at d_q. */
 TEST(c5_threads_take_turns_at_d_q) {
     for (int window = 0; window < 2; window++) {

@@ -117,6 +117,22 @@ static void minus_infinity_everywhere(attn_context *context, attn_dtype dtype) {
 }
 TEST(c1_bias_of_minus_infinity_for_a_whole_row_gives_zero) { each_cpu(minus_infinity_everywhere); }
 
+/* Keys of -inf: every score is, and no p = 0 may meet the infinity in the gradients. Few rows, and many; one strip of keys, and two. */
+static void keys_of_minus_infinity(attn_context *context, attn_dtype dtype) {
+    static const int32_t rows[] = {3, 73, 20}, keys[] = {70, 70, 600};
+    for (int n = 0; n < 3; n++) {
+        rig r = {.p = problem(dtype, 1, 2, 1, rows[n], keys[n], 16), .backward = true};
+        CHECK(rig_make(&r, 14));
+        for (int64_t x = 0; x < rows[n] * 2 * 16; x++) attn__store(dtype, r.f.q.data, x, 1);
+        for (int64_t x = 0; x < keys[n] * 16; x++) attn__store(dtype, r.f.k.data, x, -INFINITY);
+        CHECK_OK(rig_run(&r, context));
+        for (int32_t i = 0; i < rows[n]; i++) check_row_is_empty(&r, 0, i);
+        check_finite_gradients(&r);
+        rig_free(&r);
+    }
+}
+TEST(c1_keys_of_minus_infinity_give_zero) { each_cpu(keys_of_minus_infinity); }
+
 /* ---- C2: memory that does not count ---- */
 
 /* Makes the rig twice, runs the second one with `poison` applied to its inputs, and compares every output bit. */

@@ -98,26 +98,79 @@ static void scale_too_small_for_float(attn_context *context, attn_dtype dtype) {
 }
 TEST(s01_scale_that_is_zero_in_float) { each_cpu(scale_too_small_for_float); }
 
-/* Scores of 3e38 are floats, but no more in base 2: o is the mean of V all the same, and lse is 3e38. */
-static void lse_near_the_largest_float(attn_context *context, attn_dtype dtype) {
-    enum { SQ = 20, SK = 141, D = 16 };
+/* q is `q`, k is `k` with the sign of every other dim turned where `turn`: every row is to be the mean of V. */
+static void check_equal_scores(attn_context *context, attn_dtype dtype, double scale, double q, double k, bool turn) {
+    enum { SQ = 40, SK = 141, D = 16 };
     rig r = {.p = problem(dtype, 1, 1, 1, SQ, SK, D)};
     r.p.flags = ATTN_SCALE;
-    r.p.scale = 3e38 / 0x1p34;
+    r.p.scale = scale;
     CHECK(rig_make(&r, 11));
-    for (int64_t x = 0; x < SQ * D; x++) attn__store(dtype, r.f.q.data, x, 32768);
-    for (int64_t x = 0; x < SK * D; x++) attn__store(dtype, r.f.k.data, x, 32768);
+    for (int64_t x = 0; x < SQ * D; x++) attn__store(dtype, r.f.q.data, x, q);
+    for (int64_t x = 0; x < SK * D; x++) attn__store(dtype, r.f.k.data, x, turn && x % 2 ? -k : k);
     CHECK_OK(rig_run(&r, context));
     rig expected = reference(&r, 11);
     for (int32_t i = 0; i < SQ; i++) {
-        CHECK_CLOSE(rig_lse(&r, 0, i, 0), rig_lse(&expected, 0, i, 0), 3e38 * 1e-6);
+        double lse = rig_lse(&expected, 0, i, 0);
+        CHECK_CLOSE(rig_lse(&r, 0, i, 0), lse, 1e-6 * fabs(lse));
         for (int32_t x = 0; x < D; x++)
             CHECK_CLOSE(rig_o(&r, 0, i, 0, x), rig_o(&expected, 0, i, 0, x), rounding_of(dtype));
     }
     rig_free(&expected);
     rig_free(&r);
 }
+
+/* Scores of 3e38 are floats, but no more in base 2: o is the mean of V all the same, and lse is 3e38. */
+static void lse_near_the_largest_float(attn_context *context, attn_dtype dtype) {
+    check_equal_scores(context, dtype, 3e38 / 0x1p34, 32768, 32768, false);
+    if (on_host()) check_equal_scores(context, dtype, 3e38 / 0x1p34, -32768, 32768, false);
+}
 TEST(s01_lse_near_the_largest_float) { each_cpu(lse_near_the_largest_float); }
+
+/* Dot products that overflow before they are scaled, up, down or both, and not afterwards. */
+static void overflow_before_the_scale(attn_context *context, attn_dtype dtype) {
+    static const double scales[] = {1e-10, -1e-10, 1e-36};
+    for (size_t n = 0; n < 3 && dtype != ATTN_F16 && on_host(); n++) {
+        check_equal_scores(context, dtype, scales[n], 0x1p66, 0x1p66, false);
+        check_equal_scores(context, dtype, scales[n], -0x1p66, 0x1p66, false);
+        check_equal_scores(context, dtype, scales[n], 0x1p66, 0x1p66, true);
+    }
+}
+TEST(s01_dot_products_that_overflow_before_the_scale) { each_cpu(overflow_before_the_scale); }
+
+/* What some call a mask: a bias of -FLT_MAX for every key of a row gives the mean of V, beside rows that have none. */
+static void bias_of_the_smallest_float(attn_context *context, attn_dtype dtype) {
+    enum { SQ = 40, SK = 141, D = 16 };
+    rig r = {.p = problem(dtype, 1, 1, 1, SQ, SK, D)};
+    r.p.flags = ATTN_BIAS;
+    r.p.bias_dtype = ATTN_F32;
+    if (dtype == ATTN_F64 || !on_host()) return;
+    CHECK(rig_make(&r, 12));
+    for (int64_t x = 0; x < 20 * SK; x++) ((float *)r.f.bias.data)[x] = -3.40282347e38f;
+    CHECK_OK(rig_run(&r, context));
+    rig expected = reference(&r, 12);
+    for (int32_t i = 0; i < SQ; i++)
+        for (int32_t x = 0; x < D; x++)
+            CHECK_CLOSE(rig_o(&r, 0, i, 0, x), rig_o(&expected, 0, i, 0, x), rounding_of(dtype));
+    rig_free(&expected);
+    rig_free(&r);
+}
+TEST(s04_bias_of_the_smallest_float_for_a_whole_row) { each_cpu(bias_of_the_smallest_float); }
+
+/* An lse of +inf, from elsewhere, makes every p 0, and so the gradients; few rows, whose lse is improved, and many. */
+static void infinite_lse(attn_context *context, attn_dtype dtype) {
+    for (int32_t rows = 3; rows < 80 && test_has_backward(context); rows += 70) {
+        rig r = {.p = problem(dtype, 1, 2, 1, rows, 70, 16), .backward = true};
+        CHECK(rig_make(&r, 13));
+        CHECK_OK(rig_run(&r, context));
+        for (int32_t n = 0; n < 2 * rows; n++)
+            attn__store(dtype == ATTN_F64 ? ATTN_F64 : ATTN_F32, r.f.lse, n, (double)INFINITY);
+        CHECK_OK(rig_run_op(&r, context, ATTN_BACKWARD, rig_backward_buffers(&r)));
+        for (int64_t x = 0; x < (int64_t)rows * 2 * 16; x++) CHECK(attn__load(dtype, r.f.d_q.data, x) == 0);
+        for (int64_t x = 0; x < 70 * 16; x++) CHECK(attn__load(dtype, r.f.d_v.data, x) == 0);
+        rig_free(&r);
+    }
+}
+TEST(s07_lse_of_infinity_gives_zero_gradients) { each_cpu(infinite_lse); }
 
 /* ---- infinities ---- */
 

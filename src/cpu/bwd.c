@@ -12,11 +12,13 @@
  * The five products of a tile are done once. d_k and d_v belong to one thread. d_q is a sum over all strips, which take turns, in the
  * order of keys, so its bits depend on nothing else (C5).
  */
+#define _GNU_SOURCE
 #include "tile.h"
 
 #include <math.h>
 #include <sched.h>
 #include <string.h>
+#include <time.h>
 
 #include "../numeric.h"
 
@@ -191,7 +193,7 @@ static void restore_make(restored *x, real *q_t, real *guard) {
 static void restore_row(const restored *x, int32_t r) {
     const attn_rows *t = &x->t;
     attn_row *row = row_of(t, r);
-    if (row->lse == -INFINITY) return;
+    if (!isfinite(row->lse)) return; /* of +inf, too, the logarithm below would make NaN */
     double total = x->total[r] + (t->p->flags & ATTN_SINK ? exp((double)t->f->sink[t->h[r]] - row->lse) : 0);
     double off = log(total), ulp = 0x1p-23 * (fabs(row->lse) > 1 ? fabs(row->lse) : 1);
     if (fabs(off) <= ulp) row->lse += off;
@@ -239,10 +241,22 @@ static real *unfinished(const attn_rows *t, int32_t r) {
     return (real *)((char *)attn__part(t->plan, t->f, CPU_D_Q) + row * attn__bwd_d_q(t->p));
 }
 
-/* m->d_q as the strips before this one have left it; `before` so many. They have been claimed, so they are at work. */
+/*
+ * Waits until as many strips have added to the tile's d_q as come before this one. They have been claimed, so they are at work, or
+ * would be: a thread of a lower real-time priority gets the processor only when this one sleeps.
+ */
+static void wait_for_turn(_Atomic int32_t *turn, int32_t before) {
+    for (int n = 0; atomic_load_explicit(turn, memory_order_acquire) != before; n += n < 100000) {
+        if (n >= 100000)
+            nanosleep(&(struct timespec){.tv_nsec = 50000}, NULL);
+        else if (n > 1000)
+            sched_yield();
+    }
+}
+
+/* m->d_q as the strips before this one have left it; `before` so many. */
 static void take_turn(const attn_rows *t, scratch *m, int32_t before) {
-    for (int n = 0; atomic_load_explicit(turn_of(t), memory_order_acquire) != before; n++)
-        if (n > 1000) sched_yield();
+    wait_for_turn(turn_of(t), before);
     for (int32_t r = 0; r < t->rows; r++) {
         real *mine = m->d_q + (int64_t)r * t->dim_qk;
         size_t bytes = (size_t)t->dim_qk * sizeof *mine;
@@ -259,8 +273,10 @@ static void give_turn(const attn_rows *t, const scratch *m, int32_t before, bool
     const attn_tensor *to = &t->f->d_q;
     int64_t size = (int64_t)attn_dtype_size(p->dtype);
     for (int32_t r = 0; r < t->rows; r++) {
-        const real *mine = m->d_q + (int64_t)r * t->dim_qk;
+        real *mine = m->d_q + (int64_t)r * t->dim_qk;
         int64_t at = attn__q_offset(p, to, &t->s, t->i[r], t->h[r]);
+        bool is_empty = row_of(t, r)->lse == -INFINITY; /* its d_s, 0, may have met infinite keys (C1) */
+        if (is_empty) memset(mine, 0, (size_t)t->dim_qk * sizeof *mine);
         if (is_last)
             t->micro->store((char *)to->data + at * size, p->dtype, mine, (real)p->scale, p->dim_qk);
         else

@@ -191,7 +191,12 @@ static void work_unit(void *arg, int64_t index, int32_t slot) {
         !attn__is_short(j->plan->problem.max_q); /* its keys may still be near; few rows read each key but once */
     const attn_unit *unit = &j->units[by_head ? index % j->count : index / heads];
     int32_t h = (int32_t)(by_head ? index / j->count : index % heads);
-    (in_double(j, unit->b) ? attn__fwd_unit_f64 : attn__fwd_unit_f32)(j->plan, j->f, unit, h, slot);
+    attn_seq s = attn__seq(&j->plan->problem, j->f, unit->b);
+    void (*work)(const attn_plan *, const attn_buffers *, const attn_unit *, int32_t, int32_t) =
+        attn__takes_amx(j->plan, &s)             ? attn__amx_unit
+        : attn__in_double(&j->plan->problem, &s) ? attn__fwd_unit_f64
+                                                 : attn__fwd_unit_f32;
+    work(j->plan, j->f, unit, h, slot);
 }
 
 static void fold_sequence(void *arg, int64_t index, int32_t slot) {

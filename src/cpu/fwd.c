@@ -160,8 +160,12 @@ void REAL(fwd_finish_row)(const attn_rows *t, int32_t r, const real *o, double m
     if (f->lse) attn__store(attn__real_dtype(p->dtype), f->lse, attn__lse_index(p, &t->s, t->i[r], t->h[r]), lse);
 }
 
+static void finish_row(const attn_rows *t, const state *st, int32_t r) {
+    REAL(fwd_finish_row)(t, r, st->o + (int64_t)r * t->dim_v, st->max[r], st->sum[r]);
+}
+
 static void finish(const attn_rows *t, const state *st) {
-    for (int32_t r = 0; r < t->rows; r++) REAL(fwd_finish_row)(t, r, st->o + (int64_t)r * t->dim_v, st->max[r], st->sum[r]);
+    for (int32_t r = 0; r < t->rows; r++) finish_row(t, st, r);
 }
 
 /* ---- chunks that other threads fold ---- */
@@ -258,12 +262,6 @@ void REAL(fwd_unit)(const attn_plan *plan, const attn_buffers *f, const attn_uni
     attn_seq s = attn__seq(&plan->problem, f, unit->b);
     attn_mask mask = attn__seq_mask(&plan->problem, &s);
     bool is_short = attn__is_short(s.sq);
-#ifndef ATTN_REAL_F64
-    if (attn__takes_amx(plan, &s)) {
-        attn__amx_unit(plan, f, unit, h, slot);
-        return;
-    }
-#endif
     int32_t count = (is_short ? make_short : make_long)(strip, &m, plan, f, unit, h, slot), first, end;
     attn__mask_rows(&mask, unit->row, unit->row + unit->rows, &first, &end);
     if (count == 0) return;
@@ -288,14 +286,16 @@ void REAL(fwd_unit)(const attn_plan *plan, const attn_buffers *f, const attn_uni
 }
 
 #ifndef ATTN_REAL_F64
-void attn__fwd_row(const attn_plan *plan, const attn_buffers *f, const attn_unit *row, int32_t h, int32_t slot) {
+void attn__fwd_rows(const attn_plan *plan, const attn_buffers *f, const attn_unit *tile, uint32_t which, int32_t h,
+                    int32_t slot) {
     member x;
     scratch m;
     int32_t first, end;
-    REAL(tile_make)(&x.t, plan, f, row, h, false);
+    REAL(tile_make)(&x.t, plan, f, tile, h, false);
     join(&x, 0, &m, slot);
-    attn__mask_rows(&x.t.mask, row->row, row->row + 1, &first, &end);
+    attn__mask_rows(&x.t.mask, tile->row, tile->row + tile->rows, &first, &end);
     work_keys(&x, 1, &m, first, end);
-    finish(&x.t, &x.now);
+    for (int32_t r = 0; r < tile->rows; r++)
+        if (which >> r & 1) finish_row(&x.t, &x.now, r);
 }
 #endif

@@ -12,7 +12,10 @@
  * clearly above 0 all tiles are scaled first, by the same arithmetic. The bits of a row depend on neither its neighbours nor the class
  * of its tiles (C5).
  *
- * The softmax works in base 2, so scores beyond 2^127 / log2(e) are too large for it. Rows that have such are done again by fwd.c.
+ * The softmax works in base 2, so scores beyond 2^127 / log2(e), of either sign, are too large for it; and a dot product that is not
+ * scaled yet may overflow where its score does not. Where that can be, a row ends without a finite maximum or with a sum that is
+ * no number above 0. Such rows are done again by fwd.c, a tile at a time, so that many of them (a bias of -FLT_MAX for padding) take no
+ * longer than there. A scale next to 0 is left to it altogether: it could bring an overflow back among other scores.
  */
 #include "amx.h"
 
@@ -370,6 +373,14 @@ static void work_items(strip *s, int32_t first, int32_t end) {
     }
 }
 
+/* May fwd.c have another result for row r? A row whose window is empty has none in either. */
+static bool is_doubtful(const member *x, int32_t r) {
+    const attn_rows *t = &x->panel[r / 16];
+    int32_t first, end;
+    attn__mask_row(&t->mask, t->i[r % 16], &first, &end);
+    return first < end && !(x->max[r] < INFINITY && x->sum[r] > 0);
+}
+
 /* Returns the rows that are to be done again, as bits. */
 static uint32_t finish(const strip *s, const member *x) {
     int32_t dim = (int32_t)pad32(s->plan->problem.dim_v);
@@ -378,7 +389,7 @@ static uint32_t finish(const strip *s, const member *x) {
         float *out = s->m.out + (int64_t)(r % 16) * dim;
         if (r % 16 == 0) attn__amx_transpose(s->m.out, dim, x->o + (int64_t)r * dim, dim);
         attn__fwd_finish_row_f32(&x->panel[r / 16], r % 16, out, x->max[r] * 0.69314718055994530942, x->sum[r]);
-        if (x->max[r] == INFINITY) again |= UINT32_C(1) << r;
+        if (is_doubtful(x, r)) again |= UINT32_C(1) << r;
     }
     return again;
 }
@@ -399,16 +410,17 @@ void attn__amx_unit(const attn_plan *plan, const attn_buffers *f, const attn_uni
         }
     }
     attn__mask_rows(&s.tile->panel->mask, unit->row, unit->row + unit->rows, &first, &end);
-    attn__amx_begin();
-    work_items(&s, first, end);
-    attn__amx_end();
+    if (!(fabsf(s.scale) < 1e-30f)) {
+        attn__amx_begin();
+        work_items(&s, first, end);
+        attn__amx_end();
+    }
     uint32_t again[MEMBERS];
     for (int32_t n = 0; n < s.count; n++) again[n] = finish(&s, &s.tile[n]);
     for (int32_t n = 0; n < s.count; n++) { /* the scratch is theirs now */
-        for (int32_t r = 0; r < s.tile[n].rows; r++) {
-            const attn_rows *t = s.tile[n].panel;
-            if (again[n] >> r & 1) attn__fwd_row(plan, f, &(attn_unit){unit->b, t->i0 + r, 1, -1}, t->h0, slot);
-        }
+        const attn_rows *t = s.tile[n].panel;
+        attn_unit tile = {unit->b, t->i0, s.tile[n].rows, -1};
+        if (again[n]) attn__fwd_rows(plan, f, &tile, again[n], t->h0, slot);
     }
 }
 

@@ -7,23 +7,21 @@
 bool REAL(tile_make)(attn_rows *t, const attn_plan *plan, const attn_buffers *f, const attn_unit *unit, int32_t h,
                      bool pack) {
     const attn_problem *p = &plan->problem;
-    int32_t group = p->heads_q / p->heads_kv;
+    attn_seq s = attn__seq(p, f, unit->b);
+    int32_t group = p->heads_q / p->heads_kv, in_group = h % group;
+    int32_t fit = pack && attn__is_short(s.sq) ? ATTN_TILE_ROWS / unit->rows : 1;
+    if (in_group % fit != 0) return false; /* *t is left alone: it may be one past the last of a strip */
     t->plan = plan;
     t->p = p;
     t->f = f;
     t->micro = plan->kernel->REAL_MICRO;
-    t->s = attn__seq(p, f, unit->b);
+    t->s = s;
     t->mask = attn__seq_mask(p, &t->s);
     t->kv_head = h / group;
     t->h0 = h;
     t->i0 = unit->row;
     t->count = unit->rows;
-    t->heads = 1;
-    if (pack && attn__is_short(t->s.sq)) {
-        int32_t fit = ATTN_TILE_ROWS / t->count, in_group = h % group;
-        if (in_group % fit != 0) return false;
-        t->heads = attn__min32(fit, group - in_group);
-    }
+    t->heads = attn__min32(fit, group - in_group);
     t->rows = t->heads * t->count;
     t->width = attn__pad(t->rows);
     t->narrow = false;

@@ -35,7 +35,7 @@ typedef REAL(tile) attn_rows;
 
 /*
  * Sets up the tile. pack: heads of a short sequence share a tile, and the result is false when query head h is not the first
- * of its tile, whose turn does its work; otherwise the tile has one head.
+ * of its tile, whose turn does its work: then *t is not touched. Otherwise the tile has one head.
  */
 bool REAL(tile_make)(attn_rows *t, const attn_plan *plan, const attn_buffers *f, const attn_unit *unit, int32_t h,
                      bool pack);

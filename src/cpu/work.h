@@ -117,8 +117,9 @@ static inline bool attn__takes_amx(const attn_plan *plan, const attn_seq *s) {
 }
 void attn__amx_unit(const attn_plan *plan, const attn_buffers *f, const attn_unit *unit, int32_t h, int32_t slot);
 int64_t attn__amx_scratch(const attn_plan *plan);
-void attn__fwd_row(const attn_plan *plan, const attn_buffers *f, const attn_unit *row, int32_t h,
-                   int32_t slot); /* by fwd.c, one row */
+/* By fwd.c: those rows of the tile, at most 32, whose bits are set in `which`. */
+void attn__fwd_rows(const attn_plan *plan, const attn_buffers *f, const attn_unit *tile, uint32_t which, int32_t h,
+                    int32_t slot);
 
 /* The backward (passes.c). */
 attn_status attn__backward(const attn_plan *plan, const attn_buffers *f);
