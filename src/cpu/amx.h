@@ -133,6 +133,34 @@ typedef struct attn_amx_softmax {
  */
 void attn__amx_softmax(const attn_amx_softmax *step, const attn_amx_product *products, int32_t count);
 
+/* Is there neither NaN nor infinity among `rows` of `dim` elements, `row` apart? */
+bool attn__amx_finite(const uint16_t *from, int64_t row, int32_t rows, int32_t dim);
+
+/*
+ * Between the products of the backward, for 32 query rows, two panels:
+ *
+ *     p = e^(scale * s + rest - lse)        d_s = p (keep * d_p - delta) slope
+ *
+ * both rounded to bf16 (to the nearest, half-way to even; subnormals become 0). p is 0 where s is -inf or lse is +inf, whatever else there is;
+ * d_s is 0 where p is. The columns have nothing to do with each other.
+ */
+typedef struct attn_amx_gradients {
+    const float *s, *d_p;      /* [2][keys][16], `panel` from the first to the second */
+    const float *slope, *rest; /* the same; NULL: 1 and 0 */
+    int64_t panel;
+    int32_t keys; /* a multiple of 32 */
+    float scale, keep;
+    const float *lse, *delta; /* [32] */
+    uint16_t *p, *d_s;        /* operands a, m over keys, k over these rows; panels are `down` apart */
+    int64_t down;
+    uint16_t *pairs; /* d_s as operand b, k over keys, n over rows in the order of attn__amx_row; panels are 16 * keys apart */
+} attn_amx_gradients;
+
+void attn__amx_gradients(const attn_amx_gradients *step);
+
+/* The row, of 32, that is column `c` of panel `n` of `pairs`: what is cheapest to make has them in groups of four. */
+static inline int32_t attn__amx_row(int32_t n, int32_t c) { return c / 4 * 8 + n * 4 + c % 4; }
+
 /* o[dim][16] times alpha[16], a panel of O^T; nothing is done where alpha is 1. */
 void attn__amx_rescale(float *o, int32_t dim, const float *alpha);
 

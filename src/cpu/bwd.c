@@ -76,7 +76,7 @@ int64_t REAL(bwd_scratch)(const attn_problem *p) {
 }
 
 static void thread_scratch(const attn_plan *plan, const attn_buffers *f, int32_t slot, scratch *m) {
-    lay_out(m, (char *)attn__part(plan, f, CPU_SCRATCH) + slot * attn__bwd_scratch(&plan->problem), &plan->problem);
+    lay_out(m, (char *)attn__part(plan, f, CPU_SCRATCH) + slot * attn__bwd_scratch(plan), &plan->problem);
 }
 
 /* ---- rows: lse and delta ---- */
@@ -196,23 +196,34 @@ static void wait_for_turn(_Atomic int32_t *turn, int32_t mine) {
         if (n > 1000) sched_yield();
 }
 
-/* m->d_q joins what the strips before this one have left; the last of them, [first, last], writes the result. */
-static void add_to_queries(const attn_rows *t, scratch *m, int32_t strip, int32_t first, int32_t last) {
+static _Atomic int32_t *turn_of(const attn_rows *t) {
+    attn_row *rows = attn__part(t->plan, t->f, CPU_ROWS);
+    return &rows[attn__lse_index(t->p, &t->s, t->i0, t->h0)].turn;
+}
+
+void REAL(bwd_begin_turn)(const attn_rows *t, int32_t mine) { wait_for_turn(turn_of(t), mine); }
+
+void REAL(bwd_end_turn)(const attn_rows *t, int32_t mine) {
+    atomic_store_explicit(turn_of(t), mine + 1, memory_order_release);
+}
+
+void REAL(bwd_add_row)(const attn_rows *t, int32_t r, real *mine, bool is_first, bool is_last) {
     const attn_problem *p = t->p;
     const attn_tensor *to = &t->f->d_q;
-    attn_row *rows = attn__part(t->plan, t->f, CPU_ROWS);
-    _Atomic int32_t *turn = &rows[attn__lse_index(p, &t->s, t->i0, t->h0)].turn;
-    int64_t size = (int64_t)attn_dtype_size(p->dtype);
-    wait_for_turn(turn, strip - first);
-    for (int32_t r = 0; r < t->rows; r++) {
-        real *mine = m->d_q + (int64_t)r * t->dim_qk;
-        int64_t row = attn__lse_index(p, &t->s, t->i[r], t->h[r]), at = attn__q_offset(p, to, &t->s, t->i[r], t->h[r]);
-        real *sum = (real *)((char *)attn__part(t->plan, t->f, CPU_D_Q) + row * attn__bwd_d_q(p));
-        if (strip > first) t->micro->add(strip < last ? sum : mine, strip < last ? mine : sum, t->dim_qk);
-        if (strip == first && strip < last) memcpy(sum, mine, (size_t)t->dim_qk * sizeof *sum);
-        if (strip == last) t->micro->store((char *)to->data + at * size, p->dtype, mine, (real)p->scale, p->dim_qk);
-    }
-    atomic_store_explicit(turn, strip - first + 1, memory_order_release);
+    int64_t row = attn__lse_index(p, &t->s, t->i[r], t->h[r]), at = attn__q_offset(p, to, &t->s, t->i[r], t->h[r]);
+    real *sum = (real *)((char *)attn__part(t->plan, t->f, CPU_D_Q) + row * attn__bwd_d_q(p));
+    if (!is_first) t->micro->add(is_last ? mine : sum, is_last ? sum : mine, t->dim_qk);
+    if (is_first && !is_last) memcpy(sum, mine, (size_t)t->dim_qk * sizeof *sum);
+    if (is_last)
+        t->micro->store((char *)to->data + at * (int64_t)attn_dtype_size(p->dtype), p->dtype, mine, (real)p->scale, p->dim_qk);
+}
+
+/* m->d_q joins what the strips before this one have left; the last of them, [first, last], writes the result. */
+static void add_to_queries(const attn_rows *t, scratch *m, int32_t strip, int32_t first, int32_t last) {
+    REAL(bwd_begin_turn)(t, strip - first);
+    for (int32_t r = 0; r < t->rows; r++)
+        REAL(bwd_add_row)(t, r, m->d_q + (int64_t)r * t->dim_qk, strip == first, strip == last);
+    REAL(bwd_end_turn)(t, strip - first);
 }
 
 /* One query tile against one key tile, `at` keys into the strip. */
