@@ -100,11 +100,11 @@ typedef struct analysis {
     oracle *o;
     const check_case *c;
     arithmetic how;
-    double unit;      /* roundoff of the arithmetic */
-    double least;     /* its smallest normal number: probabilities below may vanish */
-    double keep;      /* 1 / (1 - dropout) */
-    magnitude *k, *v; /* [max_kv] of this sequence and KV head */
-    double *e;        /* [max_kv]: e_ij of this row; 0: masked */
+    double unit;                         /* roundoff of the arithmetic */
+    double least;                        /* its smallest normal number: probabilities below may vanish */
+    double keep;                         /* 1 / (1 - dropout) */
+    magnitude *k, *v;                    /* [max_kv] of this sequence and KV head */
+    double *e;                           /* [max_kv]: e_ij of this row; 0: masked */
     double *d_k_rounding, *d_v_rounding; /* [as d_k, d_v without dims]: sums of squares, see rounding_add */
     int b, h, kv_head;
 } analysis;

@@ -224,9 +224,7 @@ INLINE __m512i transpose_eight(uint16_t *to, const uint16_t *from, int64_t row, 
 }
 
 /* Are elements finite of which the largest, doubled, are these? */
-INLINE bool is_finite(__m512i most) {
-    return _mm512_cmpge_epu16_mask(most, _mm512_set1_epi16((short)(2 * 0x7f80))) == 0;
-}
+INLINE bool is_finite(__m512i most) { return _mm512_cmpge_epu16_mask(most, _mm512_set1_epi16((short)(2 * 0x7f80))) == 0; }
 
 bool attn__amx_pack_columns(uint16_t *a, const uint16_t *from, int64_t row, int32_t rows, int32_t dim) {
     int64_t panel = attn__ceil_div(rows, 32) * ATTN_AMX_TILE;
@@ -283,7 +281,7 @@ void attn__amx_pack_pairs(uint16_t *b, const uint16_t *from, int64_t row, int32_
     }
 }
 
-/* ---- operands from floats ---- */
+/* ---- softmax ---- */
 
 /* Two vectors as bf16, their elements in turn; a number half-way between two goes to the larger. */
 INLINE __m512i join(__m512 even, __m512 odd) {
@@ -292,33 +290,6 @@ INLINE __m512i join(__m512 even, __m512 odd) {
     KEEP(low);
     return _mm512_mask_blend_epi16(0xaaaaaaaa, low, _mm512_add_epi32(_mm512_castps_si512(odd), half));
 }
-
-void attn__amx_to_pairs(uint16_t *b, int64_t b_panel, const float *x, int64_t ld, int64_t panel, int32_t keys,
-                        int32_t width) {
-    for (int32_t r = 0; r < width; r += 16, b += b_panel, x += panel) {
-        uint16_t *to = b;
-        for (int32_t j = 0; j < (keys + 31) / 32 * 32; j += 2, to += 32) {
-            __m512 even = j < keys ? _mm512_loadu_ps(x + j * ld) : _mm512_setzero_ps();
-            __m512 odd = j + 1 < keys ? _mm512_loadu_ps(x + (j + 1) * ld) : _mm512_setzero_ps();
-            _mm512_storeu_si512(to, join(even, odd));
-        }
-    }
-}
-
-void attn__amx_to_rows(uint16_t *a, const float *x, int64_t ld, int64_t panel, int32_t keys, int32_t width) {
-    int64_t a_panel = attn__ceil_div(width, 32) * ATTN_AMX_TILE;
-    for (int32_t j = 0; j < (keys + 31) / 32 * 32; j++) {
-        uint16_t *to = a + j / 16 * a_panel + (ptrdiff_t)(j % 16) * 32;
-        const float *from = x + j * ld;
-        for (int32_t r = 0; r < width; r += 32, to += ATTN_AMX_TILE, from += 2 * panel) {
-            __m512 low = j < keys ? _mm512_loadu_ps(from) : _mm512_setzero_ps();
-            __m512 high = j < keys && r + 16 < width ? _mm512_loadu_ps(from + panel) : _mm512_setzero_ps();
-            _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh(high, low));
-        }
-    }
-}
-
-/* ---- softmax ---- */
 
 /*
  * 2^t for t <= 0: 2^floor(t) times a polynomial in t - floor(t), minimax for the relative error, 7.5e-8; 1.5e-7 with rounding. It

@@ -53,7 +53,7 @@ static inline attn_amx_a attn__amx_in_place(const uint16_t *rows, int64_t row) {
     return (attn_amx_a){rows, row, 32, 16 * row};
 }
 
-/* What pack_rows, pack_columns and to_rows leave, of k (padded), from tile x0 on. */
+/* What pack_rows and pack_columns leave, of k (padded), from tile x0 on. */
 static inline attn_amx_a attn__amx_packed(const uint16_t *packed, int32_t k, int32_t x0) {
     return (attn_amx_a){packed + (int64_t)x0 * ATTN_AMX_TILE, 32, ATTN_AMX_TILE, (int64_t)k / 32 * ATTN_AMX_TILE};
 }
@@ -93,18 +93,6 @@ void attn__amx_pack_dims(uint16_t *b, const uint16_t *from, int64_t row, int32_t
 
 /* b with n over dims, k over rows. The panels are ceil(dim / 16). */
 void attn__amx_pack_pairs(uint16_t *b, const uint16_t *from, int64_t row, int32_t rows, int32_t dim);
-
-/*
- * ---- operands from scores: x has `keys` rows, `ld` apart, of 16 columns; panels of 16 columns are `panel` apart ----
- * width, a multiple of 16, counts the columns. Rounded to bf16.
- */
-
-/* a with m over keys, k over columns. To the nearest, half-way to even; subnormals become 0. */
-void attn__amx_to_rows(uint16_t *a, const float *x, int64_t ld, int64_t panel, int32_t keys, int32_t width);
-
-/* b with n over columns, k over keys; its panels are `b_panel` apart. To the nearest, half-way away from 0. */
-void attn__amx_to_pairs(uint16_t *b, int64_t b_panel, const float *x, int64_t ld, int64_t panel, int32_t keys,
-                        int32_t width);
 
 /* ---- between the products ---- */
 
@@ -153,7 +141,8 @@ typedef struct attn_amx_gradients {
     const float *lse, *delta; /* [32] */
     uint16_t *p, *d_s;        /* operands a, m over keys, k over these rows; panels are `down` apart */
     int64_t down;
-    uint16_t *pairs; /* d_s as operand b, k over keys, n over rows in the order of attn__amx_row; panels are 16 * keys apart */
+    uint16_t
+        *pairs; /* d_s as operand b, k over keys, n over rows in the order of attn__amx_row; panels are 16 * keys apart */
 } attn_amx_gradients;
 
 void attn__amx_gradients(const attn_amx_gradients *step);

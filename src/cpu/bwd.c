@@ -215,7 +215,8 @@ void REAL(bwd_add_row)(const attn_rows *t, int32_t r, real *mine, bool is_first,
     if (!is_first) t->micro->add(is_last ? mine : sum, is_last ? sum : mine, t->dim_qk);
     if (is_first && !is_last) memcpy(sum, mine, (size_t)t->dim_qk * sizeof *sum);
     if (is_last)
-        t->micro->store((char *)to->data + at * (int64_t)attn_dtype_size(p->dtype), p->dtype, mine, (real)p->scale, p->dim_qk);
+        t->micro->store((char *)to->data + at * (int64_t)attn_dtype_size(p->dtype), p->dtype, mine, (real)p->scale,
+                        p->dim_qk);
 }
 
 /* m->d_q joins what the strips before this one have left; the last of them, [first, last], writes the result. */

@@ -25,27 +25,27 @@
 #ifdef ATTN_HAVE_AMX
 
 enum {
-    ROWS = 128,                    /* of a tile; a multiple of 32 */
-    KEYS = 128,                    /* of a block; a multiple of ATTN_TILE_COLS */
-    STRIP = ATTN_STRIP_KEYS,       /* of a unit */
+    ROWS = 128,              /* of a tile; a multiple of 32 */
+    KEYS = 256,              /* of a block; a multiple of ATTN_TILE_COLS */
+    STRIP = ATTN_STRIP_KEYS, /* of a unit */
     CLASSES = KEYS / ATTN_TILE_COLS,
     PARTS = ROWS / ATTN_AMX_ROWS
 };
 
 /* One thread's memory. */
 typedef struct scratch {
-    uint16_t *k, *v;             /* operands a: m over keys */
-    uint16_t *k_t;               /* K^T, m over dims; NaN and infinity are 0 */
-    float *d_k, *d_v;            /* [dim / 16][STRIP][16] */
-    uint16_t *q, *d_o;           /* operands b: n over rows */
-    uint16_t *q_t, *d_o_t;       /* n over dims; NaN and infinity are 0 */
-    float *d_q;                  /* [ROWS / 16][dim][16], rows of 32 in the order of attn__amx_row */
+    uint16_t *k, *v;               /* operands a: m over keys */
+    uint16_t *k_t;                 /* K^T, m over dims; NaN and infinity are 0 */
+    float *d_k, *d_v;              /* [dim / 16][STRIP][16] */
+    uint16_t *q, *d_o;             /* operands b: n over rows */
+    uint16_t *q_t, *d_o_t;         /* n over dims; NaN and infinity are 0 */
+    float *d_q;                    /* [ROWS / 16][dim][16], rows of 32 in the order of attn__amx_row */
     float *s, *d_p, *slope, *rest; /* of a part, [2][keys][16] */
-    uint16_t *p, *d_s;           /* of a block, operands a, m over keys, k over rows */
-    uint16_t *pairs;             /* d_s of a part, operand b */
-    uint16_t *rows;              /* rows that are changed before they are packed */
-    float *out, *row;            /* [16][dim]; see tile_adjust */
-    float *lse, *delta;          /* [ROWS] */
+    uint16_t *p, *d_s;             /* of a block, operands a, m over keys, k over rows */
+    uint16_t *pairs;               /* d_s of a part, operand b */
+    uint16_t *rows;                /* rows that are changed before they are packed */
+    float *out, *row;              /* [16][dim]; see tile_adjust */
+    float *lse, *delta;            /* [ROWS] */
 } scratch;
 
 static int64_t pad32(int64_t n) { return (n + 31) / 32 * 32; }
@@ -59,28 +59,17 @@ static int64_t lay_out(scratch *m, char *at, const attn_plan *plan) {
         void *field;
         int64_t bytes;
     } fields[] = {
-        {&m->k, STRIP * qk * half},
-        {&m->v, STRIP * v * half},
-        {&m->k_t, STRIP * qk * half},
-        {&m->d_k, STRIP * qk * whole},
-        {&m->d_v, STRIP * v * whole},
-        {&m->q, ROWS * qk * half},
-        {&m->d_o, ROWS * v * half},
-        {&m->q_t, ROWS * qk * half},
-        {&m->d_o_t, ROWS * v * half},
-        {&m->d_q, ROWS * qk * whole},
-        {&m->s, part * whole},
-        {&m->d_p, part * whole},
-        {&m->slope, part * whole},
-        {&m->rest, part * whole},
-        {&m->p, KEYS * ROWS * half},
-        {&m->d_s, KEYS * ROWS * half},
-        {&m->pairs, part * half},
-        {&m->rows, (STRIP > ROWS ? STRIP : ROWS) * most * half},
-        {&m->out, 16 * most * whole},
-        {&m->row, KEYS * whole},
-        {&m->lse, ROWS * whole},
-        {&m->delta, ROWS * whole},
+        {&m->k, STRIP * qk * half},   {&m->v, STRIP * v * half},
+        {&m->k_t, STRIP * qk * half}, {&m->d_k, STRIP * qk * whole},
+        {&m->d_v, STRIP * v * whole}, {&m->q, ROWS * qk * half},
+        {&m->d_o, ROWS * v * half},   {&m->q_t, ROWS * qk * half},
+        {&m->d_o_t, ROWS * v * half}, {&m->d_q, ROWS * qk * whole},
+        {&m->s, part * whole},        {&m->d_p, part * whole},
+        {&m->slope, part * whole},    {&m->rest, part * whole},
+        {&m->p, KEYS * ROWS * half},  {&m->d_s, KEYS * ROWS * half},
+        {&m->pairs, part * half},     {&m->rows, (STRIP > ROWS ? STRIP : ROWS) * most * half},
+        {&m->out, 16 * most * whole}, {&m->row, KEYS * whole},
+        {&m->lse, ROWS * whole},      {&m->delta, ROWS * whole},
     };
     for (size_t n = 0; n < sizeof fields / sizeof fields[0]; n++) {
         if (at) *(void **)fields[n].field = at + used;
@@ -100,12 +89,12 @@ typedef struct strip {
     const attn_buffers *f;
     const attn_problem *p;
     scratch m;
-    int32_t j0, keys;        /* of the strip */
-    int64_t qk, v;           /* dims, padded to 32 */
-    float scale;             /* of the dot products, unless they are scaled already */
-    bool scaled;             /* are they before p is made? */
+    int32_t j0, keys; /* of the strip */
+    int64_t qk, v;    /* dims, padded to 32 */
+    float scale;      /* of the dot products, unless they are scaled already */
+    bool scaled;      /* are they before p is made? */
     attn_rows panel[ROWS / 16];
-    int32_t rows, parts;     /* of the tile */
+    int32_t rows, parts;                           /* of the tile */
     bool bad_k[STRIP], bad_q[ROWS], bad_d_o[ROWS]; /* rows of which the operands leave something out */
     bool any_k, any_q, any_d_o;                    /* are there such? */
 } strip;
@@ -363,7 +352,8 @@ static void add_left_out(const strip *s, const item *all) {
     for (int32_t j = all->first; (s->any_k || s->any_q || s->any_d_o) && j < all->end; j++) {
         int32_t in_strip = all->at + j;
         for (int32_t r = 0; r < s->rows; r++) {
-            bool bad_k = s->any_k && s->bad_k[in_strip], bad_q = s->any_q && s->bad_q[r], bad_o = s->any_d_o && s->bad_d_o[r];
+            bool bad_k = s->any_k && s->bad_k[in_strip], bad_q = s->any_q && s->bad_q[r],
+                 bad_o = s->any_d_o && s->bad_d_o[r];
             if (!(bad_k || bad_q || bad_o) || !allowed(s, r, s->j0 + in_strip)) continue;
             float p = attn__from_bf16(m->p[place(r, j)]), d_s = attn__from_bf16(m->d_s[place(r, j)]);
             if (bad_k) add_bad_d_q(s, r, d_s, kv_row(s, &s->f->k, s->j0 + in_strip));

@@ -43,7 +43,7 @@ struct attn__micro_f64;
     ROW("fwd_" #isa "_f64", ATTN_FORWARD, isa, f64, ANY, true, ATTN_TILE_ROWS, bits, words)                                \
     ROW("bwd_" #isa "_f32", ATTN_BACKWARD, isa, f32, ANY, false, ATTN_TILE_ROWS, bits, words)                              \
     ROW("bwd_" #isa "_f64", ATTN_BACKWARD, isa, f64, ANY, true, ATTN_TILE_ROWS, bits, words)
-#define ISA_ONLY(isa, tables, name, dtype, bits, words)                                                                 \
+#define ISA_ONLY(isa, tables, name, dtype, bits, words)                                                                    \
     ROW("fwd_" #isa "_" #name, ATTN_FORWARD, tables, f32, dtype, false, ATTN_AMX_ROWS, bits, words)                        \
     ROW("bwd_" #isa "_" #name, ATTN_BACKWARD, tables, f32, dtype, false, ATTN_AMX_ROWS, bits, words)
 
