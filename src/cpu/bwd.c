@@ -81,6 +81,18 @@ static void thread_scratch(const attn_plan *plan, const attn_buffers *f, int32_t
 
 /* ---- rows: lse and delta ---- */
 
+/* In eight chains: one would wait for each addition. */
+static double dot(const real *a, const real *b, int32_t n) {
+    enum { CHAINS = 8 };
+    double part[CHAINS] = {0}, sum = 0;
+    int32_t whole = n / CHAINS * CHAINS;
+    for (int32_t x = 0; x < whole; x += CHAINS)
+        for (int32_t c = 0; c < CHAINS; c++) part[c] += (double)a[x + c] * (double)b[x + c];
+    for (int32_t x = whole; x < n; x++) sum += (double)a[x] * (double)b[x];
+    for (int32_t c = 0; c < CHAINS; c++) sum += part[c];
+    return sum;
+}
+
 void REAL(bwd_rows)(const attn_plan *plan, const attn_buffers *f, int32_t b, int32_t h, int32_t slot) {
     const attn_problem *p = &plan->problem;
     const attn_micro *micro = plan->kernel->REAL_MICRO;
@@ -95,8 +107,7 @@ void REAL(bwd_rows)(const attn_plan *plan, const attn_buffers *f, int32_t b, int
     for (int32_t i = 0; i < s.sq; i++) {
         micro->load(o, (const char *)f->o.data + attn__q_offset(p, &f->o, &s, i, h) * size, p->out_dtype, p->dim_v);
         micro->load(d_o, (const char *)f->d_o.data + attn__q_offset(p, &f->d_o, &s, i, h) * size, p->out_dtype, p->dim_v);
-        double sum = 0;
-        for (int32_t x = 0; x < p->dim_v; x++) sum += (double)o[x] * (double)d_o[x];
+        double sum = dot(o, d_o, p->dim_v);
         int64_t at = attn__lse_index(p, &s, i, h);
         rows[at].lse = attn__load(lse, f->lse, at);
         rows[at].delta = sum - (f->d_lse ? attn__load(lse, f->d_lse, at) : 0);
