@@ -267,31 +267,88 @@ TEST(amx_works_in_threads) {
 
 /* ---- scores as operands ---- */
 
-/* Is got one of the two neighbours of x in bf16, and no farther from it than half of their distance? */
-static bool is_rounded(uint16_t got, float x) {
-    double distance = fabs((double)attn__from_bf16(got) - (double)x);
-    return distance <= ldexp(1, ilogb(x == 0 ? 1 : x) - 8);
+/* One case of attn__amx_gradients: what it is given, [32][keys] each, and whether there are a slope and a rest. */
+typedef struct gradients {
+    int32_t keys;
+    float *s, *d_p, *slope, *rest, lse[32], delta[32];
+    bool with_slope, with_rest;
+} gradients;
+
+/* Where row r and key j are in panels. */
+static int64_t in_panels(int32_t r, int32_t j, int32_t keys) { return ((int64_t)r / 16 * keys + j) * 16 + r % 16; }
+
+static void check_pair(const gradients *g, int32_t r, int32_t j, uint16_t p, uint16_t d_s) {
+    int64_t at = in_panels(r, j, g->keys);
+    double t = 0.125 * (double)g->s[at] + (g->with_rest ? (double)g->rest[at] : 0) - (double)g->lse[r];
+    double want_p = exp(t), want = want_p * (1.5 * (double)g->d_p[at] - (double)g->delta[r]);
+    if (g->with_slope) want *= (double)g->slope[at];
+    if (g->s[at] == -INFINITY || g->lse[r] == INFINITY) want_p = want = 0;
+    if (want_p != want_p) {
+        CHECK(isnan(attn__from_bf16(p)) && isnan(attn__from_bf16(d_s)));
+        return;
+    }
+    CHECK_SAY(fabs((double)attn__from_bf16(p) - want_p) <= 0x1.01p-9 * want_p * 2, "p of row %d, key %d", r, j);
+    if (want_p == 0)
+        CHECK(d_s << 1 == 0);
+    else
+        CHECK_SAY(fabs((double)attn__from_bf16(d_s) - want) <= 0x1.01p-8 * fabs(want) + 1e-6 * want_p,
+                  "d_s of row %d, key %d", r, j);
 }
 
-TEST(amx_scores_become_operands) {
+static void check_gradients(const gradients *g) {
+    int64_t count = 32 * (int64_t)g->keys;
+    uint16_t *p = room(2 * count), *d_s = room(2 * count), *pairs = room(2 * count);
+    attn__amx_gradients(&(attn_amx_gradients){.s = g->s,
+                                              .d_p = g->d_p,
+                                              .slope = g->with_slope ? g->slope : NULL,
+                                              .rest = g->with_rest ? g->rest : NULL,
+                                              .panel = 16 * (int64_t)g->keys,
+                                              .keys = g->keys,
+                                              .scale = 0.125f,
+                                              .keep = 1.5f,
+                                              .lse = g->lse,
+                                              .delta = g->delta,
+                                              .p = p,
+                                              .d_s = d_s,
+                                              .down = ATTN_AMX_TILE,
+                                              .pairs = pairs});
+    for (int32_t j = 0; j < g->keys; j++) {
+        for (int32_t n = 0; n < 32; n++) {
+            int32_t r = attn__amx_row(n / 16, n % 16);
+            int64_t at = place_a(j, r, 32);
+            check_pair(g, r, j, p[at], d_s[at]);
+            CHECK_SAY(pairs[place_b(n, j, g->keys)] == d_s[at], "pairs: row %d, key %d", r, j);
+        }
+    }
+    free(p), free(d_s), free(pairs);
+}
+
+TEST(amx_gradients_against_double) {
     if (skip()) return;
     uint64_t random = 5;
-    for (int n = 0; n < 8; n++) {
-        int32_t keys = 1 + n * 13, width = 16 + 16 * (n % 4), all = pad(keys, 32), all_width = pad(width, 32);
-        int64_t ld = n % 2 ? width : 16, panel = n % 2 ? 16 : 16 * (int64_t)keys;
-        test_context("%d keys, %d columns", keys, width);
-        float *x = room(4 * (int64_t)keys * width);
-        uint16_t *a = room(2 * (int64_t)all * all_width), *b = room(2 * (int64_t)all * width);
-        for (int32_t i = 0; i < keys * width; i++) x[i] = (float)(random_range(&random, -1000000, 1000000) * 1e-5);
-        attn__amx_to_rows(a, x, ld, panel, keys, width);
-        attn__amx_to_pairs(b, 16 * (int64_t)all, x, ld, panel, keys, width);
-        for (int32_t j = 0; j < all; j++)
-            for (int32_t r = 0; r < all_width; r++) {
-                float want = j < keys && r < width ? x[r / 16 * panel + j * ld + r % 16] : 0;
-                CHECK(is_rounded(a[place_a(j, r, all_width)], want));
-                if (r < width) CHECK(is_rounded(b[place_b(r, j, all)], want));
-            }
-        free(x), free(a), free(b);
+    for (int n = 0; n < 16; n++) {
+        gradients g = {.keys = 32 + n % 3 * 32, .with_slope = n & 1, .with_rest = n & 2};
+        float **arrays[] = {&g.s, &g.d_p, &g.slope, &g.rest};
+        int64_t count = 32 * (int64_t)g.keys;
+        test_context("case %d", n);
+        for (int a = 0; a < 4; a++) {
+            *arrays[a] = room(4 * count);
+            for (int64_t i = 0; i < count; i++) (*arrays[a])[i] = (float)(random_range(&random, -1000000, 1000000) * 1e-5);
+        }
+        for (int r = 0; r < 32; r++) {
+            g.lse[r] = (float)(random_range(&random, -1000, 1000) * 1e-3);
+            g.delta[r] = (float)(random_range(&random, -1000, 1000) * 1e-3);
+        }
+        if (n & 4) g.lse[3] = NAN, g.lse[20] = INFINITY;
+        for (int32_t j = 0; j < g.keys; j += 5) { /* masked: nothing else matters */
+            int64_t at = in_panels((j + 3) % 32, j, g.keys);
+            g.s[at] = -INFINITY;
+            g.d_p[at] = NAN;
+            g.slope[at] = INFINITY;
+            if (n & 2) g.rest[at] = NAN;
+        }
+        check_gradients(&g);
+        for (int a = 0; a < 4; a++) free(*arrays[a]);
     }
 }
 

@@ -153,9 +153,9 @@ TEST(c5_threads_1_to_16_full_strips_of_few_rows) {
 
 /* One head and many strips of keys, of which those in the middle have the most rows: the threads take turns at d_q. */
 TEST(c5_threads_take_turns_at_d_q) {
-    for (int window = 0; window < 2; window++) {
-        rig r = {.p = problem(ATTN_F32, 1, 1, 1, 700, 2900, 24), .backward = true};
-        if (window) {
+    for (int n = 0; n < 4; n++) {
+        rig r = {.p = problem(n < 2 ? ATTN_F32 : ATTN_BF16, 1, 1, 1, 700, 2900, 24), .backward = true};
+        if (n % 2) {
             r.p.flags = ATTN_WINDOW;
             r.p.window_left = 700;
             r.p.window_right = 200;

@@ -31,9 +31,15 @@
  *
  *   4: four times the root of the mean square, were all errors as large as they can be; they are about half of that. Where
  *   strides of zero repeat values nothing is independent, and the sum of the absolute values takes the place of the root.
+ *   In a backward p meets d_o, and d_s, rounded as well, q and k. The same reasoning, for what each of the three is a sum of:
+ *
+ *     d_v_j is off by another  r max|d_v_j| + 4 sqrt(sum_i (r p_ij max|d_o_i|)^2)
+ *     d_k_j                    r max|d_k_j| + 4 |scale| sqrt(sum_i (r d_s_ij max|q_i|)^2)
+ *     d_q_i                    r max|d_q_i| + 4 |scale| sqrt(sum_j (r d_s_ij max|k_j|)^2)      d_s_ij = p_ij (d_o_i v_j - delta_i)
+ *
  * - Exponentials come from an instruction that is 2^-22 off, 4u.
  *
- * AMX rounds its sums like everybody else; of this only the rounding of p holds for it.
+ * AMX rounds its sums like everybody else; of this only the rounding of p and d_s holds for it.
  */
 #include <float.h>
 #include <math.h>
@@ -66,7 +72,7 @@ arithmetic arithmetic_of(const char *backend, const char *kernel) {
         attn_dtype tile;
     } tiles[] = {{"_f32_d", ATTN_F32}, {"_f16_d", ATTN_F16}, {"_bf16_d", ATTN_BF16}};
     arithmetic how = {false, ATTN_DTYPE_DEFAULT};
-    if (strcmp(backend, "cpu") == 0 && strcmp(kernel, "fwd_amx_bf16") == 0) how.tile = ATTN_BF16;
+    if (strcmp(backend, "cpu") == 0 && strstr(kernel, "_amx_bf16")) how.tile = ATTN_BF16;
     for (int n = 0; n < 3 && strcmp(backend, "cuda") == 0; n++)
         if (strstr(kernel, tiles[n].mark)) how = (arithmetic){true, tiles[n].tile};
     return how;
@@ -94,11 +100,12 @@ typedef struct analysis {
     oracle *o;
     const check_case *c;
     arithmetic how;
-    double unit;      /* roundoff of the arithmetic */
-    double least;     /* its smallest normal number: probabilities below may vanish */
-    double keep;      /* 1 / (1 - dropout) */
-    magnitude *k, *v; /* [max_kv] of this sequence and KV head */
-    double *e;        /* [max_kv]: e_ij of this row; 0: masked */
+    double unit;                         /* roundoff of the arithmetic */
+    double least;                        /* its smallest normal number: probabilities below may vanish */
+    double keep;                         /* 1 / (1 - dropout) */
+    magnitude *k, *v;                    /* [max_kv] of this sequence and KV head */
+    double *e;                           /* [max_kv]: e_ij of this row; 0: masked */
+    double *d_k_rounding, *d_v_rounding; /* [as d_k, d_v without dims]: sums of squares, see rounding_add */
     int b, h, kv_head;
 } analysis;
 
@@ -112,6 +119,63 @@ static void measure_kv(analysis *a) {
         int position = c->seq[a->b].leftpad + j;
         a->k[j] = measure(&f->k, case_kv_at(c, &f->k, a->b, position, a->kv_head), p->dim_qk, k_scale);
         a->v[j] = measure(&f->v, case_kv_at(c, &f->v, a->b, position, a->kv_head), p->dim_v, v_scale);
+    }
+}
+
+/* r of operands that are rounded for a product; 0: none are. */
+static double operand_roundoff(const analysis *a) {
+    return a->how.tile == ATTN_BF16 ? 0x1p-8 : a->how.tile == ATTN_F16 ? 0x1p-11 : 0;
+}
+
+/* Errors of which each is as large as `part`: independent, or not. What they come to. */
+static void rounding_add(const analysis *a, double *sum, double part) {
+    if (isfinite(part)) *sum += has(a->c, F_BROADCAST) ? part : part * part; /* F_NAN: what that reaches is NaN */
+}
+static double rounding_of(const analysis *a, double sum) { return has(a->c, F_BROADCAST) ? sum : 4 * sqrt(sum); }
+
+static double dot_of(const attn_tensor *x, int64_t at, const attn_tensor *y, int64_t at_y, int32_t n) {
+    double sum = 0;
+    for (int32_t i = 0; i < n; i++) sum += ((const double *)x->data)[at + i] * ((const double *)y->data)[at_y + i];
+    return sum;
+}
+
+static double largest(const double *x, int32_t n) {
+    double most = 0;
+    for (int32_t i = 0; i < n; i++) most = fmax(most, fabs(x[i]));
+    return most;
+}
+
+/* What rounding p and d_s of row i adds, to d_q now, to d_k and d_v when all rows have been here. */
+static void round_operands(analysis *a, int i, magnitude q, magnitude d_o, const double *probs) {
+    oracle *o = a->o;
+    const check_case *c = a->c;
+    const attn_problem *p = &c->problem;
+    const attn_buffers *f = &o->buffers;
+    double r = operand_roundoff(a), factor = fabs(p->scale), sum = 0;
+    int64_t row = case_q_row(c, a->b, i) * p->heads_q + a->h, d_o_at = case_q_at(c, &f->d_o, a->b, i, a->h);
+    if (r == 0) return;
+    double delta = dot_of(&f->d_o, d_o_at, &f->o, case_q_at(c, &f->o, a->b, i, a->h), p->dim_v);
+    if (f->d_lse) delta -= ((const double *)f->d_lse)[case_lse_at(c, a->b, i, a->h)];
+    for (int j = 0; j < c->seq[a->b].sk; j++) {
+        if (a->e[j] == 0) continue;
+        int position = c->seq[a->b].leftpad + j;
+        int64_t kv = case_kv_row(c, a->b, position) * p->heads_kv + a->kv_head;
+        double kept = signbit(probs[j]) ? 0 : a->keep; /* dropped: -p */
+        double d_p = kept * dot_of(&f->d_o, d_o_at, &f->v, case_kv_at(c, &f->v, a->b, position, a->kv_head), p->dim_v);
+        double d_s = r * fabs(probs[j] * (d_p - delta));
+        rounding_add(a, &a->d_v_rounding[kv], r * kept * fabs(probs[j]) * d_o.most);
+        rounding_add(a, &a->d_k_rounding[kv], factor * d_s * q.most);
+        rounding_add(a, &sum, factor * d_s * a->k[j].most);
+    }
+    o->d_q_error[row] += rounding_of(a, sum) + r * largest(o->d_q + row * p->dim_qk, p->dim_qk);
+}
+
+static void round_keys(analysis *a) {
+    const attn_problem *p = &a->c->problem;
+    double r = operand_roundoff(a);
+    for (int64_t n = 0; r > 0 && n < a->c->rows_kv * p->heads_kv; n++) {
+        a->o->d_k_error[n] += rounding_of(a, a->d_k_rounding[n]) + r * largest(a->o->d_k + n * p->dim_qk, p->dim_qk);
+        a->o->d_v_error[n] += rounding_of(a, a->d_v_rounding[n]) + r * largest(a->o->d_v + n * p->dim_v, p->dim_v);
     }
 }
 
@@ -137,6 +201,7 @@ static void bound_gradients(analysis *a, int i, magnitude q, const double *probs
         o->d_v_error[kv] += a->keep * (probability * a->e[j] + a->least) * d_o.most;
         if (o->d_bias_error) o->d_bias_error[(((int64_t)a->b * p->heads_q + a->h) * p->max_q + i) * p->max_kv + j] = off;
     }
+    round_operands(a, i, q, d_o, probs);
     if (!o->d_sink_error || !isfinite(c->buffers.sink[a->h])) return;
     double size = add_constant * (fabs(c->buffers.sink[a->h]) + fabs(o->lse[lse_at])) + sum_constant(c, (double)c->rows_q);
     o->d_sink_error[a->h] +=
@@ -150,7 +215,7 @@ static double product_error(const analysis *a, int64_t row, int32_t keys, const 
     if (a->how.tile == ATTN_DTYPE_DEFAULT) return 0;
     double error = a->how.tensor ? a->unit * dot_constant(a->how, keys) * weight : 0;
     if (a->how.tile == ATTN_F32) return error;
-    double roundoff = a->how.tile == ATTN_F16 ? 0x1p-11 : 0x1p-8, lost = a->how.tile == ATTN_F16 ? 0x1p-25 : 0;
+    double roundoff = operand_roundoff(a), lost = a->how.tile == ATTN_F16 ? 0x1p-25 : 0;
     double most = 0, squares = 0, sum = 0, out = 0;
     for (int j = 0; j < keys; j++) most = fmax(most, fabs(probs[j]));
     for (int j = 0; j < keys; j++) {
@@ -257,6 +322,8 @@ bool oracle_bound(oracle *o, const check_case *c, arithmetic how, char *why, siz
     a.k = must_alloc(p->max_kv, sizeof *a.k);
     a.v = must_alloc(p->max_kv, sizeof *a.v);
     a.e = must_alloc(p->max_kv, sizeof *a.e);
+    a.d_k_rounding = must_alloc(rows_kv, sizeof(double));
+    a.d_v_rounding = must_alloc(rows_kv, sizeof(double));
     bool sane = true;
     for (a.b = 0; sane && a.b < p->batch; a.b++) {
         for (a.h = 0; sane && a.h < p->heads_q; a.h++) {
@@ -268,6 +335,9 @@ bool oracle_bound(oracle *o, const check_case *c, arithmetic how, char *why, siz
             }
         }
     }
+    if (sane && p->op == ATTN_BACKWARD) round_keys(&a);
+    free(a.d_k_rounding);
+    free(a.d_v_rounding);
     free(a.k);
     free(a.v);
     free(a.e);

@@ -136,7 +136,8 @@ double accuracy_bar(const attn_problem *p, bool gpu) {
     case ATTN_F64: return 1e-13;
     case ATTN_F32: return gpu ? 1e-5 : p->op == ATTN_FORWARD ? 1e-6 : 5e-6;
     case ATTN_F16: return 2.9e-4;
-    default: return 2.3e-3;
+    default:
+        return p->op == ATTN_FORWARD ? 2.3e-3 : 4e-3; /* p and d_s, the result, ref's: three roundings, so sqrt(3) times */
     }
 }
 

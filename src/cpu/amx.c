@@ -223,6 +223,9 @@ INLINE __m512i transpose_eight(uint16_t *to, const uint16_t *from, int64_t row, 
     return most;
 }
 
+/* Are elements finite of which the largest, doubled, are these? */
+INLINE bool is_finite(__m512i most) { return _mm512_cmpge_epu16_mask(most, _mm512_set1_epi16((short)(2 * 0x7f80))) == 0; }
+
 bool attn__amx_pack_columns(uint16_t *a, const uint16_t *from, int64_t row, int32_t rows, int32_t dim) {
     int64_t panel = attn__ceil_div(rows, 32) * ATTN_AMX_TILE;
     __m512i most = _mm512_setzero_si512();
@@ -235,7 +238,7 @@ bool attn__amx_pack_columns(uint16_t *a, const uint16_t *from, int64_t row, int3
                 most = transpose_eight(to + n / 2 * panel + n % 2 * 256, q.data + (ptrdiff_t)8 * n, q.row, most);
         }
     }
-    return _mm512_cmpge_epu16_mask(most, _mm512_set1_epi16((short)(2 * 0x7f80))) == 0;
+    return is_finite(most);
 }
 
 void attn__amx_pack_dims(uint16_t *b, const uint16_t *from, int64_t row, int32_t rows, int32_t dim) {
@@ -278,7 +281,7 @@ void attn__amx_pack_pairs(uint16_t *b, const uint16_t *from, int64_t row, int32_
     }
 }
 
-/* ---- operands from floats ---- */
+/* ---- softmax ---- */
 
 /* Two vectors as bf16, their elements in turn; a number half-way between two goes to the larger. */
 INLINE __m512i join(__m512 even, __m512 odd) {
@@ -287,33 +290,6 @@ INLINE __m512i join(__m512 even, __m512 odd) {
     KEEP(low);
     return _mm512_mask_blend_epi16(0xaaaaaaaa, low, _mm512_add_epi32(_mm512_castps_si512(odd), half));
 }
-
-void attn__amx_to_pairs(uint16_t *b, int64_t b_panel, const float *x, int64_t ld, int64_t panel, int32_t keys,
-                        int32_t width) {
-    for (int32_t r = 0; r < width; r += 16, b += b_panel, x += panel) {
-        uint16_t *to = b;
-        for (int32_t j = 0; j < (keys + 31) / 32 * 32; j += 2, to += 32) {
-            __m512 even = j < keys ? _mm512_loadu_ps(x + j * ld) : _mm512_setzero_ps();
-            __m512 odd = j + 1 < keys ? _mm512_loadu_ps(x + (j + 1) * ld) : _mm512_setzero_ps();
-            _mm512_storeu_si512(to, join(even, odd));
-        }
-    }
-}
-
-void attn__amx_to_rows(uint16_t *a, const float *x, int64_t ld, int64_t panel, int32_t keys, int32_t width) {
-    int64_t a_panel = attn__ceil_div(width, 32) * ATTN_AMX_TILE;
-    for (int32_t j = 0; j < (keys + 31) / 32 * 32; j++) {
-        uint16_t *to = a + j / 16 * a_panel + (ptrdiff_t)(j % 16) * 32;
-        const float *from = x + j * ld;
-        for (int32_t r = 0; r < width; r += 32, to += ATTN_AMX_TILE, from += 2 * panel) {
-            __m512 low = j < keys ? _mm512_loadu_ps(from) : _mm512_setzero_ps();
-            __m512 high = j < keys && r + 16 < width ? _mm512_loadu_ps(from + panel) : _mm512_setzero_ps();
-            _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh(high, low));
-        }
-    }
-}
-
-/* ---- softmax ---- */
 
 /*
  * 2^t for t <= 0: 2^floor(t) times a polynomial in t - floor(t), minimax for the relative error, 7.5e-8; 1.5e-7 with rounding. It
@@ -503,6 +479,8 @@ INLINE void softmax_columns(const attn_amx_softmax *m, int32_t r, shade *d) {
     _mm512_storeu_ps(m->sum + r, _mm512_fmadd_ps(_mm512_loadu_ps(m->sum + r), alpha, c.sum));
 }
 
+enum { DEFAULT_MODE = 0x1f80, FLUSH_TO_ZERO = 0x8000 }; /* of floating-point arithmetic */
+
 INLINE uint32_t swap_mode(uint32_t mode) {
     uint32_t old;
     __asm__ volatile("stmxcsr %0\n\tldmxcsr %1" : "=m"(old) : "m"(mode) : "memory");
@@ -510,7 +488,6 @@ INLINE uint32_t swap_mode(uint32_t mode) {
 }
 
 void attn__amx_softmax(const attn_amx_softmax *step, const attn_amx_product *products, int32_t count) {
-    enum { DEFAULT_MODE = 0x1f80, FLUSH_TO_ZERO = 0x8000 };
     uint32_t mode = swap_mode(DEFAULT_MODE | FLUSH_TO_ZERO);
     int64_t groups = (int64_t)(step->keys / GROUP + step->keys / MAX_GROUP) * (step->width / 16);
     shade d;
@@ -518,6 +495,83 @@ void attn__amx_softmax(const attn_amx_softmax *step, const attn_amx_product *pro
     for (int32_t r = 0; r < step->width; r += 16) softmax_columns(step, r, &d);
     while (d.at < d.end) shade_step(&d);
     swap_mode(mode);
+}
+
+/* ---- p and d_s of the backward ---- */
+
+/* One column of 16 rows. */
+typedef struct lanes {
+    __m512 lse, delta;
+    __mmask16 has_key; /* lse is not +inf */
+} lanes;
+
+typedef struct pair_of {
+    __m512 p, d_s;
+} pair_of;
+
+/* 16 rows and one key. plain: no slope, no rest, and every lse is a finite number, so that -inf in s makes p = 0 by itself. */
+INLINE pair_of gradient(const attn_amx_gradients *m, const lanes *c, int64_t at, const bool plain) {
+    const __m512 log2e = _mm512_set1_ps(1.44269504088896340736f);
+    __m512 s = _mm512_loadu_ps(m->s + at), t = _mm512_fmsub_ps(s, _mm512_set1_ps(m->scale), c->lse);
+    if (!plain && m->rest) t = _mm512_add_ps(t, _mm512_loadu_ps(m->rest + at));
+    pair_of x = {.p = exp2_of(_mm512_mul_ps(t, log2e))};
+    if (!plain) {
+        __mmask16 allowed = _mm512_cmp_ps_mask(s, _mm512_set1_ps(-INFINITY), _CMP_NEQ_UQ) & c->has_key;
+        x.p = _mm512_maskz_mov_ps(allowed, x.p);
+    }
+    __m512 d = _mm512_fmsub_ps(_mm512_loadu_ps(m->d_p + at), _mm512_set1_ps(m->keep), c->delta);
+    if (!plain && m->slope) d = _mm512_mul_ps(d, _mm512_loadu_ps(m->slope + at));
+    x.d_s = _mm512_maskz_mul_ps(_mm512_cmp_ps_mask(x.p, _mm512_setzero_ps(), _CMP_NEQ_UQ), x.p, d);
+    return x;
+}
+
+/* One key: a row of a tile of p and one of d_s, which is returned. */
+INLINE __m512i gradient_row(const attn_amx_gradients *m, const lanes c[2], int32_t j, const bool plain) {
+    pair_of low = gradient(m, &c[0], (int64_t)j * 16, plain), high = gradient(m, &c[1], (int64_t)j * 16 + m->panel, plain);
+    int64_t to = j / 16 * m->down + (ptrdiff_t)(j % 16) * 32;
+    __m512i d_s = (__m512i)_mm512_cvtne2ps_pbh(high.d_s, low.d_s);
+    _mm512_storeu_si512(m->p + to, (__m512i)_mm512_cvtne2ps_pbh(high.p, low.p));
+    _mm512_storeu_si512(m->d_s + to, d_s);
+    return d_s;
+}
+
+INLINE void gradient_keys(const attn_amx_gradients *step, const lanes c[2], const bool plain) {
+    attn_amx_gradients m = *step;
+    for (int32_t j = 0; j < m.keys; j += 2) {
+        __m512i even = gradient_row(&m, c, j, plain), odd = gradient_row(&m, c, j + 1, plain);
+        _mm512_storeu_si512(m.pairs + (ptrdiff_t)16 * j, _mm512_unpacklo_epi16(even, odd));
+        _mm512_storeu_si512(m.pairs + (ptrdiff_t)16 * (m.keys + j), _mm512_unpackhi_epi16(even, odd));
+    }
+}
+
+void attn__amx_gradients(const attn_amx_gradients *step) {
+    uint32_t mode = swap_mode(DEFAULT_MODE | FLUSH_TO_ZERO);
+    const __m512 none = _mm512_set1_ps(INFINITY);
+    bool plain = !step->slope && !step->rest;
+    lanes c[2];
+    for (int n = 0; n < 2; n++) {
+        c[n].lse = _mm512_loadu_ps(step->lse + (ptrdiff_t)16 * n);
+        c[n].delta = _mm512_loadu_ps(step->delta + (ptrdiff_t)16 * n);
+        c[n].has_key = _mm512_cmp_ps_mask(c[n].lse, none, _CMP_NEQ_UQ);
+        plain &= _mm512_cmp_ps_mask(_mm512_abs_ps(c[n].lse), none, _CMP_LT_OQ) == 0xffff;
+    }
+    if (plain)
+        gradient_keys(step, c, true);
+    else
+        gradient_keys(step, c, false);
+    swap_mode(mode);
+}
+
+bool attn__amx_finite(const uint16_t *from, int64_t row, int32_t rows, int32_t dim) {
+    __m512i most = _mm512_setzero_si512();
+    for (int32_t i = 0; i < rows; i++, from += row) {
+        for (int32_t x = 0; x < dim; x += 32) {
+            __mmask32 mask = dim - x >= 32 ? ~(__mmask32)0 : ((__mmask32)1 << (dim - x)) - 1;
+            __m512i v = _mm512_maskz_loadu_epi16(mask, from + x);
+            most = _mm512_max_epu16(most, _mm512_add_epi16(v, v));
+        }
+    }
+    return is_finite(most);
 }
 
 void attn__amx_rescale(float *o, int32_t dim, const float *alpha) {

@@ -53,7 +53,7 @@ static inline attn_amx_a attn__amx_in_place(const uint16_t *rows, int64_t row) {
     return (attn_amx_a){rows, row, 32, 16 * row};
 }
 
-/* What pack_rows, pack_columns and to_rows leave, of k (padded), from tile x0 on. */
+/* What pack_rows and pack_columns leave, of k (padded), from tile x0 on. */
 static inline attn_amx_a attn__amx_packed(const uint16_t *packed, int32_t k, int32_t x0) {
     return (attn_amx_a){packed + (int64_t)x0 * ATTN_AMX_TILE, 32, ATTN_AMX_TILE, (int64_t)k / 32 * ATTN_AMX_TILE};
 }
@@ -94,18 +94,6 @@ void attn__amx_pack_dims(uint16_t *b, const uint16_t *from, int64_t row, int32_t
 /* b with n over dims, k over rows. The panels are ceil(dim / 16). */
 void attn__amx_pack_pairs(uint16_t *b, const uint16_t *from, int64_t row, int32_t rows, int32_t dim);
 
-/*
- * ---- operands from scores: x has `keys` rows, `ld` apart, of 16 columns; panels of 16 columns are `panel` apart ----
- * width, a multiple of 16, counts the columns. Rounded to bf16.
- */
-
-/* a with m over keys, k over columns. To the nearest, half-way to even; subnormals become 0. */
-void attn__amx_to_rows(uint16_t *a, const float *x, int64_t ld, int64_t panel, int32_t keys, int32_t width);
-
-/* b with n over columns, k over keys; its panels are `b_panel` apart. To the nearest, half-way away from 0. */
-void attn__amx_to_pairs(uint16_t *b, int64_t b_panel, const float *x, int64_t ld, int64_t panel, int32_t keys,
-                        int32_t width);
-
 /* ---- between the products ---- */
 
 /*
@@ -132,6 +120,35 @@ typedef struct attn_amx_softmax {
  * exponentials. Such are the scores of the next keys, and the product of V and P of those before. The bits are the same either way.
  */
 void attn__amx_softmax(const attn_amx_softmax *step, const attn_amx_product *products, int32_t count);
+
+/* Is there neither NaN nor infinity among `rows` of `dim` elements, `row` apart? */
+bool attn__amx_finite(const uint16_t *from, int64_t row, int32_t rows, int32_t dim);
+
+/*
+ * Between the products of the backward, for 32 query rows, two panels:
+ *
+ *     p = e^(scale * s + rest - lse)        d_s = p (keep * d_p - delta) slope
+ *
+ * both rounded to bf16 (to the nearest, half-way to even; subnormals become 0). p is 0 where s is -inf or lse is +inf, whatever else there is;
+ * d_s is 0 where p is. The columns have nothing to do with each other.
+ */
+typedef struct attn_amx_gradients {
+    const float *s, *d_p;      /* [2][keys][16], `panel` from the first to the second */
+    const float *slope, *rest; /* the same; NULL: 1 and 0 */
+    int64_t panel;
+    int32_t keys; /* a multiple of 32 */
+    float scale, keep;
+    const float *lse, *delta; /* [32] */
+    uint16_t *p, *d_s;        /* operands a, m over keys, k over these rows; panels are `down` apart */
+    int64_t down;
+    uint16_t
+        *pairs; /* d_s as operand b, k over keys, n over rows in the order of attn__amx_row; panels are 16 * keys apart */
+} attn_amx_gradients;
+
+void attn__amx_gradients(const attn_amx_gradients *step);
+
+/* The row, of 32, that is column `c` of panel `n` of `pairs`: what is cheapest to make has them in groups of four. */
+static inline int32_t attn__amx_row(int32_t n, int32_t c) { return c / 4 * 8 + n * 4 + c % 4; }
 
 /* o[dim][16] times alpha[16], a panel of O^T; nothing is done where alpha is 1. */
 void attn__amx_rescale(float *o, int32_t dim, const float *alpha);

@@ -81,10 +81,22 @@ int64_t REAL(bwd_scratch)(const attn_problem *p) {
 }
 
 static void thread_scratch(const attn_plan *plan, const attn_buffers *f, int32_t slot, scratch *m) {
-    lay_out(m, (char *)attn__part(plan, f, CPU_SCRATCH) + slot * attn__bwd_scratch(&plan->problem), &plan->problem);
+    lay_out(m, (char *)attn__part(plan, f, CPU_SCRATCH) + slot * attn__bwd_scratch(plan), &plan->problem);
 }
 
 /* ---- rows: lse and delta ---- */
+
+/* In eight chains: one would wait for each addition. */
+static double dot(const real *a, const real *b, int32_t n) {
+    enum { CHAINS = 8 };
+    double part[CHAINS] = {0}, sum = 0;
+    int32_t whole = n / CHAINS * CHAINS;
+    for (int32_t x = 0; x < whole; x += CHAINS)
+        for (int32_t c = 0; c < CHAINS; c++) part[c] += (double)a[x + c] * (double)b[x + c];
+    for (int32_t x = whole; x < n; x++) sum += (double)a[x] * (double)b[x];
+    for (int32_t c = 0; c < CHAINS; c++) sum += part[c];
+    return sum;
+}
 
 void REAL(bwd_rows)(const attn_plan *plan, const attn_buffers *f, int32_t b, int32_t h, int32_t slot) {
     const attn_problem *p = &plan->problem;
@@ -100,8 +112,7 @@ void REAL(bwd_rows)(const attn_plan *plan, const attn_buffers *f, int32_t b, int
     for (int32_t i = 0; i < s.sq; i++) {
         micro->load(o, (const char *)f->o.data + attn__q_offset(p, &f->o, &s, i, h) * size, p->out_dtype, p->dim_v);
         micro->load(d_o, (const char *)f->d_o.data + attn__q_offset(p, &f->d_o, &s, i, h) * size, p->out_dtype, p->dim_v);
-        double sum = 0;
-        for (int32_t x = 0; x < p->dim_v; x++) sum += (double)o[x] * (double)d_o[x];
+        double sum = dot(o, d_o, p->dim_v);
         int64_t at = attn__lse_index(p, &s, i, h);
         rows[at].lse = attn__load(lse, f->lse, at);
         rows[at].delta = sum - (f->d_lse ? attn__load(lse, f->d_lse, at) : 0);
@@ -245,8 +256,8 @@ static real *unfinished(const attn_rows *t, int32_t r) {
  * Waits until as many strips have added to the tile's d_q as come before this one. They have been claimed, so they are at work, or
  * would be: a thread of a lower real-time priority gets the processor only when this one sleeps.
  */
-static void wait_for_turn(_Atomic int32_t *turn, int32_t before) {
-    for (int n = 0; atomic_load_explicit(turn, memory_order_acquire) != before; n += n < 100000) {
+void REAL(bwd_begin_turn)(const attn_rows *t, int32_t before) {
+    for (int n = 0; atomic_load_explicit(turn_of(t), memory_order_acquire) != before; n += n < 100000) {
         if (n >= 100000)
             nanosleep(&(struct timespec){.tv_nsec = 50000}, NULL);
         else if (n > 1000)
@@ -254,35 +265,40 @@ static void wait_for_turn(_Atomic int32_t *turn, int32_t before) {
     }
 }
 
+void REAL(bwd_end_turn)(const attn_rows *t, int32_t before) {
+    atomic_store_explicit(turn_of(t), before + 1, memory_order_release);
+}
+
+void REAL(bwd_take_row)(const attn_rows *t, int32_t r, real *mine, bool is_first) {
+    size_t bytes = (size_t)t->dim_qk * sizeof *mine;
+    if (is_first)
+        memset(mine, 0, bytes);
+    else
+        memcpy(mine, unfinished(t, r), bytes);
+}
+
+void REAL(bwd_give_row)(const attn_rows *t, int32_t r, real *mine, bool is_last) {
+    const attn_problem *p = t->p;
+    const attn_tensor *to = &t->f->d_q;
+    int64_t at = attn__q_offset(p, to, &t->s, t->i[r], t->h[r]) * (int64_t)attn_dtype_size(p->dtype);
+    bool is_empty = row_of(t, r)->lse == -INFINITY; /* its d_s, 0, may have met infinite keys (C1) */
+    if (is_empty) memset(mine, 0, (size_t)t->dim_qk * sizeof *mine);
+    if (is_last)
+        t->micro->store((char *)to->data + at, p->dtype, mine, (real)p->scale, p->dim_qk);
+    else
+        memcpy(unfinished(t, r), mine, (size_t)t->dim_qk * sizeof *mine);
+}
+
 /* m->d_q as the strips before this one have left it; `before` so many. */
 static void take_turn(const attn_rows *t, scratch *m, int32_t before) {
-    wait_for_turn(turn_of(t), before);
-    for (int32_t r = 0; r < t->rows; r++) {
-        real *mine = m->d_q + (int64_t)r * t->dim_qk;
-        size_t bytes = (size_t)t->dim_qk * sizeof *mine;
-        if (before == 0)
-            memset(mine, 0, bytes);
-        else
-            memcpy(mine, unfinished(t, r), bytes);
-    }
+    REAL(bwd_begin_turn)(t, before);
+    for (int32_t r = 0; r < t->rows; r++) REAL(bwd_take_row)(t, r, m->d_q + (int64_t)r * t->dim_qk, before == 0);
 }
 
 /* The strip after this one may go on; the last one writes the result. */
-static void give_turn(const attn_rows *t, const scratch *m, int32_t before, bool is_last) {
-    const attn_problem *p = t->p;
-    const attn_tensor *to = &t->f->d_q;
-    int64_t size = (int64_t)attn_dtype_size(p->dtype);
-    for (int32_t r = 0; r < t->rows; r++) {
-        real *mine = m->d_q + (int64_t)r * t->dim_qk;
-        int64_t at = attn__q_offset(p, to, &t->s, t->i[r], t->h[r]);
-        bool is_empty = row_of(t, r)->lse == -INFINITY; /* its d_s, 0, may have met infinite keys (C1) */
-        if (is_empty) memset(mine, 0, (size_t)t->dim_qk * sizeof *mine);
-        if (is_last)
-            t->micro->store((char *)to->data + at * size, p->dtype, mine, (real)p->scale, p->dim_qk);
-        else
-            memcpy(unfinished(t, r), mine, (size_t)t->dim_qk * sizeof *mine);
-    }
-    atomic_store_explicit(turn_of(t), before + 1, memory_order_release);
+static void give_turn(const attn_rows *t, scratch *m, int32_t before, bool is_last) {
+    for (int32_t r = 0; r < t->rows; r++) REAL(bwd_give_row)(t, r, m->d_q + (int64_t)r * t->dim_qk, is_last);
+    REAL(bwd_end_turn)(t, before);
 }
 
 /* One query tile against one key tile, `at` keys into the strip. */

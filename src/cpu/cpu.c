@@ -21,10 +21,10 @@ struct attn__micro_f64;
 #define ISA(isa, bits, words)                                                                                              \
     extern const struct attn__micro_f32 attn__micro_##isa##_f32;                                                           \
     extern const struct attn__micro_f64 attn__micro_##isa##_f64;
-#define ISA_FORWARD(isa, tables, name, dtype, bits, words)
+#define ISA_ONLY(isa, tables, name, dtype, bits, words)
 #include "isa.def"
 #undef ISA
-#undef ISA_FORWARD
+#undef ISA_ONLY
 
 #define ROW(full_name, op_id, tables, real_name, only, is_wide, row_count, col_count, bits, words)                         \
     {.name = full_name,                                                                                                    \
@@ -43,15 +43,16 @@ struct attn__micro_f64;
     ROW("fwd_" #isa "_f64", ATTN_FORWARD, isa, f64, ANY, true, ATTN_TILE_ROWS, ATTN_TILE_COLS, bits, words)                \
     ROW("bwd_" #isa "_f32", ATTN_BACKWARD, isa, f32, ANY, false, ATTN_TILE_ROWS, ATTN_TILE_COLS, bits, words)              \
     ROW("bwd_" #isa "_f64", ATTN_BACKWARD, isa, f64, ANY, true, ATTN_TILE_ROWS, ATTN_TILE_COLS, bits, words)
-#define ISA_FORWARD(isa, tables, name, dtype, bits, words)                                                                 \
-    ROW("fwd_" #isa "_" #name, ATTN_FORWARD, tables, f32, dtype, false, ATTN_AMX_ROWS, ATTN_AMX_KEYS, bits, words)
+#define ISA_ONLY(isa, tables, name, dtype, bits, words)                                                                    \
+    ROW("fwd_" #isa "_" #name, ATTN_FORWARD, tables, f32, dtype, false, ATTN_AMX_ROWS, ATTN_AMX_KEYS, bits, words)         \
+    ROW("bwd_" #isa "_" #name, ATTN_BACKWARD, tables, f32, dtype, false, ATTN_AMX_ROWS, ATTN_TILE_COLS, bits, words)
 
 static const attn_kernel kernels[] = {
     {.name = "append_c", .needs = "", .op = ATTN_KV_APPEND},
 #include "isa.def"
 };
 #undef ISA
-#undef ISA_FORWARD
+#undef ISA_ONLY
 #undef ANY
 #undef ROW
 
@@ -74,6 +75,7 @@ static void choose_kernel(attn_plan *plan) {
         const attn_kernel *k = &kernels[n];
         bool fits = k->op == p->op && (k->wide == wide || p->op == ATTN_KV_APPEND);
         if (k->dtype && (k->dtype != p->dtype || k->dtype != p->kv_dtype)) fits = false;
+        if (k->dtype && p->op == ATTN_BACKWARD && k->dtype != p->out_dtype) fits = false; /* of d_o */
         if (fits && runs_on(k, plan->context->cpu)) plan->kernel = k;
     }
 }
@@ -90,8 +92,11 @@ int64_t attn__fwd_scratch(const attn_plan *plan) { /* double takes the more of i
     return amx > bytes ? amx : bytes;
 }
 
-int64_t attn__bwd_scratch(const attn_problem *p) {
-    return may_be_in_double(p) ? attn__bwd_scratch_f64(p) : attn__bwd_scratch_f32(p);
+int64_t attn__bwd_scratch(const attn_plan *plan) {
+    const attn_problem *p = &plan->problem;
+    int64_t bytes = may_be_in_double(p) ? attn__bwd_scratch_f64(p) : attn__bwd_scratch_f32(p);
+    int64_t amx = attn__is_amx(plan) ? attn__amx_bwd_scratch(plan) : 0;
+    return amx > bytes ? amx : bytes;
 }
 
 int64_t attn__bwd_d_q(const attn_problem *p) { /* padded as float is, which is as much or more */
@@ -142,7 +147,7 @@ static void choose_strip(attn_plan *plan) {
 static attn_status lay_out(attn_plan *plan) {
     const attn_problem *p = &plan->problem;
     bool forward = p->op == ATTN_FORWARD;
-    int64_t scratch = forward ? attn__fwd_scratch(plan) : attn__bwd_scratch(p);
+    int64_t scratch = forward ? attn__fwd_scratch(plan) : attn__bwd_scratch(plan);
     int64_t ranges = (int64_t)p->batch * p->flashmask_heads * attn__ceil_div(p->max_kv, ATTN_TILE_COLS);
     int64_t lse = p->flags & ATTN_VARLEN_Q ? p->heads_q * p->total_q : (int64_t)p->batch * p->heads_q * p->max_q;
     bool fits = attn__plan_reserve(plan, CPU_UNITS, attn__work_rows_most(plan), sizeof(attn_unit)) &&

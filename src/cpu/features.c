@@ -42,10 +42,10 @@ attn_status attn__cpu_allowed(uint32_t *allowed) {
         uint32_t needs;
     } isas[] = {
 #define ISA(name, bits, words) {#name, bits},
-#define ISA_FORWARD(name, tables, dtype, id, bits, words) {#name, bits},
+#define ISA_ONLY(name, tables, dtype, id, bits, words) {#name, bits},
 #include "isa.def"
 #undef ISA
-#undef ISA_FORWARD
+#undef ISA_ONLY
     };
     *allowed = attn__cpu_detect();
     const char *wanted = getenv("ATTN_CPU");

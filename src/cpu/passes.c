@@ -7,7 +7,8 @@
  *   bias    a tile of d_bias: over every sequence and head that is summed into it
  * Every sum has one order, whatever the threads do (C5).
  *
- * bwd.c has what a pass does with one sequence, in float or in double as suits that sequence (attn__in_double).
+ * bwd.c has what a pass does with one sequence, in float or in double as suits that sequence (attn__in_double); bwd_amx.c has the
+ * keys of bf16.
  */
 #include <math.h>
 #include <string.h>
@@ -66,6 +67,11 @@ static void work_keys(void *arg, int64_t index, int32_t slot) {
     const job *j = arg;
     int32_t heads = j->plan->problem.heads_kv;
     const attn_unit *unit = &j->units[index / heads];
+    attn_seq s = attn__seq(&j->plan->problem, j->f, unit->b);
+    if (attn__takes_amx(j->plan, &s)) {
+        attn__amx_keys(j->plan, j->f, unit, (int32_t)(index % heads), slot);
+        return;
+    }
     (in_double(j, unit->b) ? attn__bwd_keys_f64 : attn__bwd_keys_f32)(j->plan, j->f, unit, (int32_t)(index % heads), slot);
 }
 
@@ -77,7 +83,7 @@ static void work_bias(void *arg, int64_t index, int32_t slot) {
     int32_t col_tile = (int32_t)(index % col_tiles), row_tile = (int32_t)(index / col_tiles % row_tiles);
     int32_t h = (int32_t)(index / col_tiles / row_tiles % j->size[1]),
             b = (int32_t)(index / col_tiles / row_tiles / j->size[1]);
-    double *sum = (double *)((char *)attn__part(j->plan, j->f, CPU_SCRATCH) + slot * attn__bwd_scratch(p));
+    double *sum = (double *)((char *)attn__part(j->plan, j->f, CPU_SCRATCH) + slot * attn__bwd_scratch(j->plan));
     memset(sum, 0, sizeof(double) * ATTN_TILE_ROWS * ATTN_TILE_COLS);
     for (int32_t from_b = b; from_b < (j->size[0] > 1 ? b + 1 : p->batch); from_b++)
         for (int32_t from_h = h; from_h < (j->size[1] > 1 ? h + 1 : p->heads_q); from_h++)

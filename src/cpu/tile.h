@@ -100,7 +100,7 @@ int64_t REAL(bwd_scratch)(const attn_problem *p);
 
 /* The same for a problem that has sequences in both number types; and bytes of one row's partial result, or unfinished d_q. */
 int64_t attn__fwd_scratch(const attn_plan *plan);
-int64_t attn__bwd_scratch(const attn_problem *p);
+int64_t attn__bwd_scratch(const attn_plan *plan);
 int64_t attn__bwd_d_q(const attn_problem *p);
 int64_t attn__fwd_partial(const attn_problem *p);
 
@@ -117,6 +117,15 @@ void REAL(bwd_keys)(const attn_plan *plan, const attn_buffers *f, const attn_uni
 void REAL(bwd_restore)(const attn_plan *plan, const attn_buffers *f, int32_t b, int32_t h, int32_t row, int32_t slot);
 void REAL(bwd_bias)(const attn_plan *plan, const attn_buffers *f, const int64_t size[4], int32_t b, int32_t h,
                     int32_t row_tile, int32_t col_tile, int32_t slot);
+
+/*
+ * Strips take turns at d_q of a query tile, in the order of keys: `before` is the number of those before this one. In its turn a strip
+ * goes on with each row (dim_qk, padded) where the one before it stopped, and leaves it to the next, or, the last one, writes the result.
+ */
+void REAL(bwd_begin_turn)(const attn_rows *t, int32_t before);
+void REAL(bwd_end_turn)(const attn_rows *t, int32_t before);
+void REAL(bwd_take_row)(const attn_rows *t, int32_t r, real *mine, bool is_first);
+void REAL(bwd_give_row)(const attn_rows *t, int32_t r, real *mine, bool is_last);
 
 static inline int32_t attn__pad(int32_t n) { return (n + ATTN_LANES - 1) / ATTN_LANES * ATTN_LANES; }
 

@@ -21,8 +21,8 @@ enum {
     ATTN_TILE_ROWS = 64,   /* query rows of a tile, of every kernel */
     ATTN_TILE_COLS = 64,   /* keys of a tile */
     ATTN_STRIP_KEYS = 512, /* keys of a unit of the backward; a multiple of ATTN_TILE_COLS */
-    ATTN_AMX_ROWS = 32,    /* query rows of a tile of fwd_amx.c */
-    ATTN_AMX_KEYS = 256,   /* keys that it works at once; a multiple of ATTN_TILE_COLS */
+    ATTN_AMX_ROWS = 32,    /* query rows of a tile of fwd_amx.c and bwd_amx.c */
+    ATTN_AMX_KEYS = 256,   /* keys that fwd_amx.c works at once; a multiple of ATTN_TILE_COLS */
     ATTN_STRIP = 16,       /* the most query tiles that share a load of keys */
     ATTN_SPLIT_ROWS = 16,  /* at most so many rows: heads of a group share a tile, keys are worked in chunks */
     ATTN_NARROW_ROWS = 4,  /* at most so many: narrow, if there are more keys */
@@ -108,7 +108,7 @@ static inline int32_t attn__strip_rows(const attn_plan *plan) {
     return plan->strip / attn__strip_heads(plan) * ATTN_TILE_ROWS;
 }
 
-/* Does the plan work long sequences by fwd_amx.c? */
+/* Does the plan work long sequences by fwd_amx.c or bwd_amx.c? */
 static inline bool attn__is_amx(const attn_plan *plan) { return (plan->kernel->cpu & ATTN_CPU_AMX) != 0; }
 
 /* Sequence s of it? Few rows with many keys are narrow, and worked as ever. */
@@ -120,6 +120,8 @@ int64_t attn__amx_scratch(const attn_plan *plan);
 /* By fwd.c: those rows of the tile, at most 32, whose bits are set in `which`. */
 void attn__fwd_rows(const attn_plan *plan, const attn_buffers *f, const attn_unit *tile, uint32_t which, int32_t h,
                     int32_t slot);
+void attn__amx_keys(const attn_plan *plan, const attn_buffers *f, const attn_unit *unit, int32_t kv_head, int32_t slot);
+int64_t attn__amx_bwd_scratch(const attn_plan *plan);
 
 /* The backward (passes.c). */
 attn_status attn__backward(const attn_plan *plan, const attn_buffers *f);

@@ -1,0 +1,488 @@
+/*
+ * The backward of bf16 by AMX (amx.h): what bwd.c does with a strip of keys, for long sequences whose q, k, v and o are all bf16.
+ *
+ * The strip's keys and values are packed into operands once, and so are q and d_o of each query tile of up to ROWS rows. A tile meets the
+ * strip in blocks of up to KEYS keys, and a block part by part, 32 rows each:
+ *
+ *     S^T = K q^T    d_P^T = V d_o^T    p and d_s, rounded to bf16    d_q^T += K^T d_s        then, for all rows of the tile:
+ *     d_v += p d_o    d_k += d_s q
+ *
+ * Scores are transposed, [key][row], so the operands p and d_s of the last two come out as they lie. d_q of a tile is summed over all
+ * strips in turns, as in bwd.c. Sums of d_k and d_v run over rows in ascending order, those of d_q over keys, in
+ * steps of 32 that begin at multiples of 32: bits depend on neither the size of tiles and blocks nor on their classes (C5).
+ *
+ * Masked pairs have p = d_s = 0, which must not meet NaN or infinity (C2). The operands of the last three products have zeros in
+ * their place; what that leaves out is added one by one, for the pairs that are allowed.
+ */
+#include "amx.h"
+
+#include <math.h>
+#include <string.h>
+
+#include "../numeric.h"
+#include "tile.h"
+
+#ifdef ATTN_HAVE_AMX
+
+enum {
+    ROWS = 128,              /* of a tile; a multiple of 32 */
+    KEYS = 256,              /* of a block; a multiple of ATTN_TILE_COLS */
+    STRIP = ATTN_STRIP_KEYS, /* of a unit */
+    CLASSES = KEYS / ATTN_TILE_COLS,
+    PARTS = ROWS / ATTN_AMX_ROWS
+};
+
+/* One thread's memory. */
+typedef struct scratch {
+    uint16_t *k, *v;               /* operands a: m over keys */
+    uint16_t *k_t;                 /* K^T, m over dims; NaN and infinity are 0 */
+    float *d_k, *d_v;              /* [dim / 16][STRIP][16] */
+    uint16_t *q, *d_o;             /* operands b: n over rows */
+    uint16_t *q_t, *d_o_t;         /* n over dims; NaN and infinity are 0 */
+    float *d_q;                    /* [ROWS / 16][dim][16], rows of 32 in the order of attn__amx_row */
+    float *s, *d_p, *slope, *rest; /* of a part, [2][keys][16] */
+    uint16_t *p, *d_s;             /* of a block, operands a, m over keys, k over rows */
+    uint16_t *pairs;               /* d_s of a part, operand b */
+    uint16_t *rows;                /* rows that are changed before they are packed */
+    float *out, *row;              /* [16][dim]; see tile_adjust */
+    float *lse, *delta;            /* [ROWS] */
+} scratch;
+
+static int64_t pad32(int64_t n) { return (n + 31) / 32 * 32; }
+
+/* Lays the scratch out from `at`, or only counts when at is NULL. Returns the number of bytes. */
+static int64_t lay_out(scratch *m, char *at, const attn_plan *plan) {
+    const attn_problem *p = &plan->problem;
+    int64_t qk = pad32(p->dim_qk), v = pad32(p->dim_v), most = qk > v ? qk : v, used = 0;
+    int64_t half = sizeof(uint16_t), whole = sizeof(float), part = KEYS * ATTN_AMX_ROWS;
+    const struct {
+        void *field;
+        int64_t bytes;
+    } fields[] = {
+        {&m->k, STRIP * qk * half},   {&m->v, STRIP * v * half},
+        {&m->k_t, STRIP * qk * half}, {&m->d_k, STRIP * qk * whole},
+        {&m->d_v, STRIP * v * whole}, {&m->q, ROWS * qk * half},
+        {&m->d_o, ROWS * v * half},   {&m->q_t, ROWS * qk * half},
+        {&m->d_o_t, ROWS * v * half}, {&m->d_q, ROWS * qk * whole},
+        {&m->s, part * whole},        {&m->d_p, part * whole},
+        {&m->slope, part * whole},    {&m->rest, part * whole},
+        {&m->p, KEYS * ROWS * half},  {&m->d_s, KEYS * ROWS * half},
+        {&m->pairs, part * half},     {&m->rows, (STRIP > ROWS ? STRIP : ROWS) * most * half},
+        {&m->out, 16 * most * whole}, {&m->row, KEYS * whole},
+        {&m->lse, ROWS * whole},      {&m->delta, ROWS * whole},
+    };
+    for (size_t n = 0; n < sizeof fields / sizeof fields[0]; n++) {
+        if (at) *(void **)fields[n].field = at + used;
+        used += attn__ceil_div(fields[n].bytes, 64) * 64;
+    }
+    return used;
+}
+
+int64_t attn__amx_bwd_scratch(const attn_plan *plan) {
+    scratch unused;
+    return lay_out(&unused, NULL, plan);
+}
+
+/* A strip of keys, and the query tile that it meets. */
+typedef struct strip {
+    const attn_plan *plan;
+    const attn_buffers *f;
+    const attn_problem *p;
+    scratch m;
+    int32_t j0, keys; /* of the strip */
+    int64_t qk, v;    /* dims, padded to 32 */
+    float scale;      /* of the dot products, unless they are scaled already */
+    bool scaled;      /* are they before p is made? */
+    attn_rows panel[ROWS / 16];
+    int32_t rows, parts;                           /* of the tile */
+    bool bad_k[STRIP], bad_q[ROWS], bad_d_o[ROWS]; /* rows of which the operands leave something out */
+    bool any_k, any_q, any_d_o;                    /* are there such? */
+} strip;
+
+/* ---- loading ---- */
+
+/* NaN or infinity? */
+static bool is_bad(uint16_t bf16) { return (bf16 & 0x7f80) == 0x7f80; }
+
+/* A copy of rows with zeros for NaN and infinity; bad[i]: does row i differ? */
+static const uint16_t *clean(uint16_t *to, const uint16_t *from, int64_t row, int32_t rows, int32_t dim, bool *bad) {
+    for (int32_t i = 0; i < rows; i++) {
+        bad[i] = false;
+        for (int32_t x = 0; x < dim; x++) {
+            uint16_t value = from[i * row + x];
+            bad[i] |= is_bad(value);
+            to[(int64_t)i * dim + x] = is_bad(value) ? 0 : value;
+        }
+    }
+    return to;
+}
+
+static const uint16_t *kv_row(const strip *s, const attn_tensor *of, int32_t j) {
+    const attn_rows *t = s->panel;
+    return (const uint16_t *)(const void *)attn__tile_kv_row_f32(t, of, t->s.leftpad + j, NULL);
+}
+
+static const uint16_t *q_row(const strip *s, const attn_tensor *of, int32_t r) {
+    const attn_rows *t = s->panel;
+    return (const uint16_t *)of->data + attn__q_offset(s->p, of, &t->s, t->i0 + r, t->h0);
+}
+
+/* There is no paged cache in a backward: rows of k and v lie a fixed distance apart. */
+static void load_keys(strip *s) {
+    const uint16_t *k = kv_row(s, &s->f->k, s->j0), *v = kv_row(s, &s->f->v, s->j0);
+    int64_t k_row = s->f->k.stride[1], v_row = s->f->v.stride[1];
+    attn__amx_pack_rows(s->m.k, k, k_row, s->keys, s->p->dim_qk);
+    attn__amx_pack_rows(s->m.v, v, v_row, s->keys, s->p->dim_v);
+    s->any_k = !attn__amx_pack_columns(s->m.k_t, k, k_row, s->keys, s->p->dim_qk);
+    if (!s->any_k) return;
+    k = clean(s->m.rows, k, k_row, s->keys, s->p->dim_qk, s->bad_k);
+    attn__amx_pack_columns(s->m.k_t, k, s->p->dim_qk, s->keys, s->p->dim_qk);
+}
+
+/* q or d_o of the tile as operands b, `b` with n over rows and `b_t` with n over dims. Rows without a key become 0 (C1). True: bad has rows. */
+static bool load_operands(strip *s, const attn_tensor *of, int32_t dim, uint16_t *b, uint16_t *b_t, bool *bad) {
+    const uint16_t *from = q_row(s, of, 0);
+    int64_t row = of->stride[1];
+    bool is_empty = false;
+    for (int32_t r = 0; r < s->rows; r++) is_empty |= s->m.lse[r] == INFINITY;
+    for (int32_t r = 0; is_empty && r < s->rows; r++) {
+        uint16_t *to = s->m.rows + (int64_t)r * dim;
+        if (s->m.lse[r] == INFINITY)
+            memset(to, 0, (size_t)dim * sizeof *to);
+        else
+            memcpy(to, from + r * row, (size_t)dim * sizeof *to);
+    }
+    if (is_empty) from = s->m.rows, row = dim;
+    if (s->rows % 32 != 0) memset(b, 0, (size_t)(pad32(s->rows) * pad32(dim)) * sizeof *b);
+    attn__amx_pack_dims(b, from, row, s->rows, dim);
+    bool finite = attn__amx_finite(from, row, s->rows, dim);
+    if (!finite) from = clean(s->m.rows, from, row, s->rows, dim, bad), row = dim;
+    attn__amx_pack_pairs(b_t, from, row, s->rows, dim);
+    return !finite;
+}
+
+/* The tile of rows [i0, i0 + rows) of query head h. */
+static void load_tile(strip *s, int32_t b, int32_t h, int32_t i0, int32_t rows) {
+    const attn_row *of = attn__part(s->plan, s->f, CPU_ROWS);
+    s->rows = rows;
+    s->parts = (rows + 31) / 32;
+    for (int32_t n = 0; n < 2 * s->parts; n++) { /* a panel without rows repeats the one before, and nobody looks at it */
+        int32_t first = 16 * n < rows ? 16 * n : 16 * (n - 1);
+        attn_unit part = {b, i0 + first, attn__min32(16, rows - first), -1};
+        attn__tile_make_f32(&s->panel[n], s->plan, s->f, &part, h, false);
+    }
+    for (int32_t r = 0; r < 32 * s->parts; r++) {
+        s->m.lse[r] = INFINITY; /* no key: p = 0 */
+        s->m.delta[r] = 0;
+        if (r >= rows) continue;
+        const attn_row *row = &of[attn__lse_index(s->p, &s->panel->s, i0 + r, h)];
+        if (row->lse == -INFINITY) continue;
+        s->m.lse[r] = (float)row->lse;
+        s->m.delta[r] = (float)row->delta;
+    }
+    s->any_q = load_operands(s, &s->f->q, s->p->dim_qk, s->m.q, s->m.q_t, s->bad_q);
+    s->any_d_o = load_operands(s, &s->f->d_o, s->p->dim_v, s->m.d_o, s->m.d_o_t, s->bad_d_o);
+    memset(s->m.d_q, 0, (size_t)(32 * s->parts * s->qk) * sizeof *s->m.d_q);
+}
+
+/* ---- one part ---- */
+
+/* A part of the tile against keys [first, end) of the block that begins `at` keys into the strip; none: first = end. */
+typedef struct item {
+    int32_t n, at, first, end;
+    int class[CLASSES];
+} item;
+
+static item make_item(const strip *s, int32_t n, int32_t at) {
+    const attn_rows *t = &s->panel[2 * n];
+    int32_t rows = attn__min32(32, s->rows - 32 * n), keys = attn__min32(KEYS, s->keys - at);
+    item w = {.n = n, .at = at};
+    for (int32_t x = 0; x * ATTN_TILE_COLS < keys; x++) {
+        int32_t first = x * ATTN_TILE_COLS, end = attn__min32(first + ATTN_TILE_COLS, keys), j0 = s->j0 + at;
+        const attn_flash_range *range = attn__work_range(s->plan, s->f, t->s.b, t->kv_head, (j0 + first) / ATTN_TILE_COLS);
+        w.class[x] = attn__mask_tile(&t->mask, t->i0, t->i0 + rows, j0 + first, j0 + end, range);
+        if (w.class[x] == ATTN_TILE_SKIP) continue;
+        if (w.end == 0) w.first = first;
+        w.end = end;
+    }
+    return w;
+}
+
+/* c = a b, where a has keys and b rows of the part: scores, or d_p. */
+static void score_product(const strip *s, const item *w, float *c, const uint16_t *a, const uint16_t *b, int64_t dim) {
+    int32_t keys = (int32_t)pad32(w->end - w->first);
+    attn__amx_run(&(attn_amx_product){.c = c,
+                                      .ldc = 16,
+                                      .c_panel = 16 * keys,
+                                      .a = attn__amx_packed(a + (w->at + w->first) * dim, (int32_t)dim, 0),
+                                      .b = b + 32 * w->n * dim,
+                                      .b_panel = 16 * dim,
+                                      .m = keys,
+                                      .n = ATTN_AMX_ROWS,
+                                      .k = (int32_t)dim});
+    (void)s;
+}
+
+static void fill(float *x, float value, int64_t count) {
+    for (int64_t n = 0; n < count; n++) x[n] = value;
+}
+
+/* From dot products to scores, one panel and up to ATTN_TILE_COLS keys, `first` into the block. */
+static void prepare_tile(const strip *s, const item *w, int32_t n, int32_t first, int32_t keys) {
+    const attn_rows *t = &s->panel[2 * w->n + n];
+    int class = w->class[first / ATTN_TILE_COLS];
+    int64_t at = 16 * (n * pad32(w->end - w->first) + first - w->first);
+    float *slope = s->p->softcap > 0 ? s->m.slope + at : NULL, *rest = s->p->flags & ATTN_ALIBI ? s->m.rest + at : NULL;
+    if (class == ATTN_TILE_SKIP) {
+        fill(s->m.s + at, -INFINITY, keys * 16);
+    } else if (s->scaled) {
+        t->micro->scale(s->m.s + at, keys * 16, (float)s->p->scale);
+        attn__tile_adjust_f32(t, s->m.s + at, slope, rest, s->j0 + w->at + first, keys, class, s->m.row);
+    } else if (class == ATTN_TILE_PARTIAL) {
+        attn__tile_mask_f32(t, s->m.s + at, s->j0 + w->at + first, keys);
+    }
+    if (s->p->dropout > 0) attn__tile_drop_f32(t, s->m.d_p + at, s->j0 + w->at + first, keys);
+}
+
+static void prepare(const strip *s, const item *w) {
+    int32_t keys = w->end - w->first;
+    for (int32_t n = 0; n < 2; n++) {
+        for (int32_t j = w->first; j < w->end; j += ATTN_TILE_COLS)
+            prepare_tile(s, w, n, j, attn__min32(ATTN_TILE_COLS, w->end - j));
+        fill(s->m.s + 16 * (n * pad32(keys) + keys), -INFINITY, 16 * (pad32(keys) - keys)); /* keys that are not there */
+    }
+}
+
+/* Where p or d_s of row r and key j of the block is in operand a. */
+static int64_t place(int32_t r, int32_t j) {
+    return (int64_t)(j / 16 * PARTS + r / 32) * ATTN_AMX_TILE + j % 16 * 32 + r % 32;
+}
+
+static void drop(const strip *s, const item *w) {
+    const attn_rows *t = s->panel;
+    uint32_t batch_head = (uint32_t)(t->s.b * s->p->heads_q + t->h0), random[4];
+    for (int32_t r = 32 * w->n; r < attn__min32(32 * (w->n + 1), s->rows); r++) {
+        for (int32_t j = w->first; j < w->end; j++) { /* first is a multiple of 4 */
+            uint32_t key = (uint32_t)(s->j0 + w->at + j);
+            if (j % 4 == 0) attn__philox4(&t->dropout, batch_head, (uint32_t)(t->i0 + r), key / 4, random);
+            if (random[j % 4] < t->dropout.threshold) s->m.p[place(r, j)] = 0;
+        }
+    }
+}
+
+static void add_d_q(const strip *s, const item *w) {
+    int32_t keys = (int32_t)pad32(w->end - w->first);
+    attn__amx_run(&(attn_amx_product){.c = s->m.d_q + 32 * w->n * s->qk,
+                                      .ldc = 16,
+                                      .c_panel = 16 * s->qk,
+                                      .a = attn__amx_packed(s->m.k_t, (int32_t)pad32(s->keys), (w->at + w->first) / 32),
+                                      .b = s->m.pairs,
+                                      .b_panel = 16 * keys,
+                                      .m = (int32_t)s->qk,
+                                      .n = ATTN_AMX_ROWS,
+                                      .k = keys,
+                                      .accumulate = true});
+}
+
+/* p and d_s of a part, and its share of d_q. */
+static void work_part(const strip *s, const item *w) {
+    score_product(s, w, s->m.s, s->m.k, s->m.q, s->qk);
+    score_product(s, w, s->m.d_p, s->m.v, s->m.d_o, s->v);
+    prepare(s, w);
+    attn__amx_gradients(&(attn_amx_gradients){.s = s->m.s,
+                                              .d_p = s->m.d_p,
+                                              .slope = s->p->softcap > 0 ? s->m.slope : NULL,
+                                              .rest = s->p->flags & ATTN_ALIBI ? s->m.rest : NULL,
+                                              .panel = 16 * pad32(w->end - w->first),
+                                              .keys = (int32_t)pad32(w->end - w->first),
+                                              .scale = s->scaled ? 1 : s->scale,
+                                              .keep = (float)(1 / (1 - s->p->dropout)),
+                                              .lse = s->m.lse + 32 * w->n,
+                                              .delta = s->m.delta + 32 * w->n,
+                                              .p = s->m.p + place(32 * w->n, w->first),
+                                              .d_s = s->m.d_s + place(32 * w->n, w->first),
+                                              .down = PARTS * ATTN_AMX_TILE,
+                                              .pairs = s->m.pairs});
+    if (s->p->dropout > 0) drop(s, w);
+    if (s->f->d_q.data) add_d_q(s, w);
+}
+
+/* ---- one block ---- */
+
+/* c += a b, where a has keys [first, end) of the block and b rows of parts [n, n_end): d_v, or d_k. */
+static void add_to_keys(const strip *s, float *c, const uint16_t *a, const uint16_t *b, int32_t dim, const item *all,
+                        int32_t n_end) {
+    int64_t b_panel = (int64_t)s->parts * ATTN_AMX_TILE;
+    attn_amx_a keys = {a + place(32 * all->n, all->first), 32, ATTN_AMX_TILE, PARTS * ATTN_AMX_TILE};
+    attn__amx_run(&(attn_amx_product){.c = c + 16 * (all->at + all->first),
+                                      .ldc = 16,
+                                      .c_panel = 16 * STRIP,
+                                      .a = keys,
+                                      .b = b + (int64_t)all->n * ATTN_AMX_TILE,
+                                      .b_panel = b_panel,
+                                      .m = (int32_t)pad32(all->end - all->first),
+                                      .n = (dim + 15) / 16 * 16,
+                                      .k = 32 * (n_end - all->n),
+                                      .accumulate = true});
+}
+
+static bool allowed(const strip *s, int32_t r, int32_t j) {
+    const attn_rows *t = s->panel;
+    const int32_t *flash = t->mask.vectors ? attn__flash_at(s->p, s->f, t->s.b, t->kv_head, j) : NULL;
+    return attn__mask_allowed(&t->mask, t->i0 + r, j, flash);
+}
+
+/* to[x] += weight * from[x] where that is NaN or infinity; elements of `to` are in panels of 16, `panel` apart. */
+static void add_bad(float *to, int64_t panel, float weight, const uint16_t *from, int32_t dim) {
+    for (int32_t x = 0; x < dim; x++)
+        if (is_bad(from[x])) to[x / 16 * panel + x % 16] += weight * attn__from_bf16(from[x]);
+}
+
+/* The same for d_q, where dims are 16 apart. */
+static void add_bad_d_q(const strip *s, int32_t r, float weight, const uint16_t *k) {
+    int32_t in = r % 32, panel = r / 32 * 2 + in / 4 % 2;
+    float *to = s->m.d_q + 16 * panel * s->qk + in / 8 * 4 + in % 4;
+    for (int32_t x = 0; x < s->p->dim_qk; x++)
+        if (is_bad(k[x])) to[(int64_t)x * 16] += weight * attn__from_bf16(k[x]);
+}
+
+/* What the operands leave out, of keys [first, end) of the block, for the pairs that are allowed. */
+static void add_left_out(const strip *s, const item *all) {
+    const scratch *m = &s->m;
+    for (int32_t j = all->first; (s->any_k || s->any_q || s->any_d_o) && j < all->end; j++) {
+        int32_t in_strip = all->at + j;
+        for (int32_t r = 0; r < s->rows; r++) {
+            bool bad_k = s->any_k && s->bad_k[in_strip], bad_q = s->any_q && s->bad_q[r],
+                 bad_o = s->any_d_o && s->bad_d_o[r];
+            if (!(bad_k || bad_q || bad_o) || !allowed(s, r, s->j0 + in_strip)) continue;
+            float p = attn__from_bf16(m->p[place(r, j)]), d_s = attn__from_bf16(m->d_s[place(r, j)]);
+            if (bad_k) add_bad_d_q(s, r, d_s, kv_row(s, &s->f->k, s->j0 + in_strip));
+            if (bad_q) add_bad(m->d_k + in_strip * 16, 16 * STRIP, d_s, q_row(s, &s->f->q, r), s->p->dim_qk);
+            if (bad_o) add_bad(m->d_v + in_strip * 16, 16 * STRIP, p, q_row(s, &s->f->d_o, r), s->p->dim_v);
+        }
+    }
+}
+
+/* Zeros for p and d_s of part n and keys [first, end). */
+static void clear(const strip *s, int32_t n, int32_t first, int32_t end) {
+    for (int32_t j = first; j < end; j++) {
+        memset(s->m.p + place(32 * n, j), 0, 32 * sizeof(uint16_t));
+        memset(s->m.d_s + place(32 * n, j), 0, 32 * sizeof(uint16_t));
+    }
+}
+
+/* The tile against the block that begins `at` keys into the strip. */
+static void work_block(const strip *s, int32_t at) {
+    item part[PARTS], all = {.n = -1, .at = at, .first = KEYS};
+    int32_t n_end = 0;
+    for (int32_t n = 0; n < s->parts; n++) {
+        part[n] = make_item(s, n, at);
+        if (part[n].end == 0) continue;
+        if (all.n < 0) all.n = n;
+        n_end = n + 1;
+        all.first = attn__min32(all.first, part[n].first);
+        all.end = attn__max32(all.end, part[n].end);
+    }
+    if (all.n < 0) return;
+    for (int32_t n = all.n; n < n_end; n++) {
+        if (part[n].end > 0) work_part(s, &part[n]);
+        int32_t end = all.first + (int32_t)pad32(all.end - all.first), mine = part[n].end > 0 ? part[n].first : end;
+        clear(s, n, all.first, mine);
+        if (part[n].end > 0) clear(s, n, mine + (int32_t)pad32(part[n].end - mine), end);
+    }
+    if (s->f->d_v.data) add_to_keys(s, s->m.d_v, s->m.p, s->m.d_o_t, s->p->dim_v, &all, n_end);
+    if (s->f->d_k.data) add_to_keys(s, s->m.d_k, s->m.d_s, s->m.q_t, s->p->dim_qk, &all, n_end);
+    add_left_out(s, &all);
+}
+
+/* ---- a tile and a strip ---- */
+
+/* Where column c of panel n of d_q is a row of the tile: the panel of 16 rows that it belongs to, or NULL. */
+static const attn_rows *row_of(const strip *s, int32_t n, int32_t c, int32_t *r) {
+    *r = n / 2 * 32 + attn__amx_row(n % 2, c);
+    return *r < s->rows ? &s->panel[*r / 16] : NULL;
+}
+
+/* d_q as the strips before this one have left it. */
+static void take_turn(const strip *s, int32_t before) {
+    int32_t r;
+    attn__bwd_begin_turn_f32(s->panel, before);
+    for (int32_t n = 0; before > 0 && n < 2 * s->parts; n++) {
+        memset(s->m.out, 0, (size_t)(16 * s->qk) * sizeof *s->m.out);
+        for (int32_t c = 0; c < 16; c++) {
+            const attn_rows *t = row_of(s, n, c, &r);
+            if (t) attn__bwd_take_row_f32(t, r % 16, s->m.out + c * s->qk, false);
+        }
+        s->panel->micro->transpose(s->m.d_q + 16 * n * s->qk, 16, s->m.out, s->qk, 16, (int32_t)s->qk);
+    }
+}
+
+/* The strip after this one may go on; the last one writes the result. */
+static void give_turn(const strip *s, int32_t before, bool is_last) {
+    int32_t r;
+    for (int32_t n = 0; n < 2 * s->parts; n++) {
+        attn__amx_transpose(s->m.out, s->qk, s->m.d_q + 16 * n * s->qk, (int32_t)s->qk);
+        for (int32_t c = 0; c < 16; c++) {
+            const attn_rows *t = row_of(s, n, c, &r);
+            if (t) attn__bwd_give_row_f32(t, r % 16, s->m.out + c * s->qk, is_last);
+        }
+    }
+    attn__bwd_end_turn_f32(s->panel, before);
+}
+
+static void work_tile(strip *s, int32_t b, int32_t h, int32_t i0, int32_t rows) {
+    int32_t first, end, number = s->j0 / STRIP;
+    attn__mask_rows(&s->panel->mask, i0, i0 + rows, &first, &end);
+    if (first >= end || number < first / STRIP || number > (end - 1) / STRIP) return;
+    int32_t before = number - first / STRIP;
+    load_tile(s, b, h, i0, rows);
+    if (s->f->d_q.data) take_turn(s, before);
+    for (int32_t at = 0; at < s->keys; at += KEYS) work_block(s, at);
+    if (s->f->d_q.data) give_turn(s, before, number == (end - 1) / STRIP);
+}
+
+static void store(const strip *s, const attn_tensor *to, const float *from, int32_t dim, double factor) {
+    const attn_rows *t = s->panel;
+    for (int32_t j = 0; to->data && j < s->keys; j++) {
+        int64_t at = attn__kv_offset(s->p, s->f, to, &t->s, t->s.leftpad + s->j0 + j, t->kv_head);
+        for (int32_t x = 0; x < dim; x += 16)
+            memcpy(s->m.out + x, from + (int64_t)x * STRIP + (int64_t)j * 16, 16 * sizeof *s->m.out);
+        t->micro->store((uint16_t *)to->data + at, ATTN_BF16, s->m.out, (float)factor, dim);
+    }
+}
+
+void attn__amx_keys(const attn_plan *plan, const attn_buffers *f, const attn_unit *unit, int32_t kv_head, int32_t slot) {
+    const attn_problem *p = &plan->problem;
+    int32_t group = p->heads_q / p->heads_kv, first, end;
+    strip s = {.plan = plan, .f = f, .p = p, .j0 = unit->row, .keys = unit->rows};
+    lay_out(&s.m, (char *)attn__part(plan, f, CPU_SCRATCH) + slot * attn__bwd_scratch(plan), plan);
+    s.qk = pad32(p->dim_qk);
+    s.v = pad32(p->dim_v);
+    s.scale = (float)p->scale;
+    s.scaled = p->softcap > 0 || (p->flags & (ATTN_ALIBI | ATTN_BIAS)) || !(s.scale > 1e-30f && s.scale < 1e30f);
+    attn__tile_make_f32(s.panel, plan, f, &(attn_unit){unit->b, 0, 1, -1}, kv_head * group, false);
+    memset(s.m.d_k, 0, (size_t)(STRIP * s.qk) * sizeof *s.m.d_k);
+    memset(s.m.d_v, 0, (size_t)(STRIP * s.v) * sizeof *s.m.d_v);
+    attn__mask_cols(&s.panel->mask, s.j0, s.j0 + s.keys, &first, &end);
+    if (first < end) load_keys(&s);
+    attn__amx_begin();
+    for (int32_t h = kv_head * group; h < (kv_head + 1) * group; h++) {
+        for (int32_t i0 = first / ROWS * ROWS; i0 < end; i0 += ROWS)
+            work_tile(&s, unit->b, h, i0, attn__min32(ROWS, s.panel->mask.sq - i0));
+    }
+    attn__amx_end();
+    store(&s, &f->d_k, s.m.d_k, p->dim_qk, p->scale);
+    store(&s, &f->d_v, s.m.d_v, p->dim_v, 1 / (1 - p->dropout));
+}
+
+#else
+
+void attn__amx_keys(const attn_plan *plan, const attn_buffers *f, const attn_unit *unit, int32_t kv_head, int32_t slot) {
+    (void)plan, (void)f, (void)unit, (void)kv_head, (void)slot; /* no plan has this kernel */
+}
+int64_t attn__amx_bwd_scratch(const attn_plan *plan) {
+    (void)plan;
+    return 0;
+}
+
+#endif
