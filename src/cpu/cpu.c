@@ -74,8 +74,8 @@ static void choose_kernel(attn_plan *plan) {
     for (int32_t n = 0; n < KERNELS; n++) {
         const attn_kernel *k = &kernels[n];
         bool fits = k->op == p->op && (k->wide == wide || p->op == ATTN_KV_APPEND);
-        if (k->dtype && (k->dtype != p->dtype || k->dtype != p->kv_dtype)) fits = false;
-        if (k->dtype && p->op == ATTN_BACKWARD && k->dtype != p->out_dtype) fits = false; /* of d_o */
+        /* A result of more bits is wanted as exact as they are: not by products of bf16. */
+        if (k->dtype && (k->dtype != p->dtype || k->dtype != p->kv_dtype || k->dtype != p->out_dtype)) fits = false;
         if (fits && runs_on(k, plan->context->cpu)) plan->kernel = k;
     }
 }
