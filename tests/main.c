@@ -2,8 +2,9 @@
  * The test runner: attn-tests [--list] [substring...]
  *
  * Runs the tests whose names contain any of the substrings (all of them without one), sorted by name, one line each with its
- * time. The last line is "N passed, N failed"; the exit status is 1 when a test failed. The name is printed before the test
- * runs, so that the last line before a crash says which one it was.
+ * time. The last line is "N passed, N failed", with ", N not run" where tests said that they cannot be run here; the exit status is
+ * 1 when a test failed. One that checks nothing, and does not say why, has failed. The name is printed before the test runs, so
+ * that the last line before a crash says which one it was.
  */
 #define _GNU_SOURCE
 #include "test.h"
@@ -19,7 +20,9 @@
 enum { SHOWN = 10 };
 
 static test_case *first;
-static int failures; /* of the running test */
+static int failures;         /* of the running test */
+static _Atomic bool checked; /* has it checked anything? Tests check in threads, too */
+static const char *why_not;  /* it is not run; NULL: it is */
 static char context[256];
 
 void test_register(test_case *test) {
@@ -42,7 +45,10 @@ double test_seconds(void) {
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
+void test_skip(const char *why) { why_not = why; }
+
 bool test_check(bool held, const char *file, int line, const char *format, ...) {
+    checked = true;
     if (held) return true;
     if (failures++ >= SHOWN) return false;
     char text[512];
@@ -74,19 +80,26 @@ static bool selected(const test_case *test, int count, char **substrings) {
     return count == 0;
 }
 
-/* True if it passed. */
-static bool run(const test_case *test) {
+typedef enum outcome { PASSED, FAILED, NOT_RUN, OUTCOMES } outcome;
+
+static outcome run(const test_case *test) {
     printf("%-64s ", test->name);
     fflush(stdout);
     failures = 0;
+    checked = false;
+    why_not = NULL;
     test_context(NULL);
     double start = test_seconds();
     test->run();
     double seconds = test_seconds() - start;
+    if (!checked && !why_not) test_check(false, test->file, 0, "nothing is checked");
     if (failures > SHOWN) printf("    and %d more\n", failures - SHOWN);
-    printf("%s %7.3f s\n", failures ? "FAILED" : "ok    ", seconds);
+    if (!checked)
+        printf("not run: %s\n", why_not);
+    else
+        printf("%s %7.3f s\n", failures ? "FAILED" : "ok    ", seconds);
     fflush(stdout);
-    return failures == 0;
+    return failures ? FAILED : checked ? PASSED : NOT_RUN;
 }
 
 static test_case *sort_by_name(test_case *list) {
@@ -107,19 +120,20 @@ int main(int argc, char **argv) {
         fprintf(stderr, "usage: attn-tests [--list] [substring...]\n");
         return 2;
     }
-    int arguments = list ? 2 : 1, passed = 0, failed = 0;
+    int arguments = list ? 2 : 1, count[OUTCOMES] = {0};
     first = sort_by_name(first);
     for (const test_case *test = first; test; test = test->next) {
         if (!selected(test, argc - arguments, argv + arguments)) continue;
         if (list)
             printf("%s\n", test->name);
-        else if (run(test))
-            passed++;
         else
-            failed++;
+            count[run(test)]++;
     }
     if (list) return 0;
-    if (passed + failed == 0) fprintf(stderr, "no test has such a name; attn-tests --list shows them\n");
-    printf("%d passed, %d failed\n", passed, failed);
-    return failed > 0 || passed == 0;
+    if (count[PASSED] + count[FAILED] + count[NOT_RUN] == 0)
+        fprintf(stderr, "no test has such a name; attn-tests --list shows them\n");
+    printf("%d passed, %d failed", count[PASSED], count[FAILED]);
+    if (count[NOT_RUN]) printf(", %d not run", count[NOT_RUN]);
+    printf("\n");
+    return count[FAILED] > 0 || count[PASSED] == 0;
 }

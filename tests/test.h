@@ -31,6 +31,9 @@ bool test_check(bool held, const char *file, int line, const char *format, ...) 
 bool test_close(double a, double b, double tolerance, const char *file, int line, const char *text);
 bool test_status(attn_status got, attn_status want, const char *detail, const char *file, int line, const char *text);
 
+/* This test cannot be run here, and why: it is counted apart, and may return without a check. */
+void test_skip(const char *why);
+
 /* A word for the failures that follow, such as the case of a table: shown with each of them. NULL: none. */
 void test_context(const char *format, ...) __attribute__((format(printf, 1, 2)));
 

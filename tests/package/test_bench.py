@@ -17,6 +17,7 @@ import masks  # noqa: E402
 import measure  # noqa: E402
 import peers  # noqa: E402
 import peers_cpu  # noqa: E402
+import plots_cpu  # noqa: E402
 
 QUICK = ["--device", "cpu", "--quick"]
 
@@ -223,8 +224,6 @@ def test_cpu_counts():
 
 
 def test_onnx_runtime(small, capsys, tmp_path):
-    pytest.importorskip("onnxruntime")
-    pytest.importorskip("onnx")
     lines = tmp_path / "ort.jsonl"
     words = ["--quick", "--threads", "1", "--peers", "ort", "--json", str(lines), "--cases", "prefill|decode|verify"]
     assert peers_cpu.main(words) == 0
@@ -235,9 +234,6 @@ def test_onnx_runtime(small, capsys, tmp_path):
 
 
 def test_cpu_plots(tmp_path):
-    pytest.importorskip("matplotlib")
-    import plots_cpu
-
     results = [
         {
             **case._asdict(),
