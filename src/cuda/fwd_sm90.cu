@@ -160,7 +160,7 @@ typedef struct buffers {
 
 DEVICE buffers find_buffers(uint8_t *shared) {
     buffers b;
-    b.q = cvta_shared(shared);
+    asm volatile("mov.u32 %0, %%reserved_smem_offset_end;" : "=r"(b.q));
     b.k = b.q + QBUF * Q_BYTES;
     b.v = b.k + STAGES * K_BYTES;
     b.notes = (shared_notes *)(shared + QBUF * Q_BYTES + STAGES * (K_BYTES + V_BYTES));
@@ -593,7 +593,7 @@ DEVICE void begin_qk(float s[MT][NT][4], uint64_t q, uint64_t k) {
 #pragma unroll
     for (int c = 0; c < DIM / 16; c++) {
         const uint32_t to_q = c / 4 * BM * ROW + c % 4 * 32, to_k = c / 4 * BN * ROW + c % 4 * 32;
-        product_ss(BN, s[0][0], wgmma_step(q, to_q), wgmma_step(k, to_k), c > 0);
+        product_ss(BN, s[0][0], wgmma_step(q, 1, to_q), wgmma_step(k, 1, to_k), c > 0);
     }
     wgmma_commit_group();
 }
@@ -601,7 +601,7 @@ DEVICE void begin_qk(float s[MT][NT][4], uint64_t q, uint64_t k) {
 DEVICE void begin_pv(float o[MT][DT][4], uint32_t p[PV_STEPS][MT][4], uint64_t v) {
     wgmma_fence();
 #pragma unroll
-    for (int ks = 0; ks < PV_STEPS; ks++) product_rs(DV, o[0][0], p[ks][0], wgmma_step(v, ks * 16 * ROW), 1);
+    for (int ks = 0; ks < PV_STEPS; ks++) product_rs(DV, o[0][0], p[ks][0], wgmma_step(v, ks, 16 * ROW), 1);
     wgmma_commit_group();
 }
 
@@ -612,7 +612,7 @@ typedef struct consumer {
     uint32_t tile;            /* number of the next one, counted over all places */
     int32_t all_from, all_to; /* keys that all of its rows see */
     bool has_huge;
-    uint64_t of_q, of_k, of_v; /* operands, in the first buffer */
+    uint64_t of_q, of_k, of_v; /* operands, in the buffers at hand */
 } consumer;
 
 DEVICE bool is_first_thread(void) { return (threadIdx.x & 127) == 0; }
@@ -671,11 +671,13 @@ DEVICE void wait_for_k(const buffers &b, const consumer &me) {
 DEVICE void let_go_of_k(const buffers &b, consumer &me) {
     if (is_first_thread()) mbarrier_arrive(BARRIER(b, k_empty, me.k.at));
     turn_ring(me.k, STAGES);
+    me.of_k = me.k.at ? wgmma_step(me.of_k, 1, K_BYTES) : wgmma_k_major(b.k);
     me.tile++;
 }
 DEVICE void let_go_of_v(const buffers &b, consumer &me) {
     if (is_first_thread()) mbarrier_arrive(BARRIER(b, v_empty, me.v.at));
     turn_ring(me.v, STAGES);
+    me.of_v = me.v.at ? wgmma_step(me.of_v, 1, V_BYTES) : wgmma_mn_major(b.v, BN * ROW);
 }
 
 /* S of tile t and P V of the one before it. `special`, a constant where this is called: scores or mask have something to do. */
@@ -683,9 +685,9 @@ DEVICE void step(const attn_cuda_args &a, const tile_place &at, consumer &me, co
                  float s[MT][NT][4], uint32_t p[PV_STEPS][MT][4], float m[MT][2], float l[MT][2], tile t, bool special) {
     float factor[MT][2];
     take_turn(me);
-    begin_qk(s, me.of_q, wgmma_step(me.of_k, me.k.at * K_BYTES));
+    begin_qk(s, me.of_q, me.of_k);
     mbarrier_wait_parity(BARRIER(b, v_full, me.v.at), me.v.parity);
-    begin_pv(o, p, wgmma_step(me.of_v, me.v.at * V_BYTES));
+    begin_pv(o, p, me.of_v);
     pass_turn(me);
     wgmma_wait_group(1);
     let_go_of_k(b, me);
@@ -693,7 +695,11 @@ DEVICE void step(const attn_cuda_args &a, const tile_place &at, consumer &me, co
     exponentials(at, me.has_huge, s, m, l);
     wgmma_wait_group(0);
     let_go_of_v(b, me);
-    if (raise) rescale(o, factor);
+    if (raise) {
+#pragma unroll
+        for (int half = 0; half < 2; half++) /* 8 rows of the warp: often it was only one of the others that grew */
+            if (__any_sync(~0u, factor[0][half] != 1)) rescale_half(o, factor, half);
+    }
     pack_p(a, at, t.n, p, s, special);
 }
 
@@ -705,7 +711,7 @@ DEVICE bool walk(const attn_cuda_args &a, const tile_place &at, consumer &me, co
     wait_for_k(b, me);
     tile t = tile_here(at, b, me, at.n_last);
     take_turn(me);
-    begin_qk(s, me.of_q, wgmma_step(me.of_k, me.k.at * K_BYTES));
+    begin_qk(s, me.of_q, me.of_k);
     pass_turn(me);
     wgmma_wait_group(0);
     let_go_of_k(b, me);
@@ -721,7 +727,7 @@ DEVICE bool walk(const attn_cuda_args &a, const tile_place &at, consumer &me, co
             step(a, at, me, b, o, s, p, m, l, t, false);
     }
     mbarrier_wait_parity(BARRIER(b, v_full, me.v.at), me.v.parity);
-    begin_pv(o, p, wgmma_step(me.of_v, me.v.at * V_BYTES));
+    begin_pv(o, p, me.of_v);
     wgmma_wait_group(0);
     const bool dirty = b.notes->dirty[number & 1] == number + 1;
     let_go_of_v(b, me);

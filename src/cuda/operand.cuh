@@ -21,7 +21,9 @@ PTX uint64_t wgmma_mn_major(uint32_t at, uint32_t block) {
     return (uint64_t)(at >> 4 & 0x3fff) | (uint64_t)(block >> 4) << 16 | (uint64_t)(WGMMA_ROWS_8 >> 4) << 32 |
            (uint64_t)WGMMA_SWIZZLE_128 << 62;
 }
-/* The same, so many bytes further on. */
-PTX uint64_t wgmma_step(uint64_t tile, uint32_t bytes) { return tile + (bytes >> 4); }
+/* The same, n times so many bytes further on: shared memory ends before that would carry over into the upper word. */
+PTX uint64_t wgmma_step(uint64_t tile, uint32_t n, uint32_t bytes) {
+    return (tile >> 32) << 32 | (uint32_t)((uint32_t)tile + n * (bytes >> 4));
+}
 
 #endif
