@@ -304,6 +304,14 @@ static int stub_cuMemFreeAsync(attn_cu_pointer memory, attn_cu_stream stream) {
     return begin(STUB_cuMemFreeAsync);
 }
 
+static int stub_cuMemsetD32Async(attn_cu_pointer to, unsigned value, size_t count, attn_cu_stream stream) {
+    BEGIN(cuMemsetD32Async);
+    if (!depth && (uintptr_t)stream <= ATTN_CU_STREAM_PER_THREAD) return INVALID_CONTEXT;
+    if (to % 4) return INVALID_VALUE;
+    for (size_t n = 0; n < count; n++) ((unsigned *)(uintptr_t)to)[n] = value;
+    return 0;
+}
+
 static int stub_cuMemAlloc(attn_cu_pointer *memory, size_t bytes) {
     BEGIN(cuMemAlloc);
     if (!depth) return INVALID_CONTEXT;

@@ -26,7 +26,7 @@ enum {
     ATTN_MERGE_PARTS = 48,           /* parts that one launch of merge takes */
     ATTN_MAP_COLS = 64,              /* columns of a tensor map's box: 128 bytes, which its swizzle is over */
     ATTN_MAP_O_ROWS = 64,            /* rows of o's box: what one warpgroup stores. q: the kernel's bm; k and v: its bn */
-    ATTN_HOPPER_NOTES = 1024,        /* bytes of shared memory that a Hopper kernel has besides its tiles */
+    ATTN_HOPPER_NOTES = 2048,        /* bytes of shared memory that a Hopper kernel has besides its tiles */
     ATTN_TMA_Q = 1,                  /* bits of attn_cuda_args.tma */
     ATTN_TMA_KV = 2,
     ATTN_TMA_O = 4,
@@ -80,6 +80,7 @@ typedef struct attn_cuda_args {
     int64_t work; /* Hopper: places [groups of heads][slot][head] that blocks share; the last group may be short of heads */
     int32_t box;  /* Hopper: rows of a box of k and v: those of a tile, or as many as fit into both a tile and a page */
     int32_t tma;  /* Hopper: ATTN_TMA_...: which of the maps in attn_cuda_args90 can be used */
+    uint32_t *counter; /* Hopper: 0 before the launch; how many of the places are taken. NULL: blocks take them in turn */
 } attn_cuda_args;
 
 #ifdef __cplusplus

@@ -274,10 +274,32 @@ static int32_t least_cols(const attn_plan *plan) {
     return least;
 }
 
+/* Is one of Hopper's kernels chosen for any device? */
+static bool has_hopper(const attn_plan *plan) {
+    for (int32_t n = 0; n < plan->context->cuda->state->gpus; n++) {
+        for (int k = 0; k < 2; k++) {
+            int entry = plan->gpu_kernel[n][k];
+            if (entry >= 0 && attn__cuda_entries[entry].hopper) return true;
+        }
+    }
+    return false;
+}
+
 /* Rows of part_o and part_lse: every sequence may be one that is split, and packed ones have total_q rows in all. */
 static int64_t split_rows(const attn_problem *p) {
     int64_t rows = (int64_t)p->batch * attn__min32(p->max_q, ATTN_CUDA_SPLIT_ROWS);
     return p->flags & ATTN_VARLEN_Q && p->total_q < rows ? p->total_q : rows;
+}
+
+/*
+ * Do Hopper's blocks share the work by a counter? Where some places have more to do than others, and that is more than the two
+ * microseconds which it takes to clear one.
+ */
+bool attn__cuda_counts(const attn_problem *p) {
+    enum { LONG = 2048 };
+    if (p->op != ATTN_FORWARD || p->batch == 0 || p->max_q <= ATTN_CUDA_SPLIT_ROWS) return false;
+    if (p->flags & ATTN_OWN_LENGTHS) return true;
+    return ((p->flags & (ATTN_CAUSAL | ATTN_WINDOW)) || p->flashmask_vectors) && p->max_kv >= LONG;
 }
 
 static attn_status lay_out(attn_plan *plan) {
@@ -288,6 +310,7 @@ static attn_status lay_out(attn_plan *plan) {
     fits = fits && attn__plan_reserve(plan, CUDA_PART_O, parts, p->dim_v * real) &&
            attn__plan_reserve(plan, CUDA_PART_LSE, parts, real) &&
            attn__plan_reserve(plan, CUDA_RANGES, ranges, sizeof(attn_flash_range)) &&
+           attn__plan_reserve(plan, CUDA_COUNTER, has_hopper(plan) && attn__cuda_counts(p), sizeof(uint32_t)) &&
            attn__plan_reserve(plan, CUDA_Q, rotated, rotated_row(p) * (int64_t)attn_dtype_size(p->dtype));
     RETURN_IF(!fits, ATTN_INVALID, "max_q=%d, max_kv=%d: the workspace does not fit into memory", p->max_q, p->max_kv);
     return ATTN_OK;

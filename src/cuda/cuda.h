@@ -87,6 +87,9 @@ static inline bool attn__cuda_runs_on(const attn_cuda_entry *e, const attn_gpu *
     return attn__cuda_is_for(e, gpu->arch) && e->shared_bytes <= (size_t)gpu->shared_bytes;
 }
 
+/* Do blocks of Hopper's kernels take their work from a counter, the plan's CUDA_COUNTER? */
+bool attn__cuda_counts(const attn_problem *p);
+
 /* Does the problem ask for more than a plain kernel of the family does? Then one with `all` has to work it. */
 bool attn__cuda_wants_all(const attn_problem *p, bool hopper);
 
@@ -187,6 +190,7 @@ enum {
     CUDA_PART_O,   /* part_o of args.h */
     CUDA_PART_LSE, /* part_lse of args.h */
     CUDA_RANGES,   /* ranges of args.h */
+    CUDA_COUNTER,  /* counter of args.h */
     CUDA_Q         /* ATTN_ROTARY: the rotated q; attn__cuda_rotated_q says how it lies */
 };
 

@@ -6,7 +6,7 @@
  * Its warpgroups are the consumers, which multiply, and behind them the producers, four warps that see to it that they can:
  *
  *   loader     fetches Q, K and V, tile after tile, as buffers become empty
- *   scheduler  finds places ahead of time (lines for every feature; in plain ones that is so little that everybody does it)
+ *   scheduler  takes places ahead of time and tells of them
  *   hands      run errands for the loader: what the accelerator cannot describe (pages, odd addresses) is gathered piece by piece, and
  *              V is cleaned where that turns out to be needed
  *
@@ -23,11 +23,16 @@
  *     wait for O               V(n + 1) is empty; O follows where a maximum moved; P is packed
  *
  * Turns (named barriers) keep consumers out of step: while one is at its softmax another one's products have the tensor cores.
- * The results go through the consumer's own rows of Q in shared memory. All lines of a dtype and dim give the same bits.
+ * The results leave through shared memory: where there are two buffers for Q, through the consumer's own rows of it; where there
+ * is one, which the next place's Q wants early, through a buffer of K and V that the loader lends. All lines of a dtype and dim give
+ * the same bits.
  *
- * A masked pair has P = 0, and 0 * V is 0, unless V is an infinity or NaN. Then O is not finite, and the block does all its places
- * once more in a second, careful pass: V of tiles with a mask goes through the hands, which take out what is not finite, and it is
- * added in the end to the rows that do see it. The first pass pays no more than a look at O.
+ * A masked pair has P = 0, and 0 * V is 0, unless V is an infinity or NaN. Then O is not finite, and the block does the places of this
+ * pass once more, carefully: V of tiles with a mask goes through the hands, which take out what is not finite, and it is added in
+ * the end to the rows that do see it. The first time pays no more than a look at O.
+ *
+ * Numbers in shared memory that threads write: whoever has read them arrives by itself at the barrier that lets them be written
+ * again. That is more arrivals than are needed, but then racecheck can follow.
  */
 #include <float.h>
 #include <stddef.h>
@@ -87,16 +92,20 @@ enum {
     TILES = 2 * STAGES, /* notes on tiles: a consumer whose first thread has let go of a tile may still read that of it */
     ERRANDS = 4,
     PLACES = 2,
-    HANDS = ALL ? 64 : 96, /* threads */
-    PEERS = ALL ? (int)THREADS
-                : (int)CONSUMERS, /* that let go of Q and of a place: all threads, or the first of each consumer */
+    HANDS = 64, /* threads */
+    READERS = ALL ? THREADS + 32 : 4 * CONSUMERS + 1, /* of what the scheduler tells: threads, or one to a warp */
+    LOT = ALL ? 4 : 1, /* places that a block takes at a time, where they are not shared out beforehand */
+    LOTS = 128,        /* of a pass */
+    LENDS = QBUF == 1, /* O leaves through buffers of K and V */
+    OUT_ROWS = LENDS ? 64 : BM,
+    OUT_BYTES = 64 * V_BLOCKS * ROW, /* of a consumer */
     /* 65,536 registers, 512 for each lane of four warps: some for the producers, the rest for the consumers */
     PRODUCER_REGISTERS = CONSUMERS == 3     ? 32
                          : DV > 192 && !ALL ? 40
                                             : 56,
     CONSUMER_REGISTERS = ((CONSUMERS == 3 ? 512 : 504) - PRODUCER_REGISTERS) / CONSUMERS / 8 * 8
 };
-static_assert(DV <= DIM, "O leaves through the rows of Q");
+static_assert(LENDS ? OUT_BYTES <= K_BYTES && (CONSUMERS - 1) * OUT_BYTES <= V_BYTES : DV <= DIM, "O has no way out");
 enum { BARRIER_TURN = 1, BARRIER_STORE = 4, BARRIER_HANDS = 7 }; /* numbers of named barriers; as many as consumers */
 
 #include "rows.cuh"
@@ -125,30 +134,42 @@ typedef struct tile {
     bool partial; /* has a mask */
     bool last;    /* of its place */
 } tile;
+DEVICE uint32_t tile_word(const tile &t) { return (uint32_t)t.n << 2 | (uint32_t)t.partial << 1 | t.last; }
+DEVICE tile tile_of(uint32_t word) { return {(int32_t)(word >> 2), (word & 2) != 0, (word & 1) != 0}; }
 
 enum { ERRAND_END = 0, ERRAND_CLEAN, ERRAND_Q, ERRAND_K, ERRAND_V };
 typedef struct errand {
     int32_t what;
-    int32_t n;              /* tile of keys */
-    uint32_t to;            /* the buffer */
-    uint32_t full;          /* its barrier */
-    uint32_t number;        /* of the place */
     int32_t clean;          /* V: CLEAN_... */
+    uint32_t to, full;      /* the buffer and its barrier */
+    uint32_t number;        /* of the place */
     uint32_t empty, parity; /* what the loader has waited for, before it wrote into the buffer */
     ring q;                 /* and before it wrote Q */
+    int32_t row, left;      /* first query row or cache position; rows from there on, perhaps more than the buffer has */
+    int32_t head;
+    attn_seq s; /* lines for every feature */
 } errand;
 enum { CLEAN_NOTHING, CLEAN_END, CLEAN_ALL }; /* V past the end of the sequence; whatever is not finite besides */
+
+/* The scheduler's words. */
+enum { TELL_PLACE, TELL_END, TELL_LAST }; /* a place; the pass is at its end; there is no other one */
+typedef struct claim {
+    int32_t first;  /* head of the group of heads */
+    uint32_t index; /* of the place, in the group */
+} claim;
 
 typedef struct shared_notes {
     uint64_t q_full[QBUF], q_empty[QBUF], k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
     uint64_t errand_full[ERRANDS], errand_empty[ERRANDS], place_full[PLACES], place_empty[PLACES], pass;
     errand errands[ERRANDS];
-    tile tiles[TILES];
+    uint32_t tiles[TILES]; /* tile_word */
     uint32_t dirty[2];     /* number of the last place, even or odd, some V of which was not finite: one more than that */
+    uint32_t again[2];     /* the same of passes, some O of which was not finite: they are done again */
     int32_t is_seen[QBUF]; /* does any row of the place see any key? */
-    int32_t is_end[PLACES];
-    int32_t is_again; /* some O was not finite: a second pass */
-    tile_place places[PLACES];
+    uint32_t lots[LOTS];   /* the places that the scheduler took in this pass */
+    int32_t told[PLACES];
+    claim claims[PLACES];                  /* plain lines */
+    tile_place places[ALL ? PLACES : 1]; /* the others */
 } shared_notes;
 static_assert(sizeof(shared_notes) <= ATTN_HOPPER_NOTES, "give the notes more room");
 
@@ -160,7 +181,7 @@ typedef struct buffers {
 
 DEVICE buffers find_buffers(uint8_t *shared) {
     buffers b;
-    asm volatile("mov.u32 %0, %%reserved_smem_offset_end;" : "=r"(b.q));
+    b.q = shared_start();
     b.k = b.q + QBUF * Q_BYTES;
     b.v = b.k + STAGES * K_BYTES;
     b.notes = (shared_notes *)(shared + QBUF * Q_BYTES + STAGES * (K_BYTES + V_BYTES));
@@ -169,67 +190,47 @@ DEVICE buffers find_buffers(uint8_t *shared) {
 
 DEVICE void make_barriers(const buffers &b) {
     for (int n = 0; n < QBUF; n++) {
-        mbarrier_init(BARRIER(b, q_full, n), 1);
-        mbarrier_init(BARRIER(b, q_empty, n), PEERS);
+        mbarrier_init(BARRIER(b, q_full, n), HANDS);
+        mbarrier_init(BARRIER(b, q_empty, n), THREADS);
+        b.notes->is_seen[n] = 0;
     }
     for (int n = 0; n < STAGES; n++) {
-        mbarrier_init(BARRIER(b, k_full, n), 1);
-        mbarrier_init(BARRIER(b, v_full, n), 1);
-        mbarrier_init(BARRIER(b, k_empty, n), CONSUMERS);
-        mbarrier_init(BARRIER(b, v_empty, n), CONSUMERS);
+        mbarrier_init(BARRIER(b, k_full, n), HANDS);
+        mbarrier_init(BARRIER(b, v_full, n), HANDS);
+        mbarrier_init(BARRIER(b, k_empty, n), THREADS);
+        mbarrier_init(BARRIER(b, v_empty, n), THREADS);
     }
     for (int n = 0; n < ERRANDS; n++) {
         mbarrier_init(BARRIER(b, errand_full, n), 1);
-        mbarrier_init(BARRIER(b, errand_empty, n), 1);
+        mbarrier_init(BARRIER(b, errand_empty, n), HANDS);
     }
     for (int n = 0; n < PLACES; n++) {
         mbarrier_init(BARRIER(b, place_full, n), 1);
-        mbarrier_init(BARRIER(b, place_empty, n), PEERS + 32);
+        mbarrier_init(BARRIER(b, place_empty, n), READERS);
     }
-    mbarrier_init(BARRIER(b, pass, 0), PEERS + (ALL ? 64 : 32));
-    b.notes->dirty[0] = b.notes->dirty[1] = 0;
-    b.notes->is_again = 0;
+    mbarrier_init(BARRIER(b, pass, 0), THREADS + 64);
+    for (int n = 0; n < 2; n++) b.notes->dirty[n] = b.notes->again[n] = 0;
     fence_mbarrier_init();
 }
 
 /* ---- places ---- */
 
 /*
- * Blocks take places in turn, forwards and backwards: the long ones, which come first, and the short ones then add up to the same
- * for each. Place i of a block is number i * blocks + (its number, from this end or the other), counted as [groups of heads][slot][head].
+ * They are counted as [groups of heads][slot][head]. Where they are all alike, blocks take them in turn, forwards and backwards; where
+ * they are not, there is a counter, and whoever is through with a place takes the next LOT of them.
  */
 
-/* Plain lines: all lengths alike. Here is the block's next place. */
-typedef struct path {
-    int64_t first;   /* head of its group */
-    uint32_t index;  /* in the group */
-    uint32_t number; /* of the place, counted by this block */
-} path;
-
-DEVICE void enter_group(const attn_cuda_args &a, path &w) {
-    uint32_t groups = attn__divide(w.index, a.by_each);
-    w.first += (int64_t)groups * a.group;
-    w.index -= groups * (uint32_t)(a.group * a.slots);
+/* Plain lines: all lengths alike. */
+DEVICE bool is_plain_place(const attn_cuda_args &a, const claim &c) {
+    const int32_t left = a.p.batch * a.p.heads_q - c.first; /* plain lines: batch * heads_q is below 2^31 */
+    return left > 0 && c.index < (uint32_t)attn__min32(a.group, left) * (uint32_t)a.row_tiles;
 }
-DEVICE path first_path(const attn_cuda_args &a) {
-    path w = {0, blockIdx.x, 0};
-    enter_group(a, w);
-    return w;
-}
-DEVICE void next_path(const attn_cuda_args &a, path &w) {
-    w.index += w.number & 1 ? 2 * blockIdx.x + 1 : 2 * (gridDim.x - blockIdx.x) - 1;
-    w.number++;
-    enter_group(a, w);
-}
-
-DEVICE bool plain_place(const attn_cuda_args &a, const path &w, tile_place &at) {
-    const int64_t heads = (int64_t)a.p.batch * a.p.heads_q, left = heads - w.first;
-    if (left <= 0) return false;
+DEVICE void plain_place(const attn_cuda_args &a, const claim &c, tile_place &at) {
+    const int32_t left = a.p.batch * a.p.heads_q - c.first;
     const bool whole = left >= a.group;
     const uint32_t size = whole ? (uint32_t)a.group : (uint32_t)left;
-    const uint32_t slot = whole ? attn__divide(w.index, a.by_group) : w.index / size;
-    if (slot >= (uint32_t)a.row_tiles) return false;
-    const uint32_t head = (uint32_t)w.first + w.index - slot * size; /* plain lines: batch * heads_q is below 2^31 */
+    const uint32_t slot = whole ? attn__divide(c.index, a.by_group) : c.index / size;
+    const uint32_t head = (uint32_t)c.first + c.index - slot * size;
     at.s = {};
     at.s.b = at.s.slot = (int32_t)attn__divide(head, a.by_heads);
     at.s.sq = a.p.max_q;
@@ -251,94 +252,135 @@ DEVICE bool plain_place(const attn_cuda_args &a, const path &w, tile_place &at) 
     at.scale = a.scale_log2;
     at.raw = at.o_factor = 1;
     at.least = a.least;
-    return true;
 }
 
-/* Is there a second pass? Consumers, loader and scheduler meet here when they are through with the first; each as often as the barrier wants. */
-DEVICE bool goes_again(const buffers &b, bool arrives) {
-    if (arrives) mbarrier_arrive(BARRIER(b, pass, 0));
-    mbarrier_wait_parity(BARRIER(b, pass, 0), 0);
-    return b.notes->is_again;
+/* Everybody who is through with a pass meets here. Is it to be done again? */
+DEVICE bool goes_again(const buffers &b, uint32_t pass) {
+    mbarrier_arrive(BARRIER(b, pass, 0));
+    mbarrier_wait_parity(BARRIER(b, pass, 0), pass & 1);
+    return __any_sync(~0u, b.notes->again[pass & 1] == pass + 1);
 }
 
-/* 32 places, one to a lane, from place `base` of this block on: which of them have something to do. Padding is filled on the way. */
-DEVICE uint32_t find_places(const attn_cuda_args &a, tile_place &at, int64_t base, int64_t end) {
-    const uint32_t lane = threadIdx.x & 31, each = (uint32_t)a.group * (uint32_t)a.slots;
-    const int64_t i = base + lane, n = i * gridDim.x + (i & 1 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
+/* ---- the scheduler, one warp ---- */
+
+/* Lot k of a pass, `before` it having been others: this lane's place, or one past the end. */
+DEVICE int64_t place_of(const attn_cuda_args &a, const buffers &b, int64_t before, int k, bool again) {
+    const uint32_t lane = threadIdx.x & 31;
+    if (!a.counter) {
+        const int64_t i = (before + k) * 32 + lane;
+        return i * gridDim.x + (i & 1 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
+    }
+    if (lane == 0 && !again)
+        b.notes->lots[k] = before + k == 0 ? blockIdx.x * LOT : (gridDim.x * LOT + atomicAdd(a.counter, (uint32_t)LOT));
+    __syncwarp();
+    return lane < LOT ? (int64_t)b.notes->lots[k] + lane : INT64_MAX;
+}
+
+/* One to a lane: is there anything to do? Padding is filled on the way. */
+DEVICE bool find(const attn_cuda_args &a, claim &c, tile_place &at, int64_t n) {
+    const uint32_t each = (uint32_t)a.group * (uint32_t)a.slots;
     const int64_t group = n <= INT32_MAX ? attn__divide((uint32_t)n, a.by_each) : n / each;
+    const bool inside = n < a.work;
+    if (inside) c = {(int32_t)(group * a.group), (uint32_t)(n - group * each)};
+    if (!ALL) return inside && is_plain_place(a, c);
     at.pad_from = at.pad_to = 0;
-    const bool found = i < end && n < a.work && find_place(a, at, group * a.group, (uint32_t)(n - group * each));
+    const bool found = inside && find_place(a, at, c.first, c.index);
     for (uint32_t left = __ballot_sync(~0u, at.pad_from < at.pad_to); left; left &= left - 1) {
         const int from = __ffs(left) - 1;
         fill_rows(a, __shfl_sync(~0u, at.s.b, from), __shfl_sync(~0u, at.h, from), __shfl_sync(~0u, at.pad_from, from),
-                  __shfl_sync(~0u, at.pad_to, from), lane, 32);
+                  __shfl_sync(~0u, at.pad_to, from), threadIdx.x & 31, 32);
     }
-    return __ballot_sync(~0u, found);
+    return found;
 }
 
-/* One lane tells of its place, or of the end. */
-DEVICE void tell(const buffers &b, const ring &r, const tile_place &at, bool is_end) {
+/* One lane tells of its place, or of an end. */
+DEVICE void tell(const buffers &b, const ring &r, int what, const claim &c, const tile_place &at) {
     mbarrier_wait_parity(BARRIER(b, place_empty, r.at), r.parity ^ 1);
-    b.notes->is_end[r.at] = is_end;
-    if (!is_end) b.notes->places[r.at] = at;
+    b.notes->told[r.at] = what;
+    if (!ALL) b.notes->claims[r.at] = c;
+    if (ALL && what == TELL_PLACE) b.notes->places[r.at] = at;
     mbarrier_arrive(BARRIER(b, place_full, r.at));
 }
 
-/* The scheduler, one warp. */
+/* Says whether this pass is the last one. */
+DEVICE bool tell_pass(const attn_cuda_args &a, const buffers &b, ring &r, int64_t before, bool again) {
+    const int lane = threadIdx.x & 31;
+    bool last = false;
+    claim c = {};
+    tile_place at;
+    for (int k = 0; k < LOTS && !last; k++) {
+        const int64_t n = place_of(a, b, before, k, again);
+        last = !__any_sync(~0u, n < a.work);
+        for (uint32_t left = __ballot_sync(~0u, !last && find(a, c, at, n)); left; left &= left - 1) {
+            if (lane == __ffs(left) - 1) tell(b, r, TELL_PLACE, c, at);
+            __syncwarp();
+            turn_ring(r, PLACES);
+        }
+    }
+    if (lane == 0) tell(b, r, last ? TELL_LAST : TELL_END, c, at);
+    __syncwarp();
+    turn_ring(r, PLACES);
+    return last;
+}
+
 DEVICE void schedule(const attn_cuda_args &a, const buffers &b) {
-    const int64_t end = (a.work + gridDim.x - 1) / gridDim.x;
-    const uint32_t lane = threadIdx.x & 31;
     ring r = {};
-    for (int pass = 0; pass < 2; pass++) {
-        tile_place at;
-        for (int64_t base = 0; base < end; base += 32)
-            for (uint32_t left = find_places(a, at, base, end); left; left &= left - 1) {
-                if ((int)lane == __ffs(left) - 1) tell(b, r, at, false);
-                __syncwarp();
-                turn_ring(r, PLACES);
-            }
-        if (lane == 0) tell(b, r, at, true);
-        __syncwarp();
-        turn_ring(r, PLACES);
-        if (pass == 0 && !goes_again(b, true)) return;
+    bool again = false;
+    for (uint32_t pass = 0;;) {
+        const bool last = tell_pass(a, b, r, (int64_t)pass * LOTS, again);
+        again = !again && goes_again(b, pass);
+        if (again) continue;
+        pass++;
+        if (last) return;
     }
 }
 
 /* Where consumers and loader are. */
 typedef struct stroll {
-    path w;          /* plain lines */
-    ring r;          /* the others */
-    uint32_t number; /* of the place, counted over both passes */
-    bool careful;    /* second pass */
+    ring r;
+    uint32_t number; /* of the place, counted over all passes */
+    uint32_t pass;
+    bool careful; /* for the second time */
 } stroll;
-DEVICE stroll start_stroll(const attn_cuda_args &a) {
-    stroll s = {};
-    if (!ALL) s.w = first_path(a);
-    return s;
-}
-/* Is there a place? `own` has room for it. */
-DEVICE bool at_place(const attn_cuda_args &a, const buffers &b, const stroll &s, tile_place &own) {
-    if (!ALL) return plain_place(a, s.w, own);
-    mbarrier_wait_parity(BARRIER(b, place_full, s.r.at), s.r.parity);
-    return !__any_sync(~0u, b.notes->is_end[s.r.at]);
-}
-/* lets_go: this thread does, for its warpgroup or for the loader. */
-DEVICE void leave_place(const attn_cuda_args &a, const buffers &b, stroll &s, bool lets_go) {
-    s.number++;
-    if (ALL) {
-        if (lets_go) mbarrier_arrive(BARRIER(b, place_empty, s.r.at));
-        turn_ring(s.r, PLACES);
-    } else {
-        next_path(a, s.w);
+
+/* What the scheduler tells next. Plain lines: one lane of the warp reads it, and at once lets go. */
+DEVICE int listen(const attn_cuda_args &a, const buffers &b, stroll &s, tile_place &own) {
+    int what = 0;
+    claim c = {};
+    if (ALL || (threadIdx.x & 31) == 0) mbarrier_wait_parity(BARRIER(b, place_full, s.r.at), s.r.parity);
+    if (ALL) return __shfl_sync(~0u, b.notes->told[s.r.at], 0);
+    if ((threadIdx.x & 31) == 0) {
+        what = b.notes->told[s.r.at];
+        c = b.notes->claims[s.r.at];
+        mbarrier_arrive(BARRIER(b, place_empty, s.r.at));
     }
+    turn_ring(s.r, PLACES);
+    what = __shfl_sync(~0u, what, 0);
+    c.first = __shfl_sync(~0u, c.first, 0);
+    c.index = __shfl_sync(~0u, c.index, 0);
+    if (what == TELL_PLACE) plain_place(a, c, own);
+    return what;
 }
-/* At the end of a pass: is there another one? */
-DEVICE bool start_again(const attn_cuda_args &a, const buffers &b, stroll &s, bool lets_go) {
-    if (s.careful) return false;
-    leave_place(a, b, s, lets_go); /* the one that told of the end */
-    s.careful = true;
-    if (!ALL) s.w = first_path(a);
-    return goes_again(b, lets_go);
+DEVICE void let_go_of_place(const buffers &b, stroll &s) {
+    if (!ALL) return;
+    mbarrier_arrive(BARRIER(b, place_empty, s.r.at));
+    turn_ring(s.r, PLACES);
+}
+DEVICE void leave_place(const buffers &b, stroll &s) {
+    let_go_of_place(b, s);
+    s.number++;
+}
+/* Is there another place? `own` has room for it. */
+DEVICE bool at_place(const attn_cuda_args &a, const buffers &b, stroll &s, tile_place &own) {
+    for (;;) {
+        const int what = listen(a, b, s, own);
+        if (what == TELL_PLACE) return true;
+        let_go_of_place(b, s);
+        s.careful = !s.careful && goes_again(b, s.pass);
+        if (s.careful) continue;
+        s.pass++;
+        if (what == TELL_LAST) return false;
+    }
 }
 #define PLACE(b, s, own) (ALL ? (b).notes->places[(s).r.at] : (own))
 
@@ -394,17 +436,38 @@ typedef struct loader {
     uint32_t tile;
 } loader;
 
-/* Writes an errand; it is handed over by the barrier that is returned. */
-DEVICE uint32_t new_errand(const buffers &b, loader &me, errand e) {
-    const uint32_t n = me.errands.at;
-    mbarrier_wait_parity(BARRIER(b, errand_empty, n), me.errands.parity ^ 1);
-    b.notes->errands[n] = e;
+/* The bytes come by copies: the thread arrives for all hands. */
+DEVICE void expect(uint32_t full, int bytes) {
+    mbarrier_arrive_expect_tx(full, bytes);
+    mbarrier_arrive_count(full, HANDS - 1);
+}
+
+/* Writes an errand; it is handed over by the barrier that is returned. n: tile of keys. */
+DEVICE uint32_t new_errand(const buffers &b, loader &me, const stroll &s, const tile_place &at, int what, int clean, int32_t n,
+                           uint32_t to, uint32_t full, uint32_t empty, uint32_t parity) {
+    const uint32_t place = me.errands.at;
+    errand &e = b.notes->errands[place];
+    mbarrier_wait_parity(BARRIER(b, errand_empty, place), me.errands.parity ^ 1);
+    e.what = what;
+    e.clean = clean;
+    e.to = to;
+    e.full = full;
+    e.number = s.number;
+    e.empty = empty;
+    e.parity = parity;
+    e.q = what == ERRAND_Q ? me.q : turned_back(me.q, QBUF);
+    if (ALL && what != ERRAND_END) {
+        e.row = what == ERRAND_Q ? at.row : at.s.leftpad + n * BN;
+        e.left = what == ERRAND_Q ? at.rows : at.s.sk - n * BN;
+        e.head = what == ERRAND_Q ? at.h : at.kv_head;
+        e.s = at.s;
+    }
     turn_ring(me.errands, ERRANDS);
-    return BARRIER(b, errand_full, n);
+    return BARRIER(b, errand_full, place);
 }
 
 /* One thread. */
-DEVICE void load_q(const attn_cuda_args90 &x, const buffers &b, loader &me, const tile_place &at, uint32_t number,
+DEVICE void load_q(const attn_cuda_args90 &x, const buffers &b, loader &me, const stroll &s, const tile_place &at,
                    bool is_seen) {
     const attn_cuda_args &a = x.a;
     const uint32_t to = b.q + me.q.at * Q_BYTES, full = BARRIER(b, q_full, me.q.at), empty = BARRIER(b, q_empty, me.q.at);
@@ -412,10 +475,10 @@ DEVICE void load_q(const attn_cuda_args90 &x, const buffers &b, loader &me, cons
     mbarrier_wait_parity(empty, me.q.parity ^ 1);
     b.notes->is_seen[me.q.at] = is_seen;
     if (ALL && !(a.tma & ATTN_TMA_Q)) {
-        mbarrier_arrive(new_errand(b, me, {ERRAND_Q, 0, to, full, number, CLEAN_NOTHING, empty, me.q.parity ^ 1, me.q}));
+        mbarrier_arrive(new_errand(b, me, s, at, ERRAND_Q, CLEAN_NOTHING, 0, to, full, empty, me.q.parity ^ 1));
         return;
     }
-    mbarrier_arrive_expect_tx(full, Q_BYTES);
+    expect(full, Q_BYTES);
     fetch_box(&x.q, to, full, QK_BLOCKS, BM, (int)(packed ? at.s.q_row : 0) + at.row, at.h, packed ? 0 : at.s.b);
 }
 
@@ -446,28 +509,37 @@ DEVICE void load_kv(const attn_cuda_args90 &x, const buffers &b, loader &me, con
     if (!gathers && lane < boxes) from = find_box(a, at, t.n);
     if (lane == 0) {
         mbarrier_wait_parity(k_empty, parity);
-        b.notes->tiles[me.tile % TILES] = t;
+        b.notes->tiles[me.tile % TILES] = tile_word(t);
         if (gathers)
-            mbarrier_arrive(new_errand(
-                b, me, {ERRAND_K, t.n, k, k_full, stroll.number, CLEAN_NOTHING, k_empty, parity, turned_back(me.q, QBUF)}));
+            mbarrier_arrive(new_errand(b, me, stroll, at, ERRAND_K, CLEAN_NOTHING, t.n, k, k_full, k_empty, parity));
         else
-            mbarrier_arrive_expect_tx(k_full, K_BYTES);
+            expect(k_full, K_BYTES);
     }
     __syncwarp();
     if (!gathers && lane < boxes) fetch_box(&x.k, k + at_box, k_full, QK_BLOCKS, BN, from.row, at.kv_head, from.batch);
     uint32_t full = v_full;
     if (lane == 0) {
         mbarrier_wait_parity(v_empty, parity);
+        if (gathers || clean)
+            full = new_errand(b, me, stroll, at, gathers ? ERRAND_V : ERRAND_CLEAN, clean, t.n, v, v_full, v_empty, parity);
         if (gathers)
-            mbarrier_arrive(new_errand(
-                b, me, {ERRAND_V, t.n, v, v_full, stroll.number, clean, v_empty, parity, turned_back(me.q, QBUF)}));
+            mbarrier_arrive(full);
         else if (clean)
-            full = new_errand(
-                b, me, {ERRAND_CLEAN, t.n, v, v_full, stroll.number, clean, v_empty, parity, turned_back(me.q, QBUF)});
-        if (!gathers) mbarrier_arrive_expect_tx(full, V_BYTES);
+            mbarrier_arrive_expect_tx(full, V_BYTES);
+        else
+            expect(full, V_BYTES);
     }
     if (ALL) full = __shfl_sync(~0u, full, 0);
     if (!gathers && lane < boxes) fetch_box(&x.v, v + at_box, full, V_BLOCKS, BN, from.row, at.kv_head, from.batch);
+}
+
+/* One thread: the next buffers of K and V are for O. */
+DEVICE void lend(const buffers &b, const loader &me) {
+    const uint32_t n = me.kv.at, parity = me.kv.parity ^ 1;
+    mbarrier_wait_parity(BARRIER(b, k_empty, n), parity);
+    mbarrier_wait_parity(BARRIER(b, v_empty, n), parity);
+    mbarrier_arrive_count(BARRIER(b, k_full, n), HANDS);
+    mbarrier_arrive_count(BARRIER(b, v_full, n), HANDS);
 }
 
 /* The whole warp. */
@@ -476,7 +548,7 @@ DEVICE void load_place(const attn_cuda_args90 &x, const buffers &b, loader &me, 
     const bool first = (threadIdx.x & 31) == 0;
     outlook o = look(a, at, at.n_last);
     tile t = next_tile_of(a, at, o);
-    if (first) load_q(x, b, me, at, s.number, t.n >= 0);
+    if (first) load_q(x, b, me, s, at, t.n >= 0);
     turn_ring(me.q, QBUF);
     while (t.n >= 0) {
         const tile next = next_tile_of(a, at, o);
@@ -486,19 +558,21 @@ DEVICE void load_place(const attn_cuda_args90 &x, const buffers &b, loader &me, 
         me.tile++;
         t = next;
     }
+    if (LENDS) {
+        if (first) lend(b, me);
+        turn_ring(me.kv, STAGES);
+    }
     __syncwarp();
 }
 
 DEVICE void load(const attn_cuda_args90 &x, const buffers &b) {
     const attn_cuda_args &a = x.a;
     const bool first = (threadIdx.x & 31) == 0;
-    stroll s = start_stroll(a);
+    stroll s = {};
     tile_place own;
     loader me = {};
-    do {
-        for (; at_place(a, b, s, own); leave_place(a, b, s, true)) load_place(x, b, me, s, PLACE(b, s, own));
-    } while (start_again(a, b, s, true));
-    if (first) mbarrier_arrive(new_errand(b, me, errand{}));
+    for (; at_place(a, b, s, own); leave_place(b, s)) load_place(x, b, me, s, PLACE(b, s, own));
+    if (first) mbarrier_arrive(new_errand(b, me, s, own, ERRAND_END, CLEAN_NOTHING, 0, 0, 0, 0, 0));
 }
 
 /* ---- the hands ---- */
@@ -508,17 +582,17 @@ DEVICE uint32_t piece_at(uint32_t tile, int rows, int row, int chunk) {
     return tile + (chunk >> 3) * rows * ROW + row * ROW + (((chunk ^ row) & 7) << 4);
 }
 
-/* A tile piece by piece. row0: query row, or cache position; rows from `valid` on become zero. */
-DEVICE void gather_tile(const attn_cuda_args &a, const tile_place &at, const attn_tensor &t, bool is_q, uint32_t to,
-                        int rows, int blocks, int32_t row0, int valid, int dim, int hand) {
+/* A tile piece by piece; rows that are not of the sequence become zero. */
+DEVICE void gather_tile(const attn_cuda_args &a, const errand &e, const attn_tensor &t, bool is_q, int rows, int blocks, int dim,
+                        int hand) {
     const attn_dtype dtype = is_q ? a.p.dtype : a.p.kv_dtype;
     const bool whole = a.vector_ok && dtype == (attn_dtype)DTYPE;
     for (int n = hand; n < rows * blocks * 8; n += HANDS) {
-        const int row = n / (blocks * 8), c = n % (blocks * 8), count = row < valid ? chunk_count(c, dim) : 0;
-        const uint32_t piece = piece_at(to, rows, row, c);
+        const int row = n / (blocks * 8), c = n % (blocks * 8), count = row < e.left ? chunk_count(c, dim) : 0;
+        const uint32_t piece = piece_at(e.to, rows, row, c);
         const int64_t from = !count ? 0
-                                    : c * PER_CHUNK + (is_q ? attn__q_offset(&a.p, &t, &at.s, row0 + row, at.h)
-                                                            : cache_offset(a, t, at.s, row0 + row, at.kv_head));
+                                    : c * PER_CHUNK + (is_q ? attn__q_offset(&a.p, &t, &e.s, e.row + row, e.head)
+                                                            : cache_offset(a, t, e.s, e.row + row, e.head));
         if (whole && count == PER_CHUNK)
             cp_async_cg(piece, (const uint8_t *)t.data + from * EB);
         else
@@ -532,9 +606,9 @@ DEVICE uint32_t finite_part(uint32_t x) {
     return x & ((which & 1 ? 0 : 0xffffu) | (which & 2 ? 0 : 0xffff0000u));
 }
 
-/* Rows of V from `valid` on, which are not of this sequence, become zero. */
-DEVICE void clean_end(const errand &e, int valid, int hand) {
-    for (int n = valid * (ROW / 16) + hand; n < BN * (ROW / 16); n += HANDS)
+/* Rows of V that are not of this sequence become zero. */
+DEVICE void clean_end(const errand &e, int hand) {
+    for (int n = e.left * (ROW / 16) + hand; n < BN * (ROW / 16); n += HANDS)
 #pragma unroll
         for (int c = 0; c < V_BLOCKS; c++) st_shared_v4(e.to + c * BN * ROW + n * 16, make_uint4(0, 0, 0, 0));
 }
@@ -560,29 +634,21 @@ DEVICE void run_errands(const attn_cuda_args &a, const buffers &b) {
     const int hand = threadIdx.x - (THREADS + 128 - HANDS);
     for (ring r = {};; turn_ring(r, ERRANDS)) {
         mbarrier_wait_parity(BARRIER(b, errand_full, r.at), r.parity);
-        const errand e = b.notes->errands[r.at];
+        const errand &e = b.notes->errands[r.at];
         if (e.what == ERRAND_END) return;
         mbarrier_wait_parity(e.empty, e.parity);
         mbarrier_wait_parity(BARRIER(b, q_empty, e.q.at), e.q.parity ^ 1);
-        const tile_place &at = b.notes->places[e.number % PLACES]; /* of lines for every feature only */
-        const int32_t left = ALL ? at.s.sk - e.n * BN : BN;
-        if (ALL && e.what == ERRAND_Q)
-            gather_tile(a, at, a.f.q, true, e.to, BM, QK_BLOCKS, at.row, at.rows, a.p.dim_qk, hand);
-        if (ALL && e.what == ERRAND_K)
-            gather_tile(a, at, a.f.k, false, e.to, BN, QK_BLOCKS, at.s.leftpad + e.n * BN, left, a.p.dim_qk, hand);
-        if (ALL && e.what == ERRAND_V)
-            gather_tile(a, at, a.f.v, false, e.to, BN, V_BLOCKS, at.s.leftpad + e.n * BN, left, a.p.dim_v, hand);
-        if (ALL && e.what == ERRAND_CLEAN && left < BN) clean_end(e, left, hand);
+        if (ALL && e.what == ERRAND_Q) gather_tile(a, e, a.f.q, true, BM, QK_BLOCKS, a.p.dim_qk, hand);
+        if (ALL && e.what == ERRAND_K) gather_tile(a, e, a.f.k, false, BN, QK_BLOCKS, a.p.dim_qk, hand);
+        if (ALL && e.what == ERRAND_V) gather_tile(a, e, a.f.v, false, BN, V_BLOCKS, a.p.dim_v, hand);
+        if (ALL && e.what == ERRAND_CLEAN) clean_end(e, hand);
         if (e.clean == CLEAN_ALL) {
             if (ALL) bar_sync(BARRIER_HANDS, HANDS);
             clean_v(b, e, hand);
         }
         fence_proxy_async();
-        bar_sync(BARRIER_HANDS, HANDS);
-        if (hand == 0) {
-            mbarrier_arrive(e.full);
-            mbarrier_arrive(BARRIER(b, errand_empty, r.at));
-        }
+        mbarrier_arrive(e.full);
+        mbarrier_arrive(BARRIER(b, errand_empty, r.at));
     }
 }
 
@@ -616,7 +682,6 @@ typedef struct consumer {
 } consumer;
 
 DEVICE bool is_first_thread(void) { return (threadIdx.x & 127) == 0; }
-DEVICE bool lets_go_of_place(void) { return ALL || is_first_thread(); } /* PEERS */
 DEVICE void take_turn(const consumer &me) { bar_sync(BARRIER_TURN + me.number, 256); }
 DEVICE void pass_turn(const consumer &me) { bar_arrive(BARRIER_TURN + (me.number + 1) % CONSUMERS, 256); }
 /* A vote says nothing new, but tells the compiler that all lanes agree: it has to know where products are under way. */
@@ -661,23 +726,53 @@ DEVICE void pack_p(const attn_cuda_args &a, const tile_place &at, int32_t n, uin
 
 /* The tile at hand: in plain lines they simply come one after the other. */
 DEVICE tile tile_here(const tile_place &at, const buffers &b, const consumer &me, int32_t n) {
-    if (ALL) return b.notes->tiles[me.tile % TILES];
+    if (ALL) { /* one lane of each warp reads it, that which arrives in let_go_of_k */
+        uint32_t word = 0;
+        if ((threadIdx.x & 31) == 0) word = b.notes->tiles[me.tile % TILES];
+        return tile_of(__shfl_sync(~0u, word, 0));
+    }
     return {n, n * BN < me.all_from || n * BN + BN > me.all_to, n == at.n_first};
 }
 
 DEVICE void wait_for_k(const buffers &b, const consumer &me) {
     mbarrier_wait_parity(BARRIER(b, k_full, me.k.at), me.k.parity);
 }
-DEVICE void let_go_of_k(const buffers &b, consumer &me) {
-    if (is_first_thread()) mbarrier_arrive(BARRIER(b, k_empty, me.k.at));
+DEVICE void turn_k(const buffers &b, consumer &me) {
     turn_ring(me.k, STAGES);
     me.of_k = me.k.at ? wgmma_step(me.of_k, 1, K_BYTES) : wgmma_k_major(b.k);
+}
+DEVICE void turn_v(const buffers &b, consumer &me) {
+    turn_ring(me.v, STAGES);
+    me.of_v = me.v.at ? wgmma_step(me.of_v, 1, V_BYTES) : wgmma_mn_major(b.v, BN * ROW);
+}
+/* A barrier that waits for all threads of the consumers: a lane for its warp; each for itself; or the first for all. */
+DEVICE void arrive_for_warp(uint32_t empty) {
+    if ((threadIdx.x & 31) == 0) mbarrier_arrive_count(empty, 32);
+}
+DEVICE void arrive_or_first(uint32_t empty) {
+    if (ALL)
+        mbarrier_arrive(empty);
+    else if (is_first_thread())
+        mbarrier_arrive_count(empty, 128);
+}
+DEVICE void let_go_of_k(const buffers &b, consumer &me, bool last) {
+    arrive_for_warp(BARRIER(b, k_empty, me.k.at));
+    if (LENDS && last) arrive_or_first(BARRIER(b, q_empty, me.q.at));
+    turn_k(b, me);
     me.tile++;
 }
 DEVICE void let_go_of_v(const buffers &b, consumer &me) {
-    if (is_first_thread()) mbarrier_arrive(BARRIER(b, v_empty, me.v.at));
-    turn_ring(me.v, STAGES);
-    me.of_v = me.v.at ? wgmma_step(me.of_v, 1, V_BYTES) : wgmma_mn_major(b.v, BN * ROW);
+    arrive_for_warp(BARRIER(b, v_empty, me.v.at));
+    turn_v(b, me);
+}
+/* What O has left through. */
+DEVICE void let_go_of_out(const buffers &b, const consumer &me) {
+    if (LENDS) {
+        arrive_or_first(BARRIER(b, k_empty, me.k.at));
+        arrive_or_first(BARRIER(b, v_empty, me.v.at));
+    } else {
+        arrive_or_first(BARRIER(b, q_empty, me.q.at));
+    }
 }
 
 /* S of tile t and P V of the one before it. `special`, a constant where this is called: scores or mask have something to do. */
@@ -690,7 +785,7 @@ DEVICE void step(const attn_cuda_args &a, const tile_place &at, consumer &me, co
     begin_pv(o, p, me.of_v);
     pass_turn(me);
     wgmma_wait_group(1);
-    let_go_of_k(b, me);
+    let_go_of_k(b, me, says(t.last));
     bool raise = follow_scores(a, at, me.has_huge, s, m, l, factor, t.n, special, says(t.partial));
     exponentials(at, me.has_huge, s, m, l);
     wgmma_wait_group(0);
@@ -714,7 +809,7 @@ DEVICE bool walk(const attn_cuda_args &a, const tile_place &at, consumer &me, co
     begin_qk(s, me.of_q, me.of_k);
     pass_turn(me);
     wgmma_wait_group(0);
-    let_go_of_k(b, me);
+    let_go_of_k(b, me, says(t.last));
     follow_scores(a, at, me.has_huge, s, m, l, factor, t.n, true, says(t.partial));
     exponentials(at, me.has_huge, s, m, l);
     pack_p(a, at, t.n, p, s, true);
@@ -737,8 +832,8 @@ DEVICE bool walk(const attn_cuda_args &a, const tile_place &at, consumer &me, co
 /* ---- the end of a place ---- */
 
 /*
- * Eight rows from row i on, element by element: partial results, other dtypes, odd addresses. As floats they are in the 16 rows of
- * Q that are the warp's, so that no register of O is touched here, where ptxas does not see that the products are complete.
+ * Eight rows from row i on, element by element: partial results, other dtypes, odd addresses. As floats they are in the 16 rows
+ * that are the warp's, so that no register of O is touched here, where ptxas does not see that the products are complete.
  */
 static __device__ __noinline__ void store_rows(const attn_cuda_args &a, const tile_place &at, uint32_t rows, int32_t i0) {
     const attn_dtype dtype = at.split ? ATTN_F32 : a.p.out_dtype;
@@ -748,66 +843,68 @@ static __device__ __noinline__ void store_rows(const attn_cuda_args &a, const ti
             at.split ? part_index(a, at.s, i, at.h, at.chunk) * a.p.dim_v : attn__q_offset(&a.p, &a.f.o, &at.s, i, at.h);
         for (int32_t c = threadIdx.x & 31; c < a.p.dim_v; c += 32)
             store_number(dtype, data, to + c,
-                         __uint_as_float(ld_shared_b32(rows + c / 64 * BM * ROW + (i - i0) * 2 * ROW + c % 64 * 4)));
+                         __uint_as_float(ld_shared_b32(rows + c / 64 * OUT_ROWS * ROW + (i - i0) * 2 * ROW + c % 64 * 4)));
     }
 }
 
-/* O from registers to memory, through the warp's rows of Q. The first thread of the consumer gives Q back. */
-DEVICE void store_o(const attn_cuda_args90 &x, const tile_place &at, const consumer &me, float o[MT][DT][4],
-                    uint32_t shared_q, uint32_t q_empty) {
+/* O from registers to memory, through shared memory: rows of Q, or a buffer that is lent. */
+DEVICE void store_o(const attn_cuda_args90 &x, const buffers &b, const tile_place &at, const consumer &me,
+                    float o[MT][DT][4]) {
     const attn_cuda_args &a = x.a;
-    const int lane = threadIdx.x & 31, first = (threadIdx.x >> 5) * 16, row0 = me.number * 64;
+    const int lane = threadIdx.x & 31, first = (threadIdx.x >> 5 & 3) * 16, row0 = me.number * 64;
+    const uint32_t out = !LENDS           ? b.q + me.q.at * Q_BYTES + row0 * ROW
+                         : me.number == 0 ? b.k + me.k.at * K_BYTES
+                                          : b.v + me.v.at * V_BYTES + (me.number - 1) * OUT_BYTES;
+    if (LENDS) wait_for_k(b, me);
     if (ALL && (at.split || !a.vector_ok || a.p.out_dtype != (attn_dtype)DTYPE || a.p.dim_v % PER_CHUNK)) {
-        const uint32_t rows = shared_q + first * ROW;
+        const uint32_t rows = out + first * ROW;
 #pragma unroll
         for (int half = 0; half < 2; half++) {
 #pragma unroll
             for (int x = 0; x < DT * 2; x++)
-                st_shared_b32(rows + x / 16 * BM * ROW + (lane >> 2) * 2 * ROW +
+                st_shared_b32(rows + x / 16 * OUT_ROWS * ROW + (lane >> 2) * 2 * ROW +
                                   (x / 2 % 8 * 8 + (lane & 3) * 2 + x % 2) * 4,
                               __float_as_uint(o[0][x / 2][2 * half + x % 2]));
             __syncwarp();
-            store_rows(a, at, rows, at.row + first + half * 8);
+            store_rows(a, at, rows, at.row + row0 + first + half * 8);
             __syncwarp();
         }
         fence_proxy_async();
-        bar_sync(BARRIER_STORE + me.number, 128);
-        if (lets_go_of_place()) mbarrier_arrive(q_empty);
+        let_go_of_out(b, me);
         return;
     }
 #pragma unroll
     for (int half = 0; half < 2; half++)
 #pragma unroll
         for (int dt = 0; dt < DT; dt++)
-            st_shared_b32(piece_at(shared_q, BM, first + half * 8 + (lane >> 2), dt) + (lane & 3) * 4,
+            st_shared_b32(piece_at(out, OUT_ROWS, first + half * 8 + (lane >> 2), dt) + (lane & 3) * 4,
                           pack(o[0][dt][2 * half], o[0][dt][2 * half + 1]));
     if (!ALL || ((a.tma & ATTN_TMA_O) && row0 + 64 <= at.rows)) {
         const bool packed = a.p.flags & ATTN_VARLEN_Q;
         fence_proxy_async();
         bar_sync(BARRIER_STORE + me.number, 128);
-        if (ALL && !is_first_thread()) mbarrier_arrive(q_empty);
-        if (!is_first_thread()) return;
+        if (is_first_thread()) {
 #pragma unroll 1
-        for (int c = 0; c < V_BLOCKS; c++)
-            cp_async_bulk_tensor_4d_store(&x.o, shared_q + c * BM * ROW + row0 * ROW, c * ATTN_MAP_COLS,
-                                          (int)(packed ? at.s.q_row : 0) + at.row + row0, at.h, packed ? 0 : at.s.b);
-        cp_async_bulk_commit_group();
-        cp_async_bulk_wait_group_read();
-        mbarrier_arrive(q_empty);
+            for (int c = 0; c < V_BLOCKS; c++)
+                cp_async_bulk_tensor_4d_store(&x.o, out + c * OUT_ROWS * ROW, c * ATTN_MAP_COLS,
+                                              (int)(packed ? at.s.q_row : 0) + at.row + row0, at.h, packed ? 0 : at.s.b);
+            cp_async_bulk_commit_group();
+            cp_async_bulk_wait_group_read();
+        }
+        let_go_of_out(b, me);
         return;
     }
     __syncwarp();
 #pragma unroll 1
     for (int n = lane; n < 16 * V_BLOCKS * 8; n += 32) {
         int row = first + n / (V_BLOCKS * 8), c = n % (V_BLOCKS * 8);
-        uint4 y = ld_shared_v4(piece_at(shared_q, BM, row, c));
-        if (row < at.rows && c * PER_CHUNK < a.p.dim_v)
+        uint4 y = ld_shared_v4(piece_at(out, OUT_ROWS, row, c));
+        if (row0 + row < at.rows && c * PER_CHUNK < a.p.dim_v)
             *(uint4 *)((uint8_t *)a.f.o.data +
-                       (attn__q_offset(&a.p, &a.f.o, &at.s, at.row + row, at.h) + c * PER_CHUNK) * EB) = y;
+                       (attn__q_offset(&a.p, &a.f.o, &at.s, at.row + row0 + row, at.h) + c * PER_CHUNK) * EB) = y;
     }
-    fence_proxy_async(); /* the next tile of Q comes from the accelerator */
-    bar_sync(BARRIER_STORE + me.number, 128);
-    if (lets_go_of_place()) mbarrier_arrive(q_empty);
+    fence_proxy_async(); /* what comes next comes from the accelerator */
+    let_go_of_out(b, me);
 }
 
 /*
@@ -853,10 +950,17 @@ DEVICE void work_at(const attn_cuda_args90 &x, const buffers &b, consumer &me, c
     me.of_q = wgmma_k_major(b.q + me.q.at * Q_BYTES + me.number * 64 * ROW);
     if (!ALL) attn__mask_rows_all(&at.mask, row0, attn__min32(row0 + 64, at.s.sq), &me.all_from, &me.all_to);
     mbarrier_wait_parity(BARRIER(b, q_full, me.q.at), me.q.parity);
-    if (says(ALL ? b.notes->is_seen[me.q.at] : at.n_last >= 0)) dirty = walk(a, at, me, b, o, m, l, s.number);
-    if (masks && !s.careful && holds_nonfinite(o)) b.notes->is_again = 1;
+    if (says(ALL ? b.notes->is_seen[me.q.at] : at.n_last >= 0))
+        dirty = walk(a, at, me, b, o, m, l, s.number);
+    else if (LENDS)
+        arrive_or_first(BARRIER(b, q_empty, me.q.at));
+    if (masks && !s.careful && holds_nonfinite(o)) b.notes->again[s.pass & 1] = s.pass + 1;
     finish(a, at, o, m, l);
-    store_o(x, at, me, o, b.q + me.q.at * Q_BYTES, BARRIER(b, q_empty, me.q.at));
+    store_o(x, b, at, me, o);
+    if (LENDS) {
+        turn_k(b, me);
+        turn_v(b, me);
+    }
     turn_ring(me.q, QBUF);
     if (dirty) {
         const tile_place copy = at;
@@ -875,13 +979,9 @@ DEVICE void consume(const attn_cuda_args90 &x, const buffers &b) {
     me.of_v = wgmma_mn_major(b.v, BN * ROW);
     if (me.number == CONSUMERS - 1) bar_arrive(BARRIER_TURN, 256);       /* the first turn is the first consumer's */
     const bool masks = ALL || (a.p.flags & (ATTN_CAUSAL | ATTN_WINDOW)); /* other than by the end of the tensor */
-    stroll s = start_stroll(a);
+    stroll s = {};
     tile_place own;
-    do {
-        for (; at_place(a, b, s, own); leave_place(a, b, s, lets_go_of_place()))
-            work_at(x, b, me, s, PLACE(b, s, own), masks);
-        if (is_first_thread()) cp_async_bulk_wait_group();
-    } while (start_again(a, b, s, lets_go_of_place()));
+    for (; at_place(a, b, s, own); leave_place(b, s)) work_at(x, b, me, s, PLACE(b, s, own), masks);
 }
 
 KERNEL __launch_bounds__(THREADS + 128, 1) VARIANT(const __grid_constant__ attn_cuda_args90 x) {
@@ -893,7 +993,7 @@ KERNEL __launch_bounds__(THREADS + 128, 1) VARIANT(const __grid_constant__ attn_
         setmaxnreg_dec(PRODUCER_REGISTERS);
         if (threadIdx.x < THREADS + 32)
             load(x, b);
-        else if (ALL && threadIdx.x < THREADS + 64)
+        else if (threadIdx.x < THREADS + 64)
             schedule(x.a, b);
         else
             run_errands(x.a, b);

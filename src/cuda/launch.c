@@ -29,13 +29,19 @@ static int32_t heads_side_by_side(const attn_problem *p) {
 static int64_t blocks_of_hopper(const attn_cuda_run *run) { return run->sms > 0 ? run->sms : 1; }
 
 /*
- * Hopper's blocks take places in turn, forwards and backwards. Under a causal mask each then gets the same sum if a group has an even
+ * By a counter the heads of a group are those whose keys stay in the L2 cache together; groups are of about one size. Otherwise
+ * Hopper's blocks take places in turn, forwards and backwards: under a causal mask each then gets the same sum if a group has an even
  * number of places for every block; about 28 heads are enough for the last group's short rows, and few enough for the cache.
  */
 static int32_t heads_of_hopper(const attn_problem *p, int64_t row_tiles, int64_t blocks) {
-    enum { HEADS = 28 };
+    enum { HEADS = 28, CACHE = 32 << 20 };
     int64_t heads = (int64_t)p->batch * p->heads_q, even = 2 * blocks, rounds = (HEADS * row_tiles + even / 2) / even;
     if (!(p->flags & ATTN_CAUSAL) || heads == 0 || row_tiles == 0) return 1;
+    if (attn__cuda_counts(p)) {
+        int64_t each = (int64_t)p->max_kv * (p->dim_qk + p->dim_v) * (int64_t)attn_dtype_size(p->kv_dtype) + 1;
+        int64_t fit = (CACHE / each ? CACHE / each : 1) * (p->heads_q / p->heads_kv);
+        return (int32_t)attn__ceil_div(heads, attn__ceil_div(heads, fit));
+    }
     int64_t group = (even * (rounds ? rounds : 1) + row_tiles / 2) / row_tiles;
     return (int32_t)(group < 1 ? 1 : group < heads ? group : heads);
 }
@@ -70,6 +76,7 @@ static attn_cuda_args make_args(const attn_cuda_run *run, const attn_plan *plan,
     a.vector_ok = run->vector_ok;
     a.tma = run->tma;
     a.box = run->box;
+    if (forward->hopper && attn__cuda_counts(p)) a.counter = attn__part(plan, f, CUDA_COUNTER);
     a.by_group = attn__divider(a.group);
     a.by_each = attn__divider(attn__max32(a.group * a.slots, 1));
     a.by_heads = attn__divider(p->heads_q);
@@ -107,6 +114,9 @@ static attn_status launch_hopper(const attn_cuda_run *run, const attn_cuda_args 
     x.a.work = groups * a->group * a->slots; /* batch * heads_q is below 2^31 */
     RETURN_IF(!forward->all && a->tma != ATTN_TMA_ALL, ATTN_DEVICE,
               "kernel=%s: wants maps of all tensors, and the driver made none for some (bits %d)", forward->name, a->tma);
+    if (x.a.work > INT32_MAX) x.a.counter = NULL; /* it has 32 bits */
+    if (x.a.counter)
+        RETURN_IF_DRIVER(run->driver, cuMemsetD32Async, ((attn_cu_pointer)(uintptr_t)x.a.counter, 0, 1, run->stream));
     return attn__cuda_launch(run, run->forward, x.a.work < blocks ? x.a.work : blocks, 0, 32 * forward->warps,
                              forward->shared_bytes, &x);
 }

@@ -25,6 +25,16 @@ PTX const uint8_t *here_pointer(const uint8_t *x) {
 /* The address of shared memory as the instructions below want it. */
 PTX uint32_t cvta_shared(const void *p) { return (uint32_t)__cvta_generic_to_shared(p); }
 
+/*
+ * Where a block's dynamic shared memory begins, in kernels that have no other. The compiler takes the address of an array anew
+ * wherever it is used, from the block's number in its cluster, and waits for that.
+ */
+PTX uint32_t shared_start(void) {
+    uint32_t at;
+    asm volatile("mov.u32 %0, %%reserved_smem_offset_end;" : "=r"(at));
+    return at;
+}
+
 /* 16 bytes to shared memory, past L1: nobody else on this SM wants them. */
 PTX void cp_async_cg(uint32_t to, const void *from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");

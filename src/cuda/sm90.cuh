@@ -15,6 +15,9 @@ PTX void fence_mbarrier_init(void) { asm volatile("fence.mbarrier_init.release.c
 PTX void mbarrier_arrive(uint32_t barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
+PTX void mbarrier_arrive_count(uint32_t barrier, int arrivals) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
 /* Arrives, and the phase also waits for so many bytes of cp.async.bulk. */
 PTX void mbarrier_arrive_expect_tx(uint32_t barrier, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");

@@ -175,6 +175,11 @@ EXPORT int cuMemHostAlloc(void **memory, size_t bytes, unsigned flags) {
     return (void)flags, allocate(memory, bytes, ATTN_CU_MEMORY_HOST);
 }
 EXPORT int cuMemFreeHost(void *memory) { return release(memory); }
+EXPORT int cuMemsetD32Async(attn_cu_pointer to, unsigned value, size_t count, attn_cu_stream stream) {
+    (void)stream;
+    for (size_t n = 0; n < count; n++) ((unsigned *)host(to))[n] = value;
+    return 0;
+}
 EXPORT int cuMemcpyHtoD_v2(attn_cu_pointer to, const void *from, size_t bytes) { return memcpy(host(to), from, bytes), 0; }
 EXPORT int cuMemcpyDtoH_v2(void *to, attn_cu_pointer from, size_t bytes) { return memcpy(to, host(from), bytes), 0; }
 EXPORT int cuMemsetD8_v2(attn_cu_pointer to, unsigned char value, size_t bytes) {

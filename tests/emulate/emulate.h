@@ -67,6 +67,13 @@ SHUFFLE(uint32_t)
 SHUFFLE(int32_t)
 #undef SHUFFLE
 
+/* Blocks run one after the other. */
+static inline uint32_t atomicAdd(uint32_t *at, uint32_t x) {
+    uint32_t before = *at;
+    *at += x;
+    return before;
+}
+
 static inline unsigned __ballot_sync(unsigned, int is_set) {
     uint32_t mine = is_set != 0;
     const emulate_words *all = emulate_exchange(&mine, 1);

@@ -148,15 +148,15 @@ static void end_phase(mbarrier *b) {
     b->bytes = 0;
 }
 
-void emulate_mbarrier_arrive(uint32_t at, int bytes) {
+void emulate_mbarrier_arrive(uint32_t at, int arrivals, int bytes) {
     int n = find_barrier(at);
     mbarrier *b = &barriers[n];
     if (bytes < 0 || b->bytes + bytes >= 1 << 20) emulate_fail("mbarrier %d: %d bytes more are too many", n, bytes);
-    if (b->missing == 0)
+    if (b->missing < arrivals)
         emulate_fail("mbarrier %d (at byte %u): all %d arrivals of phase %u have come, and nobody has waited for its bytes",
                      n, at - EMULATE_SHARED_BASE, b->arrivals, b->phase);
     b->bytes += bytes;
-    b->missing--;
+    b->missing -= arrivals;
     take_over(passed_on[n], fenced[threadIdx.x / 32]);
     if (b->missing == 0 && b->bytes == 0 && bytes_under_way(n) == 0) end_phase(b);
     emulate_pause();

@@ -41,7 +41,7 @@ void emulate_hopper_end(void);
 /* Addresses are those of cvta_shared. */
 void emulate_mbarrier_init(uint32_t barrier, int arrivals);
 void emulate_fence_mbarrier_init(void);
-void emulate_mbarrier_arrive(uint32_t barrier, int bytes);
+void emulate_mbarrier_arrive(uint32_t barrier, int arrivals, int bytes);
 void emulate_mbarrier_wait(uint32_t barrier, uint32_t parity);
 void emulate_bar_arrive(int barrier, int threads);
 int emulate_bar_sync(int barrier, int threads, int vote); /* did any thread vote yes? */

@@ -22,6 +22,8 @@ static inline const uint8_t *here_pointer(const uint8_t *x) { return x; }
 
 static inline uint32_t cvta_shared(const void *p) { return (uint32_t)((const uint8_t *)p - shared) + SHARED_BASE; }
 
+static inline uint32_t shared_start(void) { return SHARED_BASE; }
+
 /* For copies and products of compute capability 9.0, which do not see at once what threads write. */
 static inline void note_write(const uint8_t *to, uint32_t bytes) {
     if (emulate_tracks_writes) emulate_wrote(cvta_shared(to), bytes);

@@ -15,8 +15,9 @@
 
 PTX void mbarrier_init(uint32_t barrier, int arrivals) { emulate_mbarrier_init(barrier, arrivals); }
 PTX void fence_mbarrier_init(void) { emulate_fence_mbarrier_init(); }
-PTX void mbarrier_arrive(uint32_t barrier) { emulate_mbarrier_arrive(barrier, 0); }
-PTX void mbarrier_arrive_expect_tx(uint32_t barrier, int bytes) { emulate_mbarrier_arrive(barrier, bytes); }
+PTX void mbarrier_arrive(uint32_t barrier) { emulate_mbarrier_arrive(barrier, 1, 0); }
+PTX void mbarrier_arrive_count(uint32_t barrier, int arrivals) { emulate_mbarrier_arrive(barrier, arrivals, 0); }
+PTX void mbarrier_arrive_expect_tx(uint32_t barrier, int bytes) { emulate_mbarrier_arrive(barrier, 1, bytes); }
 PTX void mbarrier_wait_parity(uint32_t barrier, uint32_t parity) { emulate_mbarrier_wait(barrier, parity); }
 PTX void bar_sync(int barrier, int threads) { emulate_bar_sync(barrier, threads, 0); }
 PTX void bar_arrive(int barrier, int threads) { emulate_bar_arrive(barrier, threads); }
