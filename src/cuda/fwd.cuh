@@ -66,7 +66,6 @@ enum {
     THREADS = 32 * WARPS,
     EB = DTYPE == ATTN_F32 ? 4 : 2,     /* bytes of an element */
     PER_CHUNK = 16 / EB,                /* elements of 16 bytes */
-    BIAS_EARLY = 0,
     QK_CHUNKS = DIM * EB / 16,          /* 16-byte pieces of a row of Q or K */
     V_CHUNKS = DV * EB / 16,            /* the same of V */
     MT = BM / WARPS / 16,               /* 16-row tiles of a warp */

@@ -94,9 +94,7 @@ enum {
     PRODUCER_REGISTERS = CONSUMERS == 3     ? 32
                          : DV > 192 && !ALL ? 40
                                             : 56,
-    CONSUMER_REGISTERS = ((CONSUMERS == 3 ? 512 : 504) - PRODUCER_REGISTERS) / CONSUMERS / 8 * 8,
-    SPARE = CONSUMER_REGISTERS - 52 - 6 * NT - 4 * DT, /* registers besides S, P, O and what every line needs */
-    BIAS_EARLY = !ALL || SPARE < 4 ? 0 : SPARE < 2 * NT ? SPARE / 4 * 4 : 2 * (int)NT
+    CONSUMER_REGISTERS = ((CONSUMERS == 3 ? 512 : 504) - PRODUCER_REGISTERS) / CONSUMERS / 8 * 8
 };
 static_assert(DV <= DIM, "O leaves through the rows of Q");
 enum { BARRIER_TURN = 1, BARRIER_STORE = 4, BARRIER_HANDS = 7 }; /* numbers of named barriers; as many as consumers */
@@ -624,6 +622,20 @@ DEVICE void pass_turn(const consumer &me) { bar_arrive(BARRIER_TURN + (me.number
 /* A vote says nothing new, but tells the compiler that all lanes agree: it has to know where products are under way. */
 DEVICE bool says(bool x) { return ALL ? __any_sync(~0u, x) : x; }
 
+/* The bias of the next tile, of the rows of this warp, on its way to the L2 cache: from there it is read when scores are there. */
+DEVICE void fetch_bias(const attn_cuda_args &a, const tile_place &at, int32_t n) {
+    const int lane = threadIdx.x & 31;
+    if (lane >= 16 || n <= at.n_first || !has_pairs(at, n - 1)) return;
+    const uint8_t *from = bias_at(a, at, at.row + (int32_t)(threadIdx.x >> 5) * 16 + lane, (n - 1) * BN);
+    if ((uint64_t)from % 16 == 0) cp_async_bulk_prefetch_l2(from, BN * (at.bias == BIAS_FLOATS ? 4 : 2));
+}
+
+/* What a tile needs besides its scores, while their product is under way. */
+DEVICE void look_ahead(const attn_cuda_args &a, const tile_place &at, int32_t n, tile_extras &x) {
+    make_extras(a, at, n, x);
+    if (a.p.flags & ATTN_BIAS) fetch_bias(a, at, n);
+}
+
 /* Scores become those of the features and the mask, and m and l follow their maximum; O has yet to, by `factor`, if the answer is yes. */
 DEVICE bool follow_scores(const attn_cuda_args &a, const tile_place &at, bool &has_huge, float s[MT][NT][4], float m[MT][2],
                           float l[MT][2], float factor[MT][2], int32_t n, const tile_extras &x, bool special,
@@ -692,7 +704,7 @@ DEVICE void step(const attn_cuda_args &a, const tile_place &at, consumer &me, co
     mbarrier_wait_parity(BARRIER(b, v_full, me.v.at), me.v.parity);
     begin_pv(o, p, wgmma_step(me.of_v, me.v.at * V_BYTES));
     pass_turn(me);
-    if (ALL && special) make_extras(a, at, t.n, x);
+    if (ALL && special) look_ahead(a, at, t.n, x);
     wgmma_wait_group(1);
     let_go_of_k(b, me);
     bool raise = follow_scores(a, at, me.has_huge, s, m, l, factor, t.n, x, special, says(t.partial));
@@ -714,7 +726,7 @@ DEVICE bool walk(const attn_cuda_args &a, const tile_place &at, consumer &me, co
     take_turn(me);
     begin_qk(s, me.of_q, wgmma_step(me.of_k, me.k.at * K_BYTES));
     pass_turn(me);
-    if (ALL) make_extras(a, at, t.n, x);
+    if (ALL) look_ahead(a, at, t.n, x);
     wgmma_wait_group(0);
     let_go_of_k(b, me);
     follow_scores(a, at, me.has_huge, s, m, l, factor, t.n, x, true, says(t.partial));

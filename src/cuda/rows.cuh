@@ -4,7 +4,7 @@
  * 2t, 2t + 1.
  *
  * The kernel's file says before this one: DTYPE, DV, BM, BN (tile), ALL, THREADS (that work on rows; warp w has the rows from
- * MT * 16 * w on), MT, NT, DT, PV_STEPS, EB, PER_CHUNK, BIAS_EARLY (words of bias that are fetched early).
+ * MT * 16 * w on), MT, NT, DT, PV_STEPS, EB, PER_CHUNK.
  */
 #ifndef ATTN_ROWS_CUH
 #define ATTN_ROWS_CUH
@@ -261,41 +261,23 @@ DEVICE void alibi_scores(const tile_place &at, int32_t n, float s[MT][NT][4]) {
 /* ---- what does not need the scores: made while their product is under way ---- */
 
 typedef struct tile_extras {
-    uint32_t kept[MT][2];             /* dropout, of the rows: bit NT - 1 - nt for element 2t of the 8 keys nt, and that + 16 for 2t + 1 */
-    const uint8_t *bias[MT][2];       /* where the bias of the rows begins, where it is fetched in pairs */
-    uint32_t early[BIAS_EARLY + 1];   /* the first words of it */
+    uint32_t kept[MT][2];       /* dropout, of the rows: bit NT - 1 - nt for element 2t of the 8 keys nt, and that + 16 for 2t + 1 */
+    const uint8_t *bias[MT][2]; /* where the rows' bias of this tile begins, if it is fetched in pairs */
 } tile_extras;
 
 /* Is the bias of tile n fetched in pairs? Each is one row's elements 2t and 2t + 1 of 8 keys. */
 DEVICE bool has_pairs(const tile_place &at, int32_t n) { return at.bias != BIAS_ANY && n * BN + BN <= at.s.sk; }
 DEVICE uint64_t two_floats(const uint8_t *row, int nt) { return *(const uint64_t *)(row + nt * 32); }
 DEVICE uint32_t two_halves(const uint8_t *row, int nt) { return *(const uint32_t *)(row + nt * 16); }
-/* All pairs of the thread, those that are neighbours in memory after each other. */
+/* All pairs of the thread, neighbours in memory one after the other. */
 #define EACH_PAIR(mt, nt, half)                                                                                            \
-    _Pragma("unroll") for (int mt = 0; mt < MT; mt++) _Pragma("unroll") for (int nt = 0; nt < NT; nt++)                    \
-        _Pragma("unroll") for (int half = 0; half < 2; half++)
+    _Pragma("unroll") for (int mt = 0; mt < MT; mt++) _Pragma("unroll") for (int half = 0; half < 2; half++)               \
+        _Pragma("unroll") for (int nt = 0; nt < NT; nt++)
 
-DEVICE void find_bias(const attn_cuda_args &a, const tile_place &at, int32_t n, tile_extras &x) {
-#pragma unroll
-    for (int r = 0; r < 2 * MT; r++) {
-        const int32_t i = attn__min32(row_of(at, r / 2, r % 2), at.s.sq - 1); /* rows past the end count for nothing */
-        const int64_t first = attn__matrix_at(&a.f.bias, at.s.b, at.h, i, 0) + key_of(n, 0, 0);
-        x.bias[r / 2][r % 2] = (const uint8_t *)a.f.bias.data + first * (at.bias == BIAS_FLOATS ? 4 : 2);
-    }
-    if (at.bias == BIAS_FLOATS) {
-        EACH_PAIR(mt, nt, half) {
-            const int at_word = ((mt * NT + nt) * 2 + half) * 2;
-            if (at_word + 2 > BIAS_EARLY) continue;
-            const uint64_t pair = two_floats(x.bias[mt][half], nt);
-            x.early[at_word] = (uint32_t)pair;
-            x.early[at_word + 1] = (uint32_t)(pair >> 32);
-        }
-    } else {
-        EACH_PAIR(mt, nt, half) {
-            const int at_word = (mt * NT + nt) * 2 + half;
-            if (at_word < BIAS_EARLY) x.early[at_word] = two_halves(x.bias[mt][half], nt);
-        }
-    }
+DEVICE const uint8_t *bias_at(const attn_cuda_args &a, const tile_place &at, int32_t i, int32_t j) {
+    i = attn__min32(i, at.s.sq - 1); /* rows past the end count for nothing */
+    return (const uint8_t *)a.f.bias.data +
+           attn__matrix_at(&a.f.bias, at.s.b, at.h, i, j) * (at.bias == BIAS_FLOATS ? 4 : 2);
 }
 
 /*
@@ -330,7 +312,10 @@ DEVICE bool is_dropped(const attn_cuda_args &a, const tile_place &at, int32_t i,
 
 DEVICE void make_extras(const attn_cuda_args &a, const tile_place &at, int32_t n, tile_extras &x) {
     if (drops(a)) draw_kept(a, at, n, x.kept);
-    if ((a.p.flags & ATTN_BIAS) && has_pairs(at, n)) find_bias(a, at, n, x);
+    if ((a.p.flags & ATTN_BIAS) && has_pairs(at, n)) {
+#pragma unroll
+        for (int r = 0; r < 2 * MT; r++) x.bias[r / 2][r % 2] = bias_at(a, at, row_of(at, r / 2, r % 2), key_of(n, 0, 0));
+    }
 }
 
 /* Zeroes what is dropped in the fragment of step ks. */
@@ -373,19 +358,15 @@ DEVICE void bias_scores(const attn_cuda_args &a, const tile_place &at, int32_t n
         any_bias(a, at, n, s, factor);
     } else if (at.bias == BIAS_FLOATS) {
         EACH_PAIR(mt, nt, half) {
-            const int at_word = ((mt * NT + nt) * 2 + half) * 2;
             float *y = &s[mt][nt][2 * half];
-            const uint64_t pair = at_word + 2 > BIAS_EARLY
-                                      ? two_floats(x.bias[mt][half], nt)
-                                      : x.early[at_word] | (uint64_t)x.early[at_word + 1] << 32;
+            const uint64_t pair = two_floats(x.bias[mt][half], nt);
             y[0] = fmaf(y[0], factor, __uint_as_float((uint32_t)pair));
             y[1] = fmaf(y[1], factor, __uint_as_float((uint32_t)(pair >> 32)));
         }
     } else {
         EACH_PAIR(mt, nt, half) {
-            const int at_word = (mt * NT + nt) * 2 + half;
             float *y = &s[mt][nt][2 * half];
-            const uint32_t pair = at_word < BIAS_EARLY ? x.early[at_word] : two_halves(x.bias[mt][half], nt);
+            const uint32_t pair = two_halves(x.bias[mt][half], nt);
             y[0] = fmaf(y[0], factor, BF16 ? __uint_as_float(pair << 16) : cvt_f32_f16((uint16_t)pair));
             y[1] = fmaf(y[1], factor, BF16 ? __uint_as_float(pair & 0xffff0000) : cvt_f32_f16((uint16_t)(pair >> 16)));
         }
