@@ -10,31 +10,42 @@
 #include "mask.h"
 
 typedef struct attn_philox {
-    uint32_t key[2];
+    uint32_t key[10][2]; /* of each round */
     uint32_t offset;
-    uint32_t threshold; /* drop when the random number is below */
+    uint32_t threshold; /* drop when the random number is below; 0: nothing is dropped */
 } attn_philox;
 
 ATTN_HD attn_philox attn__philox_make(uint64_t seed, uint64_t offset, double dropout) {
     attn_philox g;
-    g.key[0] = (uint32_t)seed;
-    g.key[1] = (uint32_t)(seed >> 32) ^ (uint32_t)(offset >> 32);
+    for (uint32_t round = 0; round < 10; round++) {
+        g.key[round][0] = (uint32_t)seed + round * UINT32_C(0x9E3779B9);
+        g.key[round][1] = ((uint32_t)(seed >> 32) ^ (uint32_t)(offset >> 32)) + round * UINT32_C(0xBB67AE85);
+    }
     g.offset = (uint32_t)offset;
     g.threshold = (uint32_t)(dropout * 4294967296.0);
     return g;
 }
 
+/* The product in full. In a loop nvcc adds zeros to the high half of what C says. */
+ATTN_HD uint64_t attn__multiply(uint32_t a, uint32_t b) {
+#ifdef __CUDA_ARCH__
+    uint64_t x;
+    asm("mul.wide.u32 %0, %1, %2;" : "=l"(x) : "r"(a), "r"(b));
+    return x;
+#else
+    return (uint64_t)a * b;
+#endif
+}
+
 /* Random numbers for the keys 4*group .. 4*group + 3 of one row. */
 ATTN_HD void attn__philox4(const attn_philox *g, uint32_t batch_head, uint32_t row, uint32_t group, uint32_t out[4]) {
-    uint32_t c0 = group, c1 = row, c2 = batch_head, c3 = g->offset, k0 = g->key[0], k1 = g->key[1];
+    uint32_t c0 = group, c1 = row, c2 = batch_head, c3 = g->offset;
     for (int round = 0; round < 10; round++) {
-        uint64_t a = (uint64_t)UINT32_C(0xD2511F53) * c0, b = (uint64_t)UINT32_C(0xCD9E8D57) * c2;
-        c0 = (uint32_t)(b >> 32) ^ c1 ^ k0;
-        c2 = (uint32_t)(a >> 32) ^ c3 ^ k1;
+        uint64_t a = attn__multiply(c0, UINT32_C(0xD2511F53)), b = attn__multiply(c2, UINT32_C(0xCD9E8D57));
+        c0 = (uint32_t)(b >> 32) ^ c1 ^ g->key[round][0];
+        c2 = (uint32_t)(a >> 32) ^ c3 ^ g->key[round][1];
         c1 = (uint32_t)b;
         c3 = (uint32_t)a;
-        k0 += UINT32_C(0x9E3779B9);
-        k1 += UINT32_C(0xBB67AE85);
     }
     out[0] = c0;
     out[1] = c1;

@@ -16,6 +16,7 @@
 
 #include "attn.h"
 #include "mask.h"
+#include "philox.h"
 
 enum {
     ATTN_CUDA_SPLIT_ROWS = 16, /* sequences of at most so many rows are split ... */
@@ -72,6 +73,7 @@ typedef struct attn_cuda_args {
     int32_t dv_blocks;     /* blocks that share the dims of V of the same rows: ceil(dim_v / the kernel's dimv) */
     int32_t group;         /* heads that are worked side by side: a grid is [groups of heads][slot][head][part of V] */
     float scale_log2;      /* scale * log2(e), the descales aside */
+    attn_philox philox;    /* dropout */
     float least;           /* -FLT_MAX, or so that its product with scale_log2 is still finite */
     int32_t vector_ok;     /* every row of q, k, v and o starts at a multiple of 16 bytes */
     attn_tensor rotated_q; /* ATTN_ROTARY: where rotate_q writes, as f.q is later */

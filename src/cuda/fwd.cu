@@ -291,7 +291,7 @@ DEVICE void follow_maximum(float o[MT][DT][4], float factor[MT][2], float s[MT][
 
 /* P of the steps [from, to). */
 DEVICE void make_p(uint32_t p[PV_STEPS][MT][4], float s[MT][NT][4], float m[MT][2], float l[MT][2], bool has_huge,
-                   const attn_cuda_args &a, const tile_place &at, int32_t n, int from, int to) {
+                   const attn_cuda_args &a, const tile_place &at, const tile_extras &x, int from, int to) {
     float less[MT][2];
     subtract_maximum(less, s, m, at.scale, has_huge, from * NT / PV_STEPS, to * NT / PV_STEPS);
 #pragma unroll
@@ -299,7 +299,7 @@ DEVICE void make_p(uint32_t p[PV_STEPS][MT][4], float s[MT][NT][4], float m[MT][
 #pragma unroll
         for (int mt = 0; mt < MT; mt++) {
             exponentials(p[ks][mt], s[mt], at.scale, less[mt], l[mt], ks);
-            if (ALL && at.drops) drop(a, at, n, p[ks][mt], mt, ks);
+            if (drops(a)) drop(x, p[ks][mt], mt, ks);
         }
 }
 
@@ -354,10 +354,12 @@ DEVICE void step(const attn_cuda_args &a, const tile_place &at, walk &w, bool pa
     pieces piece = ALL ? first_pieces(shared_q, shared_k, shared_v, warp, lane) : w.kept;
     piece.k += now;
     piece.v += now;
+    tile_extras x;
+    if (ALL) make_extras(a, at, w.n, x);
     product_qk(s, q_kept, piece, w.f, e);
     cp_async_commit_group();
     if (WIDE) repair_scores(s, piece);
-    scores(a, at, w.n, s);
+    scores(a, at, w.n, s, x);
     if (partial) mask_scores(a, at, w.n, s);
     if (EAGER != 2) {
         if (EAGER == 0) load_v(a, at, shared_v, w.n, partial);
@@ -368,7 +370,7 @@ DEVICE void step(const attn_cuda_args &a, const tile_place &at, walk &w, bool pa
     const bool within = SCALES_WITHIN && !partial;
     follow_maximum(o, factor, s, m, l, w.has_huge, at, w.n, within);
     if (partial || WIDE) {
-        make_p(p, s, m, l, w.has_huge, a, at, w.n, 0, PV_STEPS);
+        make_p(p, s, m, l, w.has_huge, a, at, x, 0, PV_STEPS);
         if (holds_nonfinite(shared_v + now)) add_nonfinite(o, p, shared_v + now);
         if (WIDE)
             product_pv_wide(o, p, shared_v + now, lane);
@@ -377,7 +379,7 @@ DEVICE void step(const attn_cuda_args &a, const tile_place &at, walk &w, bool pa
     } else {
 #pragma unroll
         for (int ks = 0; ks < PV_STEPS; ks += PV_STEPS / HALVES) {
-            make_p(p, s, m, l, w.has_huge, a, at, w.n, ks, ks + PV_STEPS / HALVES);
+            make_p(p, s, m, l, w.has_huge, a, at, x, ks, ks + PV_STEPS / HALVES);
             product_pv(o, within ? factor : NULL, p, piece.v, w.f, e, ks, ks + PV_STEPS / HALVES);
         }
     }

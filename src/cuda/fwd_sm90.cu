@@ -247,7 +247,7 @@ DEVICE void plain_place(const attn_cuda_args &a, const claim &c, tile_place &at)
     at.n_last = to > from ? (to - 1) / BN : -1;
     at.from = 0;
     at.to = at.s.sk;
-    at.split = at.natural = at.drops = false;
+    at.split = at.natural = false;
     at.dv0 = at.chunk = 0;
     at.scale = a.scale_log2;
     at.raw = at.o_factor = 1;
@@ -687,11 +687,26 @@ DEVICE void pass_turn(const consumer &me) { bar_arrive(BARRIER_TURN + (me.number
 /* A vote says nothing new, but tells the compiler that all lanes agree: it has to know where products are under way. */
 DEVICE bool says(bool x) { return ALL ? __any_sync(~0u, x) : x; }
 
+/* The bias of the next tile, of the rows of this warp, on its way to the L2 cache: from there it is read when scores are there. */
+DEVICE void fetch_bias(const attn_cuda_args &a, const tile_place &at, int32_t n) {
+    const int lane = threadIdx.x & 31;
+    if (lane >= 16 || n <= at.n_first || !has_pairs(at, n - 1)) return;
+    const uint8_t *from = bias_at(a, at, at.row + (int32_t)(threadIdx.x >> 5) * 16 + lane, (n - 1) * BN);
+    if ((uint64_t)from % 16 == 0) cp_async_bulk_prefetch_l2(from, BN * (at.bias == BIAS_FLOATS ? 4 : 2));
+}
+
+/* What a tile needs besides its scores, while their product is under way. */
+DEVICE void look_ahead(const attn_cuda_args &a, const tile_place &at, int32_t n, tile_extras &x) {
+    make_extras(a, at, n, x);
+    if (a.p.flags & ATTN_BIAS) fetch_bias(a, at, n);
+}
+
 /* Scores become those of the features and the mask, and m and l follow their maximum; O has yet to, by `factor`, if the answer is yes. */
 DEVICE bool follow_scores(const attn_cuda_args &a, const tile_place &at, bool &has_huge, float s[MT][NT][4], float m[MT][2],
-                          float l[MT][2], float factor[MT][2], int32_t n, bool special, bool partial) {
+                          float l[MT][2], float factor[MT][2], int32_t n, const tile_extras &x, bool special,
+                          bool partial) {
     float most[MT][2];
-    if (special) scores(a, at, n, s);
+    if (special) scores(a, at, n, s, x);
     if (special && partial) mask_scores(a, at, n, s);
     bool raise = find_maximum(most, s, m);
     if (raise) has_huge = raise_maximum(factor, most, m, l, at.scale);
@@ -713,15 +728,16 @@ DEVICE void exponentials(const tile_place &at, bool has_huge, float s[MT][NT][4]
         }
 }
 
-DEVICE void pack_p(const attn_cuda_args &a, const tile_place &at, int32_t n, uint32_t p[PV_STEPS][MT][4],
-                   float s[MT][NT][4], bool special) {
+DEVICE void pack_p(const attn_cuda_args &a, uint32_t p[PV_STEPS][MT][4], float s[MT][NT][4], const tile_extras &x,
+                   bool special) {
 #pragma unroll
-    for (int ks = 0; ks < PV_STEPS; ks++) {
+    for (int ks = 0; ks < PV_STEPS; ks++)
 #pragma unroll
         for (int e = 0; e < 4; e++)
             p[ks][0][e] = pack(s[0][2 * ks + e / 2][e % 2 * 2], s[0][2 * ks + e / 2][e % 2 * 2 + 1]);
-        if (ALL && special && at.drops) drop(a, at, n, p[ks][0], 0, ks);
-    }
+    if (!special || !drops(a)) return;
+#pragma unroll
+    for (int ks = 0; ks < PV_STEPS; ks++) drop(x, p[ks][0], 0, ks);
 }
 
 /* The tile at hand: in plain lines they simply come one after the other. */
@@ -779,14 +795,16 @@ DEVICE void let_go_of_out(const buffers &b, const consumer &me) {
 DEVICE void step(const attn_cuda_args &a, const tile_place &at, consumer &me, const buffers &b, float o[MT][DT][4],
                  float s[MT][NT][4], uint32_t p[PV_STEPS][MT][4], float m[MT][2], float l[MT][2], tile t, bool special) {
     float factor[MT][2];
+    tile_extras x;
     take_turn(me);
     begin_qk(s, me.of_q, me.of_k);
     mbarrier_wait_parity(BARRIER(b, v_full, me.v.at), me.v.parity);
     begin_pv(o, p, me.of_v);
     pass_turn(me);
+    if (ALL && special) look_ahead(a, at, t.n, x);
     wgmma_wait_group(1);
     let_go_of_k(b, me, says(t.last));
-    bool raise = follow_scores(a, at, me.has_huge, s, m, l, factor, t.n, special, says(t.partial));
+    bool raise = follow_scores(a, at, me.has_huge, s, m, l, factor, t.n, x, special, says(t.partial));
     exponentials(at, me.has_huge, s, m, l);
     wgmma_wait_group(0);
     let_go_of_v(b, me);
@@ -795,7 +813,7 @@ DEVICE void step(const attn_cuda_args &a, const tile_place &at, consumer &me, co
         for (int half = 0; half < 2; half++) /* 8 rows of the warp: often it was only one of the others that grew */
             if (__any_sync(~0u, factor[0][half] != 1)) rescale_half(o, factor, half);
     }
-    pack_p(a, at, t.n, p, s, special);
+    pack_p(a, p, s, x, special);
 }
 
 /* All tiles of one place. Says whether V held something that is not finite. */
@@ -803,20 +821,22 @@ DEVICE bool walk(const attn_cuda_args &a, const tile_place &at, consumer &me, co
                  float m[MT][2], float l[MT][2], uint32_t number) {
     float s[MT][NT][4], factor[MT][2];
     uint32_t p[PV_STEPS][MT][4];
+    tile_extras x;
     wait_for_k(b, me);
     tile t = tile_here(at, b, me, at.n_last);
     take_turn(me);
     begin_qk(s, me.of_q, me.of_k);
     pass_turn(me);
+    if (ALL) look_ahead(a, at, t.n, x);
     wgmma_wait_group(0);
     let_go_of_k(b, me, says(t.last));
-    follow_scores(a, at, me.has_huge, s, m, l, factor, t.n, true, says(t.partial));
+    follow_scores(a, at, me.has_huge, s, m, l, factor, t.n, x, true, says(t.partial));
     exponentials(at, me.has_huge, s, m, l);
-    pack_p(a, at, t.n, p, s, true);
+    pack_p(a, p, s, x, true);
     while (!says(t.last)) {
         wait_for_k(b, me);
         t = tile_here(at, b, me, t.n - 1);
-        if (says(t.partial || (ALL && (at.natural || at.drops || at.raw != 1))))
+        if (says(t.partial || (ALL && (at.features))))
             step(a, at, me, b, o, s, p, m, l, t, true);
         else
             step(a, at, me, b, o, s, p, m, l, t, false);
@@ -923,7 +943,7 @@ static __device__ __noinline__ void add_nonfinite(const attn_cuda_args &a, const
             const int32_t *flash = at.mask.vectors ? attn__flash_at(&a.p, &a.f, at.s.b, at.kv_head, j) : NULL;
             for (int32_t i = row0; i < rows; i++) {
                 if (!attn__mask_allowed(&at.mask, i, j, flash)) continue;
-                if (ALL && at.drops && dropped_pair(at, a.p.heads_q, i, j & ~1) >> (j & 1) & 1) continue;
+                if (drops(a) && is_dropped(a, at, i, j)) continue;
                 const int64_t to = c + (at.split ? part_index(a, at.s, i, at.h, at.chunk) * a.p.dim_v
                                                  : attn__q_offset(&a.p, &a.f.o, &at.s, i, at.h));
                 attn__store(dtype, data, to, attn__load(dtype, data, to) + v);

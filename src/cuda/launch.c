@@ -72,6 +72,7 @@ static attn_cuda_args make_args(const attn_cuda_run *run, const attn_plan *plan,
     a.dv_blocks = (int32_t)attn__ceil_div(p->dim_v, forward->dim_v);
     a.group = forward->hopper ? heads_of_hopper(p, a.row_tiles, blocks_of_hopper(run)) : heads_side_by_side(p);
     a.scale_log2 = attn__scale_log2(p);
+    a.philox = attn__philox_make(f->seed, f->offset, p->dropout);
     a.least = a.scale_log2 > 1 ? -FLT_MAX / a.scale_log2 : -FLT_MAX;
     a.vector_ok = run->vector_ok;
     a.tma = run->tma;

@@ -138,6 +138,19 @@ static inline float ex2_approx(float x) {
     return y < 1.17549435e-38f ? 0 : y; /* .ftz */
 }
 static inline float rcp_approx(float x) { return 1 / x; }
+static inline uint32_t addc(uint32_t bits, uint32_t x, uint32_t y) {
+    return bits + bits + (uint32_t)(((uint64_t)x + y) >> 32);
+}
+static inline uint32_t prmt(uint32_t x, uint32_t y, uint32_t which) {
+    const uint64_t both = x | (uint64_t)y << 32;
+    uint32_t z = 0;
+    for (int n = 0; n < 4; n++) {
+        uint32_t digit = which >> 4 * n & 15, byte = (uint32_t)(both >> digit % 8 * 8) & 255;
+        if (digit & 8) byte = byte & 128 ? 255 : 0;
+        z |= byte << 8 * n;
+    }
+    return z;
+}
 static inline uint32_t cvt_rn_bf16x2(float low, float high) {
     return attn__to_bf16(low) | (uint32_t)attn__to_bf16(high) << 16;
 }
