@@ -213,6 +213,12 @@ DEVICE void make_barriers(const buffers &b) {
     fence_mbarrier_init();
 }
 
+/*
+ * A vote says nothing new, but tells the compiler that all lanes agree. It has to know where products are under way; and what is
+ * counted along a way that all take together, such as rings, then is in the registers that a warp has once.
+ */
+DEVICE bool says(bool x) { return __any_sync(~0u, x); }
+
 /* ---- places ---- */
 
 /*
@@ -258,7 +264,7 @@ DEVICE void plain_place(const attn_cuda_args &a, const claim &c, tile_place &at)
 DEVICE bool goes_again(const buffers &b, uint32_t pass) {
     mbarrier_arrive(BARRIER(b, pass, 0));
     mbarrier_wait_parity(BARRIER(b, pass, 0), pass & 1);
-    return __any_sync(~0u, b.notes->again[pass & 1] == pass + 1);
+    return says(b.notes->again[pass & 1] == pass + 1);
 }
 
 /* ---- the scheduler, one warp ---- */
@@ -347,8 +353,9 @@ typedef struct stroll {
 DEVICE int listen(const attn_cuda_args &a, const buffers &b, stroll &s, tile_place &own) {
     int what = 0;
     claim c = {};
-    if (ALL || (threadIdx.x & 31) == 0) mbarrier_wait_parity(BARRIER(b, place_full, s.r.at), s.r.parity);
-    if (ALL) return __shfl_sync(~0u, b.notes->told[s.r.at], 0);
+    mbarrier_wait_parity(BARRIER(b, place_full, s.r.at), s.r.parity);
+    if (ALL) return b.notes->told[s.r.at];
+    __syncwarp(); /* nobody waits any more when the next one may be told */
     if ((threadIdx.x & 31) == 0) {
         what = b.notes->told[s.r.at];
         c = b.notes->claims[s.r.at];
@@ -358,7 +365,7 @@ DEVICE int listen(const attn_cuda_args &a, const buffers &b, stroll &s, tile_pla
     what = __shfl_sync(~0u, what, 0);
     c.first = __shfl_sync(~0u, c.first, 0);
     c.index = __shfl_sync(~0u, c.index, 0);
-    if (what == TELL_PLACE) plain_place(a, c, own);
+    if (says(what == TELL_PLACE)) plain_place(a, c, own);
     return what;
 }
 DEVICE void let_go_of_place(const buffers &b, stroll &s) {
@@ -374,12 +381,12 @@ DEVICE void leave_place(const buffers &b, stroll &s) {
 DEVICE bool at_place(const attn_cuda_args &a, const buffers &b, stroll &s, tile_place &own) {
     for (;;) {
         const int what = listen(a, b, s, own);
-        if (what == TELL_PLACE) return true;
+        if (says(what == TELL_PLACE)) return true;
         let_go_of_place(b, s);
         s.careful = !s.careful && goes_again(b, s.pass);
         if (s.careful) continue;
         s.pass++;
-        if (what == TELL_LAST) return false;
+        if (says(what == TELL_LAST)) return false;
     }
 }
 #define PLACE(b, s, own) (ALL ? (b).notes->places[(s).r.at] : (own))
@@ -684,8 +691,6 @@ typedef struct consumer {
 DEVICE bool is_first_thread(void) { return (threadIdx.x & 127) == 0; }
 DEVICE void take_turn(const consumer &me) { bar_sync(BARRIER_TURN + me.number, 256); }
 DEVICE void pass_turn(const consumer &me) { bar_arrive(BARRIER_TURN + (me.number + 1) % CONSUMERS, 256); }
-/* A vote says nothing new, but tells the compiler that all lanes agree: it has to know where products are under way. */
-DEVICE bool says(bool x) { return ALL ? __any_sync(~0u, x) : x; }
 
 /* The bias of the next tile, of the rows of this warp, on its way to the L2 cache: from there it is read when scores are there. */
 DEVICE void fetch_bias(const attn_cuda_args &a, const tile_place &at, int32_t n) {
@@ -1007,6 +1012,7 @@ DEVICE void consume(const attn_cuda_args90 &x, const buffers &b) {
 KERNEL __launch_bounds__(THREADS + 128, 1) VARIANT(const __grid_constant__ attn_cuda_args90 x) {
     extern __shared__ __align__(1024) uint8_t shared[];
     const buffers b = find_buffers(shared);
+    if (cvta_shared(shared) != shared_start()) __trap();
     if (threadIdx.x == 0) make_barriers(b);
     __syncthreads();
     if (threadIdx.x >= THREADS) {

@@ -26,14 +26,11 @@ PTX const uint8_t *here_pointer(const uint8_t *x) {
 PTX uint32_t cvta_shared(const void *p) { return (uint32_t)__cvta_generic_to_shared(p); }
 
 /*
- * Where a block's dynamic shared memory begins, in kernels that have no other. The compiler takes the address of an array anew
- * wherever it is used, from the block's number in its cluster, and waits for that.
+ * Where a block's dynamic shared memory begins if it has no other: behind the kilobyte that is the system's. The compiler knows,
+ * but takes the address of an array from the block's number in its cluster, anew wherever it is used, and waits for that. Who uses
+ * this number has to compare it with cvta_shared of the array first.
  */
-PTX uint32_t shared_start(void) {
-    uint32_t at;
-    asm volatile("mov.u32 %0, %%reserved_smem_offset_end;" : "=r"(at));
-    return at;
-}
+PTX uint32_t shared_start(void) { return 1024; }
 
 /* 16 bytes to shared memory, past L1: nobody else on this SM wants them. */
 PTX void cp_async_cg(uint32_t to, const void *from) {

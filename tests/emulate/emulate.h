@@ -67,6 +67,8 @@ SHUFFLE(uint32_t)
 SHUFFLE(int32_t)
 #undef SHUFFLE
 
+static inline void __trap(void) { emulate_fail("trap"); }
+
 /* Blocks run one after the other. */
 static inline uint32_t atomicAdd(uint32_t *at, uint32_t x) {
     uint32_t before = *at;
