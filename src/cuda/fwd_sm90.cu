@@ -708,7 +708,7 @@ DEVICE bool walk(const attn_cuda_args &a, const tile_place &at, consumer &me, co
     while (!says(t.last)) {
         wait_for_k(b, me);
         t = tile_here(at, b, me, t.n - 1);
-        const int kind = t.partial ? STEP_ANY : ALL ? at.step : STEP_PLAIN;
+        const int kind = t.partial ? (int)STEP_ANY : ALL ? (int)at.step : (int)STEP_PLAIN;
         STEP_IF(STEP_PLAIN)
         STEP_IF(STEP_CAP)
         STEP_IF(STEP_ALIBI)

@@ -17,10 +17,8 @@
         else                                                                                                               \
             wgmma_m64n##n##k16_##kind##_f16(d, a, b, add);                                                                 \
     }
-DEVICE void product_ss(int columns, float *d, uint64_t a, uint64_t b, int add){EACH_WIDTH(ss)} DEVICE
-    void product_rs(int columns, float *d, const uint32_t *a, uint64_t b, int add) {
-    EACH_WIDTH(rs)
-}
+DEVICE void product_ss(int columns, float *d, uint64_t a, uint64_t b, int add) { EACH_WIDTH(ss); }
+DEVICE void product_rs(int columns, float *d, const uint32_t *a, uint64_t b, int add) { EACH_WIDTH(rs); }
 #undef WIDTH
 #undef EACH_WIDTH
 
