@@ -357,7 +357,7 @@ DEVICE void step(const attn_cuda_args &a, const tile_place &at, walk &w, bool pa
     product_qk(s, q_kept, piece, w.f, e);
     cp_async_commit_group();
     if (WIDE) repair_scores(s, piece);
-    tile_extras x;
+    tile_extras x = {};
     if (ALL) make_extras(a, at, STEP_ANY, w.n, x);
     scores(a, at, STEP_ANY, w.n, s, x);
     if (partial) mask_scores(a, at, w.n, s);

@@ -666,7 +666,7 @@ DEVICE void let_go_of_v(const buffers &b, consumer &me) {
 DEVICE void step(const attn_cuda_args &a, const tile_place &at, consumer &me, const buffers &b, float o[MT][DT][4],
                  float s[MT][NT][4], uint32_t p[PV_STEPS][MT][4], float m[MT][2], float l[MT][2], tile t, int kind) {
     float factor[MT][2];
-    tile_extras x;
+    tile_extras x = {};
     take_turn(me);
     begin_qk(s, me.of_q, wgmma_step(me.of_k, me.k.at * K_BYTES));
     mbarrier_wait_parity(BARRIER(b, v_full, me.v.at), me.v.parity);
@@ -693,7 +693,7 @@ DEVICE bool walk(const attn_cuda_args &a, const tile_place &at, consumer &me, co
                  float m[MT][2], float l[MT][2], uint32_t number) {
     float s[MT][NT][4], factor[MT][2];
     uint32_t p[PV_STEPS][MT][4];
-    tile_extras x;
+    tile_extras x = {};
     wait_for_k(b, me);
     tile t = tile_here(at, b, me, at.n_last);
     take_turn(me);
