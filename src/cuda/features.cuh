@@ -1,9 +1,9 @@
 /*
  * What is done to scores before the softmax (softcap, ALiBi, bias) and to P after it (dropout). rows.cuh includes this.
  *
- * All of it is per element, 64 of them in a thread, beside tensor cores that need as long for a tile as four or eight instructions
- * per element take. So what a tile needs is a constant where its code is compiled (STEP_...), little of it is done twice, and what
- * does not need the scores is done while their product is under way (tile_extras).
+ * All of it is per element, 64 of them in a thread. On Hopper tensor cores need as long for a tile as 16 instructions per element
+ * take (dim 128), of which the softmax has 5. So what a tile needs is a constant where its code is compiled (STEP_...), little of it
+ * is done twice, and what does not need the scores is done while their product is under way (tile_extras).
  */
 #ifndef ATTN_FEATURES_CUH
 #define ATTN_FEATURES_CUH
@@ -106,8 +106,7 @@ DEVICE void alibi_scores(const tile_place &at, int32_t n, float s[MT][NT][4]) {
 
 enum { EARLY = DV <= 128 ? 2 * MT * NT : 0 }; /* words: with a larger O there are no registers for them */
 typedef struct tile_extras {
-    uint32_t kept[MT]
-                 [2]; /* dropout, of the rows: bit NT - 1 - nt for element 2t of the 8 keys nt, and that + 16 for 2t + 1 */
+    uint32_t kept[MT][2];       /* dropout: bit NT - 1 - nt of a row is element 2t of 8 keys; 16 further 2t + 1 */
     const uint8_t *bias[MT][2]; /* where the rows' bias of this tile begins, if it is fetched in pairs */
     uint32_t early[EARLY + 1];  /* STEP_BIAS: the first words of it */
 } tile_extras;
@@ -171,7 +170,7 @@ DEVICE void fetch_bias(const attn_cuda_args &a, const tile_place &at, int32_t n)
     }
 }
 
-/* The first words of this tile's. */
+/* The first words of this tile's bias. */
 DEVICE void load_early(const tile_place &at, tile_extras &x) {
     if (at.bias == BIAS_FLOATS) {
         EACH_PAIR(mt, nt, half) {
