@@ -56,10 +56,11 @@ DEVICE void find_features(const attn_cuda_args &a, tile_place &at, double scale)
 /* ---- softcap, ALiBi ---- */
 
 /*
- * cap * tanh(x / cap) of a product s, with x = raw * s and y = 2 x / cap: a polynomial up to |y| = 2, off by 6e-7 of itself at
- * most, which needs no special function; further out cap - 2 cap / (1 + e^y), off by a few units of the last place of cap. Which
- * of them it is depends on the number alone. Float32, whose P would notice, has it exact.
+ * cap * tanh(x / cap) of a product s, with x = raw * s and y = 2 x / cap: a polynomial where x is up to 0.9 cap, off by 2e-7
+ * of itself at most, which needs no special function; further out cap - 2 cap / (1 + e^y), off by a few units of the last place of
+ * cap. Which of them it is depends on the number alone. Float32, whose P would notice, has it exact.
  */
+#define NEAR 1.8f /* of |y| */
 DEVICE float capped_near(float y, const float c[6]) {
     const float t = y * y;
     return y * fmaf(t, fmaf(t, fmaf(t, fmaf(t, fmaf(t, c[5], c[4]), c[3]), c[2]), c[1]), c[0]);
@@ -74,16 +75,16 @@ DEVICE void cap_scores(float s[MT][NT][4], const tile_place &at) {
         EACH_SCORE(mt, nt, e) s[mt][nt][e] = cap * tanhf(__fmul_rn(s[mt][nt][e], at.raw) / cap);
         return;
     }
-    const float c[6] = {cap * 0.499999707f,     cap * -0.041661303f,   cap * 0.00415044813f,
-                        cap * -0.000403169345f, cap * 3.27013988e-05f, cap * -1.49758808e-06f};
+    const float c[6] = {cap * 0.4999999f,       cap * -0.0416644173f,  cap * 0.00415832574f,
+                        cap * -0.000410048877f, cap * 3.51292659e-05f, cap * -1.79529371e-06f};
     float most = 0;
     EACH_SCORE(mt, nt, e) most = fmaxf(most, fabsf(s[mt][nt][e]));
-    if (!__any_sync(~0u, !(fabsf(__fmul_rn(most, to_y)) < 2))) { /* most often */
+    if (!__any_sync(~0u, !(fabsf(__fmul_rn(most, to_y)) < NEAR))) { /* most often */
         EACH_SCORE(mt, nt, e) s[mt][nt][e] = capped_near(__fmul_rn(s[mt][nt][e], to_y), c);
     } else {
         EACH_SCORE(mt, nt, e) {
             const float y = __fmul_rn(s[mt][nt][e], to_y);
-            s[mt][nt][e] = fabsf(y) < 2 ? capped_near(y, c) : capped_far(y, cap);
+            s[mt][nt][e] = fabsf(y) < NEAR ? capped_near(y, c) : capped_far(y, cap);
         }
     }
 }
