@@ -62,8 +62,8 @@ DEVICE void find_features(const attn_cuda_args &a, tile_place &at, double scale)
  */
 #define NEAR 1.8f /* of |y| */
 DEVICE float capped_near(float y, const float c[6]) {
-    const float t = y * y;
-    return y * fmaf(t, fmaf(t, fmaf(t, fmaf(t, fmaf(t, c[5], c[4]), c[3]), c[2]), c[1]), c[0]);
+    const float t = y * y; /* and a product that stays one, whatever is added to it */
+    return __fmul_rn(y, fmaf(t, fmaf(t, fmaf(t, fmaf(t, fmaf(t, c[5], c[4]), c[3]), c[2]), c[1]), c[0]));
 }
 DEVICE float capped_far(float y, float cap) {
     return fmaf(-2 * cap, rcp_approx(1 + ex2_approx(y * (float)ATTN_LOG2E)), cap);
