@@ -354,12 +354,12 @@ DEVICE void step(const attn_cuda_args &a, const tile_place &at, walk &w, bool pa
     pieces piece = ALL ? first_pieces(shared_q, shared_k, shared_v, warp, lane) : w.kept;
     piece.k += now;
     piece.v += now;
-    tile_extras x;
-    if (ALL) make_extras(a, at, w.n, x);
     product_qk(s, q_kept, piece, w.f, e);
     cp_async_commit_group();
     if (WIDE) repair_scores(s, piece);
-    scores(a, at, w.n, s, x);
+    tile_extras x = {};
+    if (ALL) make_extras(a, at, STEP_ANY, w.n, x);
+    scores(a, at, STEP_ANY, w.n, s, x);
     if (partial) mask_scores(a, at, w.n, s);
     if (EAGER != 2) {
         if (EAGER == 0) load_v(a, at, shared_v, w.n, partial);

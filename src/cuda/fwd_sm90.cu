@@ -253,7 +253,7 @@ DEVICE void plain_place(const attn_cuda_args &a, const claim &c, tile_place &at)
     at.n_last = to > from ? (to - 1) / BN : -1;
     at.from = 0;
     at.to = at.s.sk;
-    at.split = at.natural = false;
+    at.split = false;
     at.dv0 = at.chunk = 0;
     at.scale = a.scale_log2;
     at.raw = at.o_factor = 1;
@@ -661,23 +661,6 @@ DEVICE void run_errands(const attn_cuda_args &a, const buffers &b) {
 
 /* ---- the consumers ---- */
 
-DEVICE void begin_qk(float s[MT][NT][4], uint64_t q, uint64_t k) {
-    wgmma_fence();
-#pragma unroll
-    for (int c = 0; c < DIM / 16; c++) {
-        const uint32_t to_q = c / 4 * BM * ROW + c % 4 * 32, to_k = c / 4 * BN * ROW + c % 4 * 32;
-        product_ss(BN, s[0][0], wgmma_step(q, 1, to_q), wgmma_step(k, 1, to_k), c > 0);
-    }
-    wgmma_commit_group();
-}
-
-DEVICE void begin_pv(float o[MT][DT][4], uint32_t p[PV_STEPS][MT][4], uint64_t v) {
-    wgmma_fence();
-#pragma unroll
-    for (int ks = 0; ks < PV_STEPS; ks++) product_rs(DV, o[0][0], p[ks][0], wgmma_step(v, ks, 16 * ROW), 1);
-    wgmma_commit_group();
-}
-
 /* What a consumer holds. */
 typedef struct consumer {
     int number;
@@ -692,27 +675,12 @@ DEVICE bool is_first_thread(void) { return (threadIdx.x & 127) == 0; }
 DEVICE void take_turn(const consumer &me) { bar_sync(BARRIER_TURN + me.number, 256); }
 DEVICE void pass_turn(const consumer &me) { bar_arrive(BARRIER_TURN + (me.number + 1) % CONSUMERS, 256); }
 
-/* The bias of the next tile, of the rows of this warp, on its way to the L2 cache: from there it is read when scores are there. */
-DEVICE void fetch_bias(const attn_cuda_args &a, const tile_place &at, int32_t n) {
-    const int lane = threadIdx.x & 31;
-    if (lane >= 16 || n <= at.n_first || !has_pairs(at, n - 1)) return;
-    const uint8_t *from = bias_at(a, at, at.row + (int32_t)(threadIdx.x >> 5) * 16 + lane, (n - 1) * BN);
-    if ((uint64_t)from % 16 == 0) cp_async_bulk_prefetch_l2(from, BN * (at.bias == BIAS_FLOATS ? 4 : 2));
-}
-
-/* What a tile needs besides its scores, while their product is under way. */
-DEVICE void look_ahead(const attn_cuda_args &a, const tile_place &at, int32_t n, tile_extras &x) {
-    make_extras(a, at, n, x);
-    if (a.p.flags & ATTN_BIAS) fetch_bias(a, at, n);
-}
-
 /* Scores become those of the features and the mask, and m and l follow their maximum; O has yet to, by `factor`, if the answer is yes. */
 DEVICE bool follow_scores(const attn_cuda_args &a, const tile_place &at, bool &has_huge, float s[MT][NT][4], float m[MT][2],
-                          float l[MT][2], float factor[MT][2], int32_t n, const tile_extras &x, bool special,
-                          bool partial) {
+                          float l[MT][2], float factor[MT][2], const tile_extras &x, tile t, int kind) {
     float most[MT][2];
-    if (special) scores(a, at, n, s, x);
-    if (special && partial) mask_scores(a, at, n, s);
+    scores(a, at, kind, t.n, s, x);
+    if (kind == STEP_ANY && says(t.partial)) mask_scores(a, at, t.n, s);
     bool raise = find_maximum(most, s, m);
     if (raise) has_huge = raise_maximum(factor, most, m, l, at.scale);
     return raise;
@@ -734,13 +702,13 @@ DEVICE void exponentials(const tile_place &at, bool has_huge, float s[MT][NT][4]
 }
 
 DEVICE void pack_p(const attn_cuda_args &a, uint32_t p[PV_STEPS][MT][4], float s[MT][NT][4], const tile_extras &x,
-                   bool special) {
+                   int kind) {
 #pragma unroll
     for (int ks = 0; ks < PV_STEPS; ks++)
 #pragma unroll
         for (int e = 0; e < 4; e++)
             p[ks][0][e] = pack(s[0][2 * ks + e / 2][e % 2 * 2], s[0][2 * ks + e / 2][e % 2 * 2 + 1]);
-    if (!special || !drops(a)) return;
+    if (!does(STEP_DROP, kind, drops(a))) return;
 #pragma unroll
     for (int ks = 0; ks < PV_STEPS; ks++) drop(x, p[ks][0], 0, ks);
 }
@@ -796,20 +764,20 @@ DEVICE void let_go_of_out(const buffers &b, const consumer &me) {
     }
 }
 
-/* S of tile t and P V of the one before it. `special`, a constant where this is called: scores or mask have something to do. */
+/* S of tile t and P V of the one before it. kind: STEP_..., a constant where this is called. */
 DEVICE void step(const attn_cuda_args &a, const tile_place &at, consumer &me, const buffers &b, float o[MT][DT][4],
-                 float s[MT][NT][4], uint32_t p[PV_STEPS][MT][4], float m[MT][2], float l[MT][2], tile t, bool special) {
+                 float s[MT][NT][4], uint32_t p[PV_STEPS][MT][4], float m[MT][2], float l[MT][2], tile t, int kind) {
     float factor[MT][2];
-    tile_extras x;
+    tile_extras x = {};
     take_turn(me);
     begin_qk(s, me.of_q, me.of_k);
     mbarrier_wait_parity(BARRIER(b, v_full, me.v.at), me.v.parity);
     begin_pv(o, p, me.of_v);
     pass_turn(me);
-    if (ALL && special) look_ahead(a, at, t.n, x);
+    if (ALL) make_extras(a, at, kind, t.n, x);
     wgmma_wait_group(1);
     let_go_of_k(b, me, says(t.last));
-    bool raise = follow_scores(a, at, me.has_huge, s, m, l, factor, t.n, x, special, says(t.partial));
+    bool raise = follow_scores(a, at, me.has_huge, s, m, l, factor, x, t, kind);
     exponentials(at, me.has_huge, s, m, l);
     wgmma_wait_group(0);
     let_go_of_v(b, me);
@@ -818,33 +786,40 @@ DEVICE void step(const attn_cuda_args &a, const tile_place &at, consumer &me, co
         for (int half = 0; half < 2; half++) /* 8 rows of the warp: often it was only one of the others that grew */
             if (__any_sync(~0u, factor[0][half] != 1)) rescale_half(o, factor, half);
     }
-    pack_p(a, p, s, x, special);
+    pack_p(a, p, s, x, kind);
 }
 
+/* Each kind has code of its own, that does not jump over what others need; but with a large O registers would run out. */
+#define STEP_IF(which)                                                                                                     \
+    if (((ALL && DV <= 128) || which == STEP_PLAIN) && says(kind == which))                                                \
+        step(a, at, me, b, o, s, p, m, l, t, which);                                                                       \
+    else
 /* All tiles of one place. Says whether V held something that is not finite. */
 DEVICE bool walk(const attn_cuda_args &a, const tile_place &at, consumer &me, const buffers &b, float o[MT][DT][4],
                  float m[MT][2], float l[MT][2], uint32_t number) {
     float s[MT][NT][4], factor[MT][2];
     uint32_t p[PV_STEPS][MT][4];
-    tile_extras x;
+    tile_extras x = {};
     wait_for_k(b, me);
     tile t = tile_here(at, b, me, at.n_last);
     take_turn(me);
     begin_qk(s, me.of_q, me.of_k);
     pass_turn(me);
-    if (ALL) look_ahead(a, at, t.n, x);
+    if (ALL) make_extras(a, at, STEP_ANY, t.n, x);
     wgmma_wait_group(0);
     let_go_of_k(b, me, says(t.last));
-    follow_scores(a, at, me.has_huge, s, m, l, factor, t.n, x, true, says(t.partial));
+    follow_scores(a, at, me.has_huge, s, m, l, factor, x, t, STEP_ANY);
     exponentials(at, me.has_huge, s, m, l);
-    pack_p(a, p, s, x, true);
+    pack_p(a, p, s, x, STEP_ANY);
     while (!says(t.last)) {
         wait_for_k(b, me);
         t = tile_here(at, b, me, t.n - 1);
-        if (says(t.partial || (ALL && (at.features))))
-            step(a, at, me, b, o, s, p, m, l, t, true);
-        else
-            step(a, at, me, b, o, s, p, m, l, t, false);
+        const int kind = t.partial ? (int)STEP_ANY : ALL ? (int)at.step : (int)STEP_PLAIN;
+        STEP_IF(STEP_PLAIN)
+        STEP_IF(STEP_CAP)
+        STEP_IF(STEP_ALIBI)
+        STEP_IF(STEP_BIAS)
+        STEP_IF(STEP_DROP) step(a, at, me, b, o, s, p, m, l, t, STEP_ANY);
     }
     mbarrier_wait_parity(BARRIER(b, v_full, me.v.at), me.v.parity);
     begin_pv(o, p, me.of_v);

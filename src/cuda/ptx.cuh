@@ -51,6 +51,8 @@ PTX void cp_async_commit_group(void) { asm volatile("cp.async.commit_group;" :::
 #define cp_async_wait_group(left) asm volatile("cp.async.wait_group %0;" ::"n"(left) : "memory")
 PTX void cp_async_wait_all(void) { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
+PTX void prefetch_global_l2(const void *from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
+
 /* Four 8x8 matrices of 16-bit numbers; lane l gives the address of row l % 8 of matrix l / 8. */
 PTX void ldmatrix_x4(uint32_t r[4], uint32_t from) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"

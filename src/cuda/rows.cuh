@@ -33,47 +33,28 @@ typedef struct tile_place {
     int32_t pad_from, pad_to; /* rows that are padding, for whoever finds the place to fill: even one with nothing to do */
     int32_t dv0;              /* first dim of V that the block computes */
     bool split;
-    bool features;  /* scores() or dropout has something to do at every tile */
-    bool natural;   /* softcap, bias, or ALiBi that cannot be divided by the scale: scores are made in base e first */
-    int8_t bias;    /* BIAS_... */
-    float cap, to_y; /* softcap, and twice what a product is multiplied with to become y of cap_scores */
-    float slope;    /* of ALiBi; where scores are not natural, divided by their scale */
-    float scale;    /* to base 2, descales included, positive: the factor of a score on its way into exp2 */
-    float raw;      /* the factor of a product, applied before that, where `scale` cannot do: natural, or not positive */
-    float least;    /* below every score; finite, and so is its product with scale */
-    float o_factor; /* of O at the end: v_descale, dropout */
+    int8_t step;     /* STEP_...: what tiles without a mask need */
+    int8_t bias;     /* BIAS_... */
+    float cap, to_y; /* softcap; the factor of a product on its way to y of cap_scores */
+    float slope;     /* of ALiBi; divided by the scale of scores where that is to come */
+    float scale;     /* to base 2, descales included, positive: the factor of a score on its way into exp2 */
+    float raw;       /* the factor of a product, applied before that, where `scale` cannot do: see find_features */
+    float least;     /* below every score; finite, and so is its product with scale */
+    float o_factor;  /* of O at the end: v_descale, dropout */
 } tile_place;
 
-DEVICE bool drops(const attn_cuda_args &a) { return ALL && a.philox.threshold > 0; }
+/* All elements of S that a thread has. */
+#define EACH_SCORE(mt, nt, e)                                                                                              \
+    _Pragma("unroll") for (int mt = 0; mt < MT; mt++) _Pragma("unroll") for (int nt = 0; nt < NT; nt++)                    \
+        _Pragma("unroll") for (int e = 0; e < 4; e++)
 
-/* How a bias lies in memory: keys side by side, in pairs that one load can fetch, as floats or in the tile's own dtype; or anyhow. */
-enum { BIAS_FLOATS, BIAS_HALVES, BIAS_ANY };
-
-DEVICE int8_t bias_kind(const attn_cuda_args &a, const tile_place &at) {
-    const attn_matrix &m = a.f.bias;
-    const bool wide = a.p.bias_dtype == ATTN_F32;
-    const uint64_t first = (uint64_t)m.data + attn__matrix_at(&m, at.s.b, at.h, 0, 0) * (wide ? 4 : 2);
-    if (!wide && a.p.bias_dtype != (attn_dtype)DTYPE) return BIAS_ANY;
-    if (m.stride[3] != 1 || m.stride[2] % 2 || first % (wide ? 8 : 4)) return BIAS_ANY;
-    return wide ? BIAS_FLOATS : BIAS_HALVES;
+/* Row and key of element e of accumulator [mt][nt], in tile n of keys. */
+DEVICE int32_t row_of(const tile_place &at, int mt, int half) {
+    return at.row + ((threadIdx.x >> 5) * MT + mt) * 16 + half * 8 + (threadIdx.x >> 2 & 7);
 }
+DEVICE int32_t key_of(int32_t n, int nt, int e) { return n * BN + nt * 8 + (threadIdx.x & 3) * 2 + (e & 1); }
 
-/*
- * The numbers that features need. ALiBi alone is added to products as they are, its slope divided by their scale: that saves a
- * multiplication. Where the quotient is out of all proportion it is not.
- */
-DEVICE void find_features(const attn_cuda_args &a, tile_place &at, double scale) {
-    const double softcap = a.p.softcap;
-    at.natural = softcap > 0 || (a.p.flags & ATTN_BIAS);
-    at.cap = (float)softcap;
-    if (softcap > 0) at.to_y = (float)fmin(fmax(2 * scale / softcap, -1e38), 1e38);
-    if (a.p.flags & ATTN_ALIBI) {
-        const float slope = a.f.alibi[at.s.b * a.f.alibi_stride + at.h], divided = (float)(slope / scale);
-        at.natural |= !(scale > 1e-30 && fabsf(divided) < 1e28f);
-        at.slope = at.natural ? slope : divided;
-    }
-    if (a.p.flags & ATTN_BIAS) at.bias = bias_kind(a, at);
-}
+#include "features.cuh"
 
 /* o = 0 and lse = -inf for the rows of a padded batch that are padding. */
 static __device__ __noinline__ void fill_rows(const attn_cuda_args &a, int32_t b, int32_t h, int32_t from, int32_t to,
@@ -146,21 +127,14 @@ DEVICE bool find_place(const attn_cuda_args &a, tile_place &at, int64_t first, u
     }
     at.n_first = from / BN;
     at.n_last = to > from ? (to - 1) / BN : -1;
-    at.natural = false;
     at.scale = a.scale_log2;
     at.raw = 1;
     at.o_factor = 1;
+    at.step = STEP_PLAIN;
     if (ALL) {
-        double scale = score_scale(a, at.s, at.kv_head);
-        find_features(a, at, scale);
-        at.scale = (float)(at.natural ? scale : scale * ATTN_LOG2E);
         at.o_factor = (float)value_scale(a, at.s, at.kv_head);
+        find_features(a, at, score_scale(a, at.s, at.kv_head));
     }
-    if (ALL && (at.natural || !(at.scale > 0))) {
-        at.raw = at.scale;
-        at.scale = at.natural ? (float)ATTN_LOG2E : 1;
-    }
-    at.features = at.natural || drops(a) || at.raw != 1 || (ALL && (a.p.flags & ATTN_ALIBI));
     at.least = !ALL ? a.least : at.scale > 1 ? -FLT_MAX / at.scale : -FLT_MAX;
     return true;
 }
@@ -191,203 +165,6 @@ DEVICE int chunk_count(int chunk, int dim) {
 }
 
 /* ---- scores ---- */
-
-/* All elements of S that a thread has. */
-#define EACH_SCORE(mt, nt, e)                                                                                              \
-    _Pragma("unroll") for (int mt = 0; mt < MT; mt++) _Pragma("unroll") for (int nt = 0; nt < NT; nt++)                    \
-        _Pragma("unroll") for (int e = 0; e < 4; e++)
-
-/* Row and key of element e of accumulator [mt][nt], in tile n of keys. */
-DEVICE int32_t row_of(const tile_place &at, int mt, int half) {
-    return at.row + ((threadIdx.x >> 5) * MT + mt) * 16 + half * 8 + (threadIdx.x >> 2 & 7);
-}
-DEVICE int32_t key_of(int32_t n, int nt, int e) { return n * BN + nt * 8 + (threadIdx.x & 3) * 2 + (e & 1); }
-
-/* A bias as float; the dtype is the same for all, so this branches once. */
-DEVICE float bias_number(attn_dtype dtype, const void *data, int64_t at) {
-    if (dtype == ATTN_F32) return ((const float *)data)[at];
-    if (dtype == ATTN_F64) return (float)((const double *)data)[at];
-    uint16_t x = ((const uint16_t *)data)[at];
-    return dtype == ATTN_BF16 ? attn__from_bf16(x) : cvt_f32_f16(x);
-}
-
-/*
- * cap * tanh(x / cap) of a product s, with x = raw * s and y = 2 x / cap: a polynomial up to |y| = 2, off by 6e-7 of itself at
- * most, which needs no special function; further out cap - 2 cap / (1 + e^y), off by a few units of the last place of cap. Which
- * of them it is depends on the number alone. Float32, whose P would notice, has it exact.
- */
-DEVICE float capped_near(float y, const float c[6]) {
-    const float t = y * y;
-    return y * fmaf(t, fmaf(t, fmaf(t, fmaf(t, fmaf(t, c[5], c[4]), c[3]), c[2]), c[1]), c[0]);
-}
-DEVICE float capped_far(float y, float cap) {
-    return fmaf(-2 * cap, rcp_approx(1 + ex2_approx(y * (float)ATTN_LOG2E)), cap);
-}
-
-DEVICE void cap_scores(float s[MT][NT][4], const tile_place &at) {
-    const float cap = at.cap, to_y = at.to_y;
-    if (WIDE) {
-        EACH_SCORE(mt, nt, e) s[mt][nt][e] = cap * tanhf(__fmul_rn(s[mt][nt][e], at.raw) / cap);
-        return;
-    }
-    const float c[6] = {cap * 0.499999707f,     cap * -0.041661303f,   cap * 0.00415044813f,
-                        cap * -0.000403169345f, cap * 3.27013988e-05f, cap * -1.49758808e-06f};
-    float most = 0;
-    EACH_SCORE(mt, nt, e) most = fmaxf(most, fabsf(s[mt][nt][e]));
-    if (!__any_sync(~0u, !(fabsf(__fmul_rn(most, to_y)) < 2))) { /* most often */
-        EACH_SCORE(mt, nt, e) s[mt][nt][e] = capped_near(__fmul_rn(s[mt][nt][e], to_y), c);
-    } else {
-        EACH_SCORE(mt, nt, e) {
-            const float y = __fmul_rn(s[mt][nt][e], to_y);
-            s[mt][nt][e] = fabsf(y) < 2 ? capped_near(y, c) : capped_far(y, cap);
-        }
-    }
-}
-
-/* -slope * |distance| of row and key. They are whole numbers, so floats are exact; and row g + 8 is as far from key j + 8 as g from j. */
-DEVICE void alibi_scores(const tile_place &at, int32_t n, float s[MT][NT][4]) {
-    const float slope = -at.slope;
-#pragma unroll
-    for (int mt = 0; mt < MT; mt++) {
-        const float first = (float)(row_of(at, mt, 0) + (at.s.sk - at.s.sq) - key_of(n, 0, 0));
-#pragma unroll
-        for (int nt = 0; nt < NT; nt++)
-#pragma unroll
-            for (int e = 0; e < 4; e++)
-                s[mt][nt][e] = fmaf(slope, fabsf(first - (float)((nt - (e >> 1)) * 8 + (e & 1))), s[mt][nt][e]);
-    }
-}
-
-/* ---- what does not need the scores: made while their product is under way ---- */
-
-typedef struct tile_extras {
-    uint32_t kept[MT][2];       /* dropout, of the rows: bit NT - 1 - nt for element 2t of the 8 keys nt, and that + 16 for 2t + 1 */
-    const uint8_t *bias[MT][2]; /* where the rows' bias of this tile begins, if it is fetched in pairs */
-} tile_extras;
-
-/* Is the bias of tile n fetched in pairs? Each is one row's elements 2t and 2t + 1 of 8 keys. */
-DEVICE bool has_pairs(const tile_place &at, int32_t n) { return at.bias != BIAS_ANY && n * BN + BN <= at.s.sk; }
-DEVICE uint64_t two_floats(const uint8_t *row, int nt) { return *(const uint64_t *)(row + nt * 32); }
-DEVICE uint32_t two_halves(const uint8_t *row, int nt) { return *(const uint32_t *)(row + nt * 16); }
-/* All pairs of the thread, neighbours in memory one after the other. */
-#define EACH_PAIR(mt, nt, half)                                                                                            \
-    _Pragma("unroll") for (int mt = 0; mt < MT; mt++) _Pragma("unroll") for (int half = 0; half < 2; half++)               \
-        _Pragma("unroll") for (int nt = 0; nt < NT; nt++)
-
-DEVICE const uint8_t *bias_at(const attn_cuda_args &a, const tile_place &at, int32_t i, int32_t j) {
-    i = attn__min32(i, at.s.sq - 1); /* rows past the end count for nothing */
-    return (const uint8_t *)a.f.bias.data +
-           attn__matrix_at(&a.f.bias, at.s.b, at.h, i, j) * (at.bias == BIAS_FLOATS ? 4 : 2);
-}
-
-/*
- * Dropout. One call of the generator serves four neighbours of a row, which two lanes share: the even one draws for row g, the odd
- * one for row g + 8, and each gives the other what it needs.
- */
-DEVICE void draw_kept(const attn_cuda_args &a, const tile_place &at, int32_t n, uint32_t kept[MT][2]) {
-    const uint32_t head = (uint32_t)at.s.b * (uint32_t)a.p.heads_q + (uint32_t)at.h;
-    const uint32_t first = (uint32_t)key_of(n, 0, 0) / 4, least = 0 - a.philox.threshold; /* r + least carries: r is kept */
-    const bool odd = threadIdx.x & 1;
-#pragma unroll
-    for (int mt = 0; mt < MT; mt++) {
-        const uint32_t row = (uint32_t)row_of(at, mt, odd);
-        uint32_t bits[4] = {};
-#pragma unroll 2
-        for (int nt = 0; nt < NT; nt++) {
-            uint32_t r[4];
-            attn__philox4(&a.philox, head, row, first + 2 * nt, r);
-#pragma unroll
-            for (int e = 0; e < 4; e++) bits[e] = addc(bits[e], r[e], least);
-        }
-        const uint32_t left = bits[0] | bits[1] << 16, right = bits[2] | bits[3] << 16;
-        const uint32_t other = __shfl_xor_sync(~0u, odd ? left : right, 1);
-        kept[mt][0] = odd ? other : left;
-        kept[mt][1] = odd ? right : other;
-    }
-}
-
-DEVICE bool is_dropped(const attn_cuda_args &a, const tile_place &at, int32_t i, int32_t j) {
-    return attn__dropped(&a.philox, (uint32_t)at.s.b * (uint32_t)a.p.heads_q + (uint32_t)at.h, (uint32_t)i, (uint32_t)j);
-}
-
-DEVICE void make_extras(const attn_cuda_args &a, const tile_place &at, int32_t n, tile_extras &x) {
-    if (drops(a)) draw_kept(a, at, n, x.kept);
-    if ((a.p.flags & ATTN_BIAS) && has_pairs(at, n)) {
-#pragma unroll
-        for (int r = 0; r < 2 * MT; r++) x.bias[r / 2][r % 2] = bias_at(a, at, row_of(at, r / 2, r % 2), key_of(n, 0, 0));
-    }
-}
-
-/* Zeroes what is dropped in the fragment of step ks. */
-DEVICE void drop(const tile_extras &x, uint32_t p[4], int mt, int ks) {
-    enum { PARTS = WIDE ? 1 : 2 };
-#pragma unroll
-    for (int part = 0; part < PARTS; part++)
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            const int nt = WIDE ? ks : 2 * ks + part;
-            const uint32_t mask = prmt(x.kept[mt][half] << (16 - NT + nt), 0, 0xbb99); /* bits 15 and 31 fill their halves */
-            if (WIDE) {
-                if (!(mask & 1)) p[half] = 0;
-                if (!(mask >> 31)) p[half + 2] = 0;
-            } else {
-                p[2 * part + half] &= mask;
-            }
-        }
-}
-
-/* ---- bias ---- */
-
-/* A bias that lies anyhow, or past the end of the keys: slow, but little code. */
-DEVICE void any_bias(const attn_cuda_args &a, const tile_place &at, int32_t n, float s[MT][NT][4], float factor) {
-    float bias[MT * NT * 4];
-#pragma unroll 1
-    for (int x = 0; x < MT * NT * 4; x++) {
-        const int32_t i = row_of(at, x / (NT * 4), x >> 1 & 1), j = key_of(n, x / 4 % NT, x);
-        bias[x] = i >= at.s.sq || j >= at.s.sk ? 0
-                                               : bias_number(a.p.bias_dtype, a.f.bias.data,
-                                                             attn__matrix_at(&a.f.bias, at.s.b, at.h, i, j));
-    }
-    EACH_SCORE(mt, nt, e) s[mt][nt][e] = fmaf(s[mt][nt][e], factor, bias[(mt * NT + nt) * 4 + e]);
-}
-
-/* s = factor * s + bias. */
-DEVICE void bias_scores(const attn_cuda_args &a, const tile_place &at, int32_t n, float s[MT][NT][4], float factor,
-                        const tile_extras &x) {
-    if (!has_pairs(at, n)) {
-        any_bias(a, at, n, s, factor);
-    } else if (at.bias == BIAS_FLOATS) {
-        EACH_PAIR(mt, nt, half) {
-            float *y = &s[mt][nt][2 * half];
-            const uint64_t pair = two_floats(x.bias[mt][half], nt);
-            y[0] = fmaf(y[0], factor, __uint_as_float((uint32_t)pair));
-            y[1] = fmaf(y[1], factor, __uint_as_float((uint32_t)(pair >> 32)));
-        }
-    } else {
-        EACH_PAIR(mt, nt, half) {
-            float *y = &s[mt][nt][2 * half];
-            const uint32_t pair = two_halves(x.bias[mt][half], nt);
-            y[0] = fmaf(y[0], factor, BF16 ? __uint_as_float(pair << 16) : cvt_f32_f16((uint16_t)pair));
-            y[1] = fmaf(y[1], factor, BF16 ? __uint_as_float(pair & 0xffff0000) : cvt_f32_f16((uint16_t)(pair >> 16)));
-        }
-    }
-}
-
-/* ---- all of it ---- */
-
-/* The numbers of semantics 1 to 4, as score() of score.cuh, a step at a time for all elements; times `scale` they are in base 2. */
-DEVICE void scores(const attn_cuda_args &a, const tile_place &at, int32_t n, float s[MT][NT][4], const tile_extras &x) {
-    if (!ALL) return;
-    const bool has_alibi = a.p.flags & ATTN_ALIBI, has_bias = a.p.flags & ATTN_BIAS, has_cap = at.cap > 0;
-    const bool with_bias = has_bias && !has_alibi && !has_cap; /* that is where products are multiplied */
-    if (has_cap) {
-        cap_scores(s, at);
-    } else if (at.raw != 1 && !with_bias) {
-        EACH_SCORE(mt, nt, e) s[mt][nt][e] = __fmul_rn(s[mt][nt][e], at.raw);
-    }
-    if (has_alibi) alibi_scores(at, n, s);
-    if (has_bias) bias_scores(a, at, n, s, with_bias ? at.raw : 1, x);
-}
 
 /* FlashMask; keys past the end are masked anyway. The loop is small code; what it finds are bits, element 2t of the keys nt first. */
 DEVICE void flash_scores(const attn_cuda_args &a, const tile_place &at, int32_t n, float s[MT][NT][4]) {

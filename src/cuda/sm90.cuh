@@ -63,10 +63,6 @@ PTX void cp_async_bulk_tensor_4d_store(const attn_tensor_map *map, uint32_t from
                  "r"(x), "r"(y), "r"(z), "r"(w)
                  : "memory");
 }
-/* Bytes, a multiple of 16 from a multiple of 16 on, to the L2 cache. */
-PTX void cp_async_bulk_prefetch_l2(const void *from, int bytes) {
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes));
-}
 PTX void cp_async_bulk_commit_group(void) { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 /* Until the stores of this thread have read shared memory; until they are complete. */
 PTX void cp_async_bulk_wait_group_read(void) { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }

@@ -29,9 +29,8 @@ typedef struct tile_rows {
     attn_seq s;
     attn_mask mask;
     int32_t h, kv_head;
-    int32_t i0, i;    /* first row; the row of this warp, from sq on: none */
-    double scale;     /* of dot products */
-    attn_philox drop; /* which pairs are dropped */
+    int32_t i0, i; /* first row; the row of this warp, from sq on: none */
+    double scale;  /* of dot products */
 } tile_rows;
 
 DEVICE tile_rows make_rows(const attn_cuda_args &a, const attn_seq &s, int32_t h, int32_t i0) {
@@ -43,7 +42,6 @@ DEVICE tile_rows make_rows(const attn_cuda_args &a, const attn_seq &s, int32_t h
     t.i0 = i0;
     t.i = i0 + warp_in_block();
     t.scale = score_scale(a, s, t.kv_head);
-    t.drop = attn__philox_make(a.f.seed, a.f.offset, a.p.dropout);
     return t;
 }
 
@@ -68,7 +66,7 @@ DEVICE bool is_allowed(const attn_cuda_args &a, const tile_rows &t, int32_t j) {
 
 DEVICE bool is_dropped(const attn_cuda_args &a, const tile_rows &t, int32_t j) {
     uint32_t batch_head = (uint32_t)t.s.b * (uint32_t)a.p.heads_q + (uint32_t)t.h;
-    return t.drop.threshold && attn__dropped(&t.drop, batch_head, (uint32_t)t.i, (uint32_t)j);
+    return a.philox.threshold && attn__dropped(&a.philox, batch_head, (uint32_t)t.i, (uint32_t)j);
 }
 
 DEVICE float load_number(attn_dtype dtype, const void *data, int64_t at, float) {

@@ -33,10 +33,6 @@ PTX void cp_async_bulk_tensor_4d_store(const void *map, uint32_t from, int x, in
     const int at[EMULATE_RANK] = {x, y, z, w};
     emulate_tensor_store(map, from, at);
 }
-PTX void cp_async_bulk_prefetch_l2(const void *from, int bytes) { /* what may not be read may not be fetched either */
-    if ((uintptr_t)from % 16 || bytes % 16) emulate_fail("a prefetch that is not of whole pieces of 16 bytes");
-    for (int n = 0; n < bytes; n += 16) (void)((const volatile uint8_t *)from)[n];
-}
 PTX void cp_async_bulk_commit_group(void) { emulate_bulk_commit(); }
 PTX void cp_async_bulk_wait_group_read(void) { emulate_bulk_wait(1); }
 PTX void cp_async_bulk_wait_group(void) { emulate_bulk_wait(0); }
