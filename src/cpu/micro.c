@@ -693,8 +693,8 @@ INLINE void alibi_row(real *s, real *rest, int32_t width, const real *slope, con
         distance = (distance ^ (distance >> 31)) - (distance >> 31);
         vreal factor = load(slope + r), steps = __builtin_convertvector(distance, vreal), product = factor * steps;
         KEEP(product); /* rounded, not fused with what follows */
+        KEEP(factor);  /* or the compiler takes that product for the next one, and nothing is ever lost */
         vreal lost = factor * steps - product;
-        KEEP(lost);
         vreal before = load(s + r), x = before - product, back = x - before;
         store(s + r, x);
         store(rest + r, (before - (x - back)) - (product + back) - lost);
