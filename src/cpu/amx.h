@@ -77,10 +77,11 @@ void attn__amx_run(const attn_amx_product *product);
 
 /* ---- operands from rows of bf16: `rows` of `dim` elements, `row` elements apart ---- */
 
+/* m or k, padded. */
+static inline int64_t attn__amx_pad(int64_t n) { return (n + ATTN_AMX_M - 1) / ATTN_AMX_M * ATTN_AMX_M; }
+
 /* The elements that a packed operand of x by y takes, one of which is m or n, the other k. */
-static inline int64_t attn__amx_size(int32_t x, int32_t y) {
-    return ((int64_t)x + 31) / 32 * 32 * (((int64_t)y + 31) / 32 * 32);
-}
+static inline int64_t attn__amx_size(int32_t x, int32_t y) { return attn__amx_pad(x) * attn__amx_pad(y); }
 
 /* a with m over rows, k over dims. */
 void attn__amx_pack_rows(uint16_t *a, const uint16_t *from, int64_t row, int32_t rows, int32_t dim);
@@ -93,6 +94,15 @@ void attn__amx_pack_dims(uint16_t *b, const uint16_t *from, int64_t row, int32_t
 
 /* b with n over dims, k over rows. The panels are ceil(dim / 16). */
 void attn__amx_pack_pairs(uint16_t *b, const uint16_t *from, int64_t row, int32_t rows, int32_t dim);
+
+/* Is there neither NaN nor infinity among them? */
+bool attn__amx_finite(const uint16_t *from, int64_t row, int32_t rows, int32_t dim);
+
+/* Are these bits of bf16 NaN or infinity? */
+static inline bool attn__amx_is_bad(uint16_t bits) { return (bits & 0x7f80) == 0x7f80; }
+
+/* A copy without gaps, which is returned, with zeros for NaN and infinity; bad[i]: does row i differ? */
+const uint16_t *attn__amx_clean(uint16_t *to, const uint16_t *from, int64_t row, int32_t rows, int32_t dim, bool *bad);
 
 /* ---- between the products ---- */
 
@@ -120,9 +130,6 @@ typedef struct attn_amx_softmax {
  * exponentials. Such are the scores of the next keys, and the product of V and P of those before. The bits are the same either way.
  */
 void attn__amx_softmax(const attn_amx_softmax *step, const attn_amx_product *products, int32_t count);
-
-/* Is there neither NaN nor infinity among `rows` of `dim` elements, `row` apart? */
-bool attn__amx_finite(const uint16_t *from, int64_t row, int32_t rows, int32_t dim);
 
 /*
  * Between the products of the backward, for 32 query rows, two panels:

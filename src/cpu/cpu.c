@@ -187,8 +187,6 @@ typedef struct job {
     int64_t count; /* of units */
 } job;
 
-static bool in_double(const job *j, int32_t b) { return attn__sequence_in_double(j->plan, j->f, b); }
-
 static void work_unit(void *arg, int64_t index, int32_t slot) {
     const job *j = arg;
     int32_t heads = j->plan->problem.heads_q;
@@ -207,7 +205,8 @@ static void work_unit(void *arg, int64_t index, int32_t slot) {
 static void fold_sequence(void *arg, int64_t index, int32_t slot) {
     const job *j = arg;
     int32_t heads = j->plan->problem.heads_q, b = (int32_t)(index / heads);
-    (in_double(j, b) ? attn__fwd_fold_f64 : attn__fwd_fold_f32)(j->plan, j->f, b, (int32_t)(index % heads), slot);
+    (attn__sequence_in_double(j->plan, j->f, b) ? attn__fwd_fold_f64 : attn__fwd_fold_f32)(j->plan, j->f, b,
+                                                                                           (int32_t)(index % heads), slot);
 }
 
 static attn_status forward(const attn_plan *plan, const attn_buffers *f) {

@@ -14,6 +14,7 @@
 #endif
 
 #include "../numeric.h"
+#include "compiler.h"
 
 #if defined(__AVX512F__)
 enum { VECTOR_BYTES = 64, MR = 6, NV = 4 };
@@ -43,25 +44,6 @@ typedef __fp16 vfloat16 __attribute__((vector_size(VL * sizeof(uint16_t))));
 typedef real pair __attribute__((vector_size(2 * sizeof(real))));
 typedef integer vint __attribute__((vector_size(VECTOR_BYTES))); /* what comparisons give */
 typedef natural vbits __attribute__((vector_size(VECTOR_BYTES)));
-
-#ifdef __clang__
-#define UNROLL _Pragma("unroll")
-#define UNROLL16 _Pragma("unroll")
-#else
-#define UNROLL _Pragma("GCC unroll 8")
-#define UNROLL16 _Pragma("GCC unroll 16")
-#endif
-/* Holds v in a register: compilers like to read it again for each use, which makes two loads of one. */
-#if defined(__x86_64__) && defined(__AVX512F__)
-#define KEEP(v) __asm__("" : "+v"(v))
-#elif defined(__x86_64__)
-#define KEEP(v) __asm__("" : "+x"(v))
-#elif defined(__aarch64__)
-#define KEEP(v) __asm__("" : "+w"(v))
-#else
-#define KEEP(v) ((void)(v))
-#endif
-#define INLINE static inline __attribute__((always_inline))
 
 INLINE vreal load(const real *p) {
     vreal v;

@@ -61,6 +61,15 @@ typedef struct attn_unit {
 int64_t attn__work_rows(const attn_plan *plan, const attn_buffers *f, attn_unit *units);
 int64_t attn__work_keys(const attn_plan *plan, const attn_buffers *f, attn_unit *units);
 
+/* A part of a thread's scratch: `field` is the address of the pointer to it. */
+typedef struct attn_room {
+    void *field;
+    int64_t bytes;
+} attn_room;
+
+/* Lays rooms out from `at` on, each 64-byte aligned, or only counts when at is NULL. Returns their bytes. */
+int64_t attn__lay_out(char *at, const attn_room *rooms, size_t count);
+
 /* The most units that any lengths can give. */
 int64_t attn__work_rows_most(const attn_plan *plan);
 int64_t attn__work_keys_most(const attn_plan *plan);
