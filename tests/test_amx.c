@@ -11,6 +11,8 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/syscall.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include "build.h"
@@ -24,6 +26,58 @@ static bool skip(void) {
     if (attn__amx_available()) return false;
     test_skip("this machine or its kernel has no AMX for bf16");
     return true;
+}
+
+/* ---- permission ---- */
+
+static bool is_permitted(void) {
+    enum { ARCH_GET_XCOMP_PERM = 0x1022, XFEATURE_XTILEDATA = 18 };
+    uint64_t features = 0;
+    CHECK(syscall(SYS_arch_prctl, ARCH_GET_XCOMP_PERM, &features) == 0);
+    return features >> XFEATURE_XTILEDATA & 1;
+}
+
+static void make_plan(const char *isa, attn_dtype dtype) {
+    use_isa(isa);
+    attn_context *context = make_context(ATTN_BACKEND_CPU, 1);
+    attn_problem p = problem(dtype, 1, 1, 1, 64, 64, 64);
+    attn_plan *plan;
+    if (CHECK_OK(attn_plan_create(&plan, context, &p))) attn_plan_destroy(plan);
+    attn_context_destroy(context);
+    use_isa(NULL);
+}
+
+/*
+ * The system is asked for tiles when a plan takes them, not before. Other tests have asked already, and a new program has not: this
+ * one, with FRESH in its environment.
+ */
+#define FRESH "ATTN_TEST_FRESH"
+TEST(amx_permission_is_asked_for_when_amx_is_used) {
+    if (!attn__amx_present()) {
+        skip();
+        return;
+    }
+    if (!getenv(FRESH)) {
+        pid_t child = fork();
+        if (child == 0) {
+            if (setenv(FRESH, "1", 1) != 0 || !freopen("/dev/null", "w", stdout)) _exit(3);
+            execl("/proc/self/exe", "attn-tests", "amx_permission_is_asked_for_when_amx_is_used", (char *)NULL);
+            _exit(3);
+        }
+        int status = 0;
+        CHECK(child > 0 && waitpid(child, &status, 0) == child);
+        CHECK_SAY(status == 0, "see " FRESH "=1 attn-tests amx_permission; its status is %#x", (unsigned)status);
+        return;
+    }
+    attn_kernel_info info;
+    CHECK(strstr(attn_cpu_features(), "AMX") != NULL);
+    for (int32_t n = 0; attn_kernel_get(n, &info, sizeof info) == ATTN_OK; n++) continue;
+    make_plan("avx2", ATTN_BF16);
+    make_plan("avx512", ATTN_BF16);
+    make_plan(NULL, ATTN_F32);
+    CHECK(!is_permitted());
+    make_plan(NULL, ATTN_BF16);
+    CHECK(is_permitted());
 }
 
 /* ---- inputs ---- */

@@ -6,6 +6,7 @@
  */
 #include "features.h"
 
+#include "amx.h"
 #include "tile.h"
 #include "work.h"
 
@@ -68,6 +69,9 @@ static const attn_kernel *kernel(int32_t index, bool *available) {
 
 static attn_status open_cpu(attn_context *context) { return attn__cpu_allowed(&context->cpu); }
 
+/* Comes after all that would leave the kernel out: it asks the system. */
+static bool is_permitted(const attn_kernel *k) { return !(k->cpu & ATTN_CPU_AMX) || attn__amx_available(); }
+
 static void choose_kernel(attn_plan *plan) {
     const attn_problem *p = &plan->problem;
     bool wide = p->dtype == ATTN_F64;
@@ -76,7 +80,7 @@ static void choose_kernel(attn_plan *plan) {
         bool fits = k->op == p->op && (k->wide == wide || p->op == ATTN_KV_APPEND);
         /* A result of more bits is wanted as exact as they are: not by products of bf16. */
         if (k->dtype && (k->dtype != p->dtype || k->dtype != p->kv_dtype || k->dtype != p->out_dtype)) fits = false;
-        if (fits && runs_on(k, plan->context->cpu)) plan->kernel = k;
+        if (fits && runs_on(k, plan->context->cpu) && is_permitted(k)) plan->kernel = k;
     }
 }
 
