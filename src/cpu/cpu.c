@@ -175,7 +175,8 @@ static attn_status plan_cpu(attn_plan *plan) {
     limit_threads(plan);
     attn__plan_say(plan, "threads: %d\n", plan->slots);
     attn__plan_say(plan, "tiles: %d rows x %d keys\n", plan->kernel->rows, plan->kernel->cols);
-    attn__plan_say(plan, "split: sequences of at most %d rows in chunks of %d keys%s\n", ATTN_SPLIT_ROWS, ATTN_CHUNK,
+    attn__plan_say(plan, "split: sequences of at most %d rows in chunks of %d keys%s\n",
+                   attn__is_amx(plan) ? ATTN_NARROW_ROWS : ATTN_SPLIT_ROWS, ATTN_CHUNK,
                    plan->partials ? ", over all threads" : ", each on one thread");
     if (!plan->kernel->wide && may_be_in_double(&plan->problem))
         attn__plan_say(plan, "in double: sequences of at most %d rows, with more keys\n", ATTN_NARROW_ROWS);
@@ -248,7 +249,7 @@ static int visit_unit(const attn_plan *plan, const attn_buffers *f, const attn_u
         int32_t j0 = (int32_t)(n / row_tiles) * ATTN_TILE_COLS, keys = attn__min32(ATTN_TILE_COLS, s.sk - j0);
         int32_t i0 = unit->row + (int32_t)(n % row_tiles) * tile_rows;
         int32_t rows = attn__min32(tile_rows, unit->row + unit->rows - i0);
-        int32_t chunk = attn__is_short(s.sq) ? j0 / ATTN_CHUNK : 0;
+        int32_t chunk = attn__is_short(s.sq) && !attn__takes_amx(plan, &s) ? j0 / ATTN_CHUNK : 0;
         if (unit->chunk >= 0 && chunk != unit->chunk) continue;
         attn_tile tile = {.row = i0, .rows = rows, .col = j0, .cols = keys, .order = order, .chunk = chunk};
         const attn_flash_range *range = attn__work_range(plan, f, unit->b, kv_head, j0 / ATTN_TILE_COLS);

@@ -81,7 +81,7 @@ attn_status attn__work_flash(const attn_plan *plan, const attn_buffers *f);
 const attn_flash_range *attn__work_range(const attn_plan *plan, const attn_buffers *f, int32_t b, int32_t kv_head,
                                          int32_t tile);
 
-/* Is a sequence of that many rows worked with heads packed and keys in chunks? */
+/* Is a sequence of that many rows worked with heads packed and keys in chunks? (By AMX neither: attn__takes_amx.) */
 static inline bool attn__is_short(int32_t sq) { return sq <= ATTN_SPLIT_ROWS; }
 
 /*
