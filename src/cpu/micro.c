@@ -1,6 +1,6 @@
 /*
  * Micro-kernels in C with the compiler's vector types, compiled once per ISA (ATTN_ISA, which sets the vector length) and
- * per number type. No intrinsics: what an ISA gains by hand is the business of an override.
+ * per number type; intrinsics, and in block_avx512.h assembly, where a measurement said that an ISA gains by them.
  *
  * Every sum runs in the order of its index whatever the blocking, so a row gives the same bits in any tile.
  */
