@@ -225,7 +225,14 @@ TEST(pool_destroyed_while_idle) {
 /* ---- stacks ---- */
 
 /* Frames of code that is not optimised, or that a sanitizer looks through, say nothing of what the library needs. */
-#if defined(__OPTIMIZE__) && !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
+#ifdef __has_feature
+#define SANITIZED (__has_feature(address_sanitizer) || __has_feature(thread_sanitizer))
+#elif defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+#define SANITIZED 1
+#else
+#define SANITIZED 0
+#endif
+#if defined(__OPTIMIZE__) && !SANITIZED
 enum { STACK_BYTES = 96 << 10 };
 #else
 enum { STACK_BYTES = 8 << 20 };
@@ -245,7 +252,9 @@ static void *small_thread_main(void *arg) {
 
 static int on_small_stacks(void *user, void (*body)(void *arg, int32_t index), void *arg, int32_t count) {
     pthread_attr_t attributes;
-    bool good = pthread_attr_init(&attributes) == 0 && pthread_attr_setstacksize(&attributes, STACK_BYTES) == 0;
+    long least = sysconf(_SC_THREAD_STACK_MIN); /* 128 KiB on aarch64, where pages may have 64 */
+    size_t bytes = least > STACK_BYTES ? (size_t)least : STACK_BYTES;
+    bool good = pthread_attr_init(&attributes) == 0 && pthread_attr_setstacksize(&attributes, bytes) == 0;
     (void)user;
     for (int32_t n = 0; n < count && good; n++) {
         small_thread t = {body, arg, n};

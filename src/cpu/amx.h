@@ -4,7 +4,7 @@
  * As in micro.h, scores are transposed, [key][row], with query rows in the lanes; so is the output while it is summed up,
  * [dim][row]. Rows come in panels of 16, a vector. Both products of the forward are then c[m][n] (+)= sum_k a[m][k] b[k][n] with n over query rows:
  *
- *     S^T = K Q^T       a: K as it lies          b: pairs of dims of q          k over dims
+ *     S^T = K Q^T       a: K, packed             b: pairs of dims of q          k over dims
  *     O^T += V^T P^T    a: V^T, packed           b: pairs of keys of P          k over keys
  *
  * A tile is 16 x 64 bytes. Operands are read in panels of 16 (of m or of n), a panel being a row of tiles along k:
@@ -51,11 +51,6 @@ typedef struct attn_amx_a {
     int64_t row, across, down;
 } attn_amx_a;
 
-/* Rows as they lie in memory, where all of a multiple of 32 rows and of 32 dims is there. */
-static inline attn_amx_a attn__amx_in_place(const uint16_t *rows, int64_t row) {
-    return (attn_amx_a){rows, row, 32, 16 * row};
-}
-
 /* What pack_rows and pack_columns leave, of k (padded), from tile x0 on. */
 static inline attn_amx_a attn__amx_packed(const uint16_t *packed, int32_t k, int32_t x0) {
     return (attn_amx_a){packed + (int64_t)x0 * ATTN_AMX_TILE, 32, ATTN_AMX_TILE, (int64_t)k / 32 * ATTN_AMX_TILE};
@@ -82,9 +77,6 @@ void attn__amx_run(const attn_amx_product *product);
 
 /* m or k, padded. */
 static inline int64_t attn__amx_pad(int64_t n) { return (n + ATTN_AMX_M - 1) / ATTN_AMX_M * ATTN_AMX_M; }
-
-/* The elements that a packed operand of x by y takes, one of which is m or n, the other k. */
-static inline int64_t attn__amx_size(int32_t x, int32_t y) { return attn__amx_pad(x) * attn__amx_pad(y); }
 
 /* a with m over rows, k over dims. */
 void attn__amx_pack_rows(uint16_t *a, const uint16_t *from, int64_t row, int32_t rows, int32_t dim);

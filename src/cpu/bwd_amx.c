@@ -1,5 +1,5 @@
 /*
- * The backward of bf16 by AMX (amx.h): what bwd.c does with a strip of keys, for long sequences whose q, k, v and o are all bf16.
+ * The backward of bf16 by AMX (amx.h): what bwd.c does with a strip of keys, for sequences that are not narrow, q, k, v and o all bf16.
  *
  * The strip's keys and values are packed into operands once, and so are q and d_o of each query tile of up to ROWS rows. A tile meets the
  * strip in blocks of up to KEYS keys, and a block part by part, 32 rows each:
@@ -184,7 +184,7 @@ static item make_item(const strip *s, int32_t n, int32_t at) {
 }
 
 /* c = a b, where a has keys and b rows of the part: scores, or d_p. */
-static void score_product(const strip *s, const item *w, float *c, const uint16_t *a, const uint16_t *b, int64_t dim) {
+static void score_product(const item *w, float *c, const uint16_t *a, const uint16_t *b, int64_t dim) {
     int32_t keys = (int32_t)attn__amx_pad(w->end - w->first);
     attn__amx_run(&(attn_amx_product){.c = c,
                                       .ldc = 16,
@@ -195,7 +195,6 @@ static void score_product(const strip *s, const item *w, float *c, const uint16_
                                       .m = keys,
                                       .n = ATTN_AMX_ROWS,
                                       .k = (int32_t)dim});
-    (void)s;
 }
 
 static void fill(float *x, float value, int64_t count) {
@@ -263,8 +262,8 @@ static void add_d_q(const strip *s, const item *w) {
 
 /* p and d_s of a part, and its share of d_q. */
 static void work_part(const strip *s, const item *w) {
-    score_product(s, w, s->m.s, s->m.k, s->m.q, s->qk);
-    score_product(s, w, s->m.d_p, s->m.v, s->m.d_o, s->v);
+    score_product(w, s->m.s, s->m.k, s->m.q, s->qk);
+    score_product(w, s->m.d_p, s->m.v, s->m.d_o, s->v);
     prepare(s, w);
     attn__amx_gradients(&(attn_amx_gradients){.s = s->m.s,
                                               .d_p = s->m.d_p,

@@ -1,5 +1,5 @@
 /*
- * The forward of bf16 by AMX (amx.h): long sequences whose q, k and v are all bf16. The rest is as in fwd.c: strips of query tiles
+ * The forward of bf16 by AMX (amx.h): sequences that are not narrow, q, k, v and o all bf16. The rest is as in fwd.c: strips of query tiles
  * share each load of keys, which is here a packing into operands of tiles; every row walks its keys in ascending order.
  *
  * An item of work is a tile of 32 rows against up to 256 keys: scores S, softmax, and the product of P and V. While the vector units

@@ -759,10 +759,6 @@ static void micro_transpose(real *to, int64_t ldt, const real *from, int64_t ldf
         for (int32_t r = 0; r < ATTN_LANES; r++) to[c * ldt + r] = r < m ? from[r * ldf + c] : 0;
 }
 
-static void micro_add(real *restrict c, const real *restrict from, int32_t n) {
-    for (int32_t i = 0; i < n; i++) c[i] += from[i];
-}
-
 static void micro_scale(real *c, int32_t n, real factor) {
     for (int32_t i = 0; i < n; i++) c[i] *= factor;
 }
@@ -792,7 +788,6 @@ const attn_micro TABLE_NAME(ATTN_ISA) = {
     .alibi = micro_alibi,
     .d_scores = micro_d_scores,
     .transpose = micro_transpose,
-    .add = micro_add,
     .scale = micro_scale,
     .finite = micro_finite,
 };
