@@ -38,7 +38,7 @@ typedef struct attn_kernel {
     const char *name;  /* op_arch_dtype */
     const char *needs; /* for people: "AVX2, FMA" */
     attn_op op;
-    attn_dtype dtype;   /* cpu: for q, k and v of this alone; default: of any */
+    attn_dtype dtype;   /* cpu: for q, k, v and o of this alone; default: of any */
     bool wide;          /* computes in double: for F64 problems; ref computes everything so */
     uint32_t cpu;       /* CPU feature bits that it needs (cpu/features.h) */
     const void *impl;   /* the backend's own; cpu: the ISA's table of micro-kernels */

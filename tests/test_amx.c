@@ -11,6 +11,8 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/syscall.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include "build.h"
@@ -24,6 +26,58 @@ static bool skip(void) {
     if (attn__amx_available()) return false;
     test_skip("this machine or its kernel has no AMX for bf16");
     return true;
+}
+
+/* ---- permission ---- */
+
+static bool is_permitted(void) {
+    enum { ARCH_GET_XCOMP_PERM = 0x1022, XFEATURE_XTILEDATA = 18 };
+    uint64_t features = 0;
+    CHECK(syscall(SYS_arch_prctl, ARCH_GET_XCOMP_PERM, &features) == 0);
+    return features >> XFEATURE_XTILEDATA & 1;
+}
+
+static void make_plan(const char *isa, attn_dtype dtype) {
+    use_isa(isa);
+    attn_context *context = make_context(ATTN_BACKEND_CPU, 1);
+    attn_problem p = problem(dtype, 1, 1, 1, 64, 64, 64);
+    attn_plan *plan;
+    if (CHECK_OK(attn_plan_create(&plan, context, &p))) attn_plan_destroy(plan);
+    attn_context_destroy(context);
+    use_isa(NULL);
+}
+
+/*
+ * The system is asked for tiles when a plan takes them, not before. Other tests have asked already, and a new program has not: this
+ * one, with FRESH in its environment.
+ */
+#define FRESH "ATTN_TEST_FRESH"
+TEST(amx_permission_is_asked_for_when_amx_is_used) {
+    if (!attn__amx_present()) {
+        skip();
+        return;
+    }
+    if (!getenv(FRESH)) {
+        pid_t child = fork();
+        if (child == 0) {
+            if (setenv(FRESH, "1", 1) != 0 || !freopen("/dev/null", "w", stdout)) _exit(3);
+            execl("/proc/self/exe", "attn-tests", "amx_permission_is_asked_for_when_amx_is_used", (char *)NULL);
+            _exit(3);
+        }
+        int status = 0;
+        CHECK(child > 0 && waitpid(child, &status, 0) == child);
+        CHECK_SAY(status == 0, "see " FRESH "=1 attn-tests amx_permission; its status is %#x", (unsigned)status);
+        return;
+    }
+    attn_kernel_info info;
+    CHECK(strstr(attn_cpu_features(), "AMX") != NULL);
+    for (int32_t n = 0; attn_kernel_get(n, &info, sizeof info) == ATTN_OK; n++) continue;
+    make_plan("avx2", ATTN_BF16);
+    make_plan("avx512", ATTN_BF16);
+    make_plan(NULL, ATTN_F32);
+    CHECK(!is_permitted());
+    make_plan(NULL, ATTN_BF16);
+    CHECK(is_permitted());
 }
 
 /* ---- inputs ---- */
@@ -76,6 +130,12 @@ static const int32_t sizes[][3] = {{32, 32, 32}, {1, 1, 1},     {33, 17, 31},  {
                                    {31, 5, 64},  {160, 65, 96}, {70, 130, 33}, {256, 32, 256}};
 enum { SIZES = sizeof sizes / sizeof sizes[0] };
 
+/* The elements that a packed operand of x by y takes, one of which is m or n, the other k. */
+static int64_t operand_size(int32_t x, int32_t y) { return attn__amx_pad(x) * attn__amx_pad(y); }
+
+/* Operand a of rows as they lie in memory, where all of a multiple of 32 rows and of 32 dims is there. */
+static attn_amx_a as_it_lies(const uint16_t *rows, int64_t row) { return (attn_amx_a){rows, row, 32, 16 * row}; }
+
 /* ---- packing ---- */
 
 /* Where a packed operand has element (i, x): i of m or n, x of k, which is padded to `k`. */
@@ -94,7 +154,7 @@ TEST(amx_packing_puts_every_element_in_its_place) {
         int32_t rows = sizes[n][0], dim = sizes[n][2], all_rows = pad(rows, 32), all_dims = pad(dim, 32);
         test_context("%d rows of %d", rows, dim);
         matrix m = matrix_make(rows, dim, dim + 7 * (n % 2), &random);
-        int64_t size = attn__amx_size(rows, dim);
+        int64_t size = operand_size(rows, dim);
         uint16_t *out[4];
         for (int i = 0; i < 4; i++) out[i] = room(2 * size);
         attn__amx_pack_rows(out[0], m.data, m.row, rows, dim);
@@ -125,7 +185,7 @@ TEST(amx_pack_columns_finds_what_is_not_finite) {
                  {0x7f7f, true},  {0xff7f, true},  {0x8000, true},  {0x0001, true}};
     uint64_t random = 2;
     matrix m = matrix_make(45, 40, 41, &random);
-    uint16_t *a = room(2 * attn__amx_size(45, 40));
+    uint16_t *a = room(2 * operand_size(45, 40));
     for (size_t n = 0; n < sizeof cases / sizeof cases[0]; n++)
         for (int32_t at = 0; at < 45 * 40; at += 37) {
             uint16_t *place = m.data + at / 40 * m.row + at % 40, before = *place;
@@ -162,7 +222,7 @@ TEST(amx_products_are_right_to_the_accuracy_of_float) {
         bool panels = n % 2, in_place = m % 32 == 0 && k % 32 == 0;
         test_context("%d x %d x %d%s", m, cols, k, panels ? ", c in panels" : "");
         matrix a = matrix_make(m, k, k + 5 * (n % 3), &random), b = matrix_make(cols, k, k + 3, &random);
-        uint16_t *packed_a = room(2 * attn__amx_size(m, k)), *packed_b = room(2 * attn__amx_size(cols, k));
+        uint16_t *packed_a = room(2 * operand_size(m, k)), *packed_b = room(2 * operand_size(cols, k));
         float *c = room(4 * (int64_t)all_m * all_n), *again = room(4 * (int64_t)all_m * all_n);
         attn__amx_pack_rows(packed_a, a.data, a.row, m, k);
         attn__amx_pack_dims(packed_b, b.data, b.row, cols, k);
@@ -179,7 +239,7 @@ TEST(amx_products_are_right_to_the_accuracy_of_float) {
         check_product(c, p.ldc, p.c_panel, &a, &b, 0);
         if (in_place) {
             p.c = again;
-            p.a = attn__amx_in_place(a.data, a.row);
+            p.a = as_it_lies(a.data, a.row);
             attn__amx_run(&p);
             CHECK(memcmp(c, again, 4 * (size_t)all_m * (size_t)all_n) == 0);
         }
@@ -203,7 +263,7 @@ TEST(amx_products_over_rows) {
         int32_t k = sizes[n][0], m = sizes[n][2], cols = sizes[n][1], all_k = pad(k, 32);
         test_context("%d rows of %d and %d", k, m, cols);
         matrix a = matrix_make(k, m, m + 1, &random), b = matrix_make(k, cols, cols, &random);
-        uint16_t *packed_a = room(2 * attn__amx_size(k, m)), *packed_b = room(2 * attn__amx_size(k, cols));
+        uint16_t *packed_a = room(2 * operand_size(k, m)), *packed_b = room(2 * operand_size(k, cols));
         int64_t ldc = pad(cols, 16);
         float *c = room(4 * pad(m, 32) * ldc);
         attn__amx_pack_columns(packed_a, a.data, a.row, k, m);
@@ -519,7 +579,7 @@ TEST(amx_softmax_with_products) {
         for (int32_t i = 0; i < keys * width; i++)
             alone.scores[i] = along.scores[i] = (float)random_range(&random, -2000, 2000) * 0.01f;
         matrix a = matrix_make(96, 160, 160, &random), b = matrix_make(48, 160, 160, &random);
-        uint16_t *packed = room(2 * attn__amx_size(48, 160));
+        uint16_t *packed = room(2 * operand_size(48, 160));
         attn__amx_pack_dims(packed, b.data, b.row, 48, 160);
         float *c[2][3];
         attn_amx_product p[3];
@@ -531,7 +591,7 @@ TEST(amx_softmax_with_products) {
             p[i] = (attn_amx_product){.c = c[0][i],
                                       .ldc = 16,
                                       .c_panel = 16 * 96,
-                                      .a = attn__amx_in_place(a.data, a.row),
+                                      .a = as_it_lies(a.data, a.row),
                                       .b = packed,
                                       .b_panel = 16 * 160,
                                       .m = 96,
@@ -589,7 +649,7 @@ TEST(amx_attention_from_the_parts) {
     uint64_t random = 9;
     matrix q = matrix_make(ROWS, DIM, DIM + 3, &random), k = matrix_make(KEYS, DIM, DIM, &random),
            v = matrix_make(KEYS, DIM_V, DIM_V + 9, &random);
-    uint16_t *packed_q = room(2 * attn__amx_size(ROWS, DIM)), *packed_k = room(2 * BLOCK * ALL_DIM),
+    uint16_t *packed_q = room(2 * operand_size(ROWS, DIM)), *packed_k = room(2 * BLOCK * ALL_DIM),
              *packed_v = room(2 * BLOCK * ALL_V), *p = room(2 * BLOCK * ALL_ROWS);
     float *s = room(4 * BLOCK * ALL_ROWS), *o = room(4 * ALL_V * ALL_ROWS), *out = room(4 * ALL_ROWS * ALL_V);
     float max[ALL_ROWS], sum[ALL_ROWS], alpha[ALL_ROWS];

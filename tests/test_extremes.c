@@ -28,6 +28,15 @@ static rig reference(const rig *r, uint64_t seed) {
     return expected;
 }
 
+/* Runs the rig, made with that seed, compares it with ref, and frees it. */
+static void check_by_reference(rig *r, attn_context *context, uint64_t seed) {
+    CHECK_OK(rig_run(r, context));
+    rig expected = reference(r, seed);
+    rig_check_close(r, &expected, rounding_of(r->p.dtype));
+    rig_free(&expected);
+    rig_free(r);
+}
+
 /* ---- scores ---- */
 
 /*
@@ -42,11 +51,7 @@ static void scales_at_the_edge(attn_context *context, attn_dtype dtype) {
         r.p.scale = scales[n];
         CHECK(rig_make(&r, 3));
         for (int64_t x = 0; x < 150 * 2 * 16; x++) attn__store(dtype, r.f.q.data, x, attn__load(dtype, r.f.q.data, x) / 8);
-        CHECK_OK(rig_run(&r, context));
-        rig expected = reference(&r, 3);
-        rig_check_close(&r, &expected, rounding_of(dtype));
-        rig_free(&expected);
-        rig_free(&r);
+        check_by_reference(&r, context, 3);
     }
 }
 TEST(s01_scales_where_no_score_yet_overflows) { each_cpu(scales_at_the_edge); }
@@ -90,11 +95,7 @@ static void scale_too_small_for_float(attn_context *context, attn_dtype dtype) {
     r.p.flags = ATTN_CAUSAL | ATTN_SCALE;
     r.p.scale = 1e-60;
     CHECK(rig_make(&r, 10));
-    CHECK_OK(rig_run(&r, context));
-    rig expected = reference(&r, 10);
-    rig_check_close(&r, &expected, rounding_of(dtype));
-    rig_free(&expected);
-    rig_free(&r);
+    check_by_reference(&r, context, 10);
 }
 TEST(s01_scale_that_is_zero_in_float) { each_cpu(scale_too_small_for_float); }
 
@@ -223,11 +224,7 @@ static void infinite_key(attn_context *context, attn_dtype dtype) {
     CHECK(rig_make(&r, 6));
     for (int32_t i = 0; i < SQ; i++) attn__store(dtype, r.f.q.data, i * D + 3, 1);
     attn__store(dtype, r.f.k.data, KEY * D + 3, -INFINITY);
-    CHECK_OK(rig_run(&r, context));
-    rig expected = reference(&r, 6);
-    rig_check_close(&r, &expected, rounding_of(dtype));
-    rig_free(&expected);
-    rig_free(&r);
+    check_by_reference(&r, context, 6);
 }
 TEST(s01_key_of_minus_infinity_has_no_weight) { each_cpu(infinite_key); }
 

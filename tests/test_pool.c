@@ -205,7 +205,7 @@ TEST(pool_call_from_inside_a_parallel_for) {
     answers_free(&a);
 }
 
-/* ---- life and size ---- */
+/* ---- life ---- */
 
 TEST(pool_destroyed_while_idle) {
     for (int n = 0; n < 60; n++) {
@@ -221,6 +221,75 @@ TEST(pool_destroyed_while_idle) {
         attn_context_destroy(context);
     }
 }
+
+/* ---- stacks ---- */
+
+/* Frames of code that is not optimised, or that a sanitizer looks through, say nothing of what the library needs. */
+#ifdef __has_feature
+#define SANITIZED (__has_feature(address_sanitizer) || __has_feature(thread_sanitizer))
+#elif defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+#define SANITIZED 1
+#else
+#define SANITIZED 0
+#endif
+#if defined(__OPTIMIZE__) && !SANITIZED
+enum { STACK_BYTES = 96 << 10 };
+#else
+enum { STACK_BYTES = 8 << 20 };
+#endif
+
+typedef struct small_thread {
+    void (*body)(void *arg, int32_t index);
+    void *arg;
+    int32_t index;
+} small_thread;
+
+static void *small_thread_main(void *arg) {
+    small_thread *t = arg;
+    t->body(t->arg, t->index);
+    return NULL;
+}
+
+static int on_small_stacks(void *user, void (*body)(void *arg, int32_t index), void *arg, int32_t count) {
+    pthread_attr_t attributes;
+    long least = sysconf(_SC_THREAD_STACK_MIN); /* 128 KiB on aarch64, where pages may have 64 */
+    size_t bytes = least > STACK_BYTES ? (size_t)least : STACK_BYTES;
+    bool good = pthread_attr_init(&attributes) == 0 && pthread_attr_setstacksize(&attributes, bytes) == 0;
+    (void)user;
+    for (int32_t n = 0; n < count && good; n++) {
+        small_thread t = {body, arg, n};
+        pthread_t id;
+        good = pthread_create(&id, &attributes, small_thread_main, &t) == 0 && pthread_join(id, NULL) == 0;
+    }
+    pthread_attr_destroy(&attributes);
+    return good ? 0 : -1;
+}
+
+/* musl gives a thread 128 KiB. Here are the deepest ways: the largest dims, few rows and many, rows that AMX has to do again. */
+static void small_stacks(const char *isa, attn_dtype dtype, int32_t rows, bool overflows) {
+    use_isa(isa);
+    attn_context *context;
+    attn_config config = {
+        .size = sizeof config, .backend = ATTN_BACKEND_CPU, .threads = 2, .parallel_for = on_small_stacks};
+    rig r = {.p = problem(dtype, 1, 4, 1, rows, 100, 576), .backward = true};
+    r.p.flags = ATTN_CAUSAL | ATTN_ALIBI;
+    r.p.dropout = 0.1;
+    if (overflows) r.p.flags |= ATTN_SCALE, r.p.scale = 1e30;
+    test_context("%s %s, %d rows", isa, attn_dtype_name(dtype), rows);
+    if (CHECK_OK(attn_context_create(&context, &config)) && CHECK(rig_make(&r, 1))) CHECK_OK(rig_run(&r, context));
+    rig_free(&r);
+    attn_context_destroy(context);
+    use_isa(NULL);
+}
+
+TEST(stacks_of_96_kib_are_enough) {
+    static const attn_dtype dtypes[] = {ATTN_F32, ATTN_BF16, ATTN_F64};
+    const char *isa;
+    for (int n = 0; (isa = cpu_isa(n)) != NULL; n++)
+        for (int c = 0; c < 9; c++) small_stacks(isa, dtypes[c % 3], c / 3 ? 70 : 4, c / 3 > 1);
+}
+
+/* ---- size ---- */
 
 static int32_t threads_of(const char *environment, int32_t config_threads) {
     if (environment)

@@ -96,6 +96,36 @@ TEST(s05_plan_tiles_cover_the_matrix_once) {
     attn_context_destroy(context);
 }
 
+static int visit_chunk(void *user, const attn_tile *tile) {
+    int32_t *most = user;
+    if (tile->chunk > *most) *most = tile->chunk;
+    return 0;
+}
+
+/* The plan's words and its tiles say which sequences are worked in chunks: up to 16 rows, by AMX up to 4. */
+static void chunks(attn_context *context, attn_dtype dtype) {
+    static const int32_t rows[] = {1, 4, 5, 16, 17};
+    for (size_t n = 0; n < sizeof rows / sizeof *rows; n++) {
+        rig r = {.p = problem(dtype, 1, 2, 1, rows[n], 3000, 16)};
+        int32_t limit, most = 0;
+        attn_plan *plan;
+        CHECK(rig_make(&r, 1));
+        if (!CHECK_OK(attn_plan_create(&plan, context, &r.p))) return;
+        limit = strstr(attn_plan_kernel(plan), "_amx_") ? 4 : 16;
+        CHECK(
+            strstr(attn_plan_describe(plan), limit == 4 ? "of at most 4 rows in chunks" : "of at most 16 rows in chunks"));
+        CHECK_OK(attn_plan_tiles(plan, &r.f, 0, 0, visit_chunk, &most));
+        CHECK_SAY(most == (rows[n] <= limit ? 2 : 0), "%d rows: %d chunks, at most %d rows are split", rows[n], most + 1,
+                  limit);
+        attn_plan_destroy(plan);
+        rig_free(&r);
+    }
+}
+TEST(s05_plan_tiles_say_which_are_chunks) {
+    if (on_host()) each_cpu(chunks);
+    if (!on_host()) test_skip("only the cpu backend tells its tiles");
+}
+
 /* ---- what is in the library ---- */
 
 TEST(names_and_versions) {

@@ -1,7 +1,7 @@
 /*
  * `attn bench`: times attention on random numbers, over every combination of the sizes that it is given, and says how far
  * that is from the two floors of the machine, arithmetic (peak.c) and memory (memory.c). With --check it runs the same data
- * through ref, too. overhead.c has what a call costs besides.
+ * through ref, too, in double. overhead.c has what a call costs besides.
  *
  * What is counted: 2 * (dim_qk + dim_v) operations for each allowed pair of a query and a key in the forward pass, 2.5 times
  * that in the backward pass; bytes are those of every tensor read or written once. The time is the median.
@@ -41,7 +41,7 @@ static const option options_bench[] = {
     {"json", NULL, "one JSON object a line instead of a table", parse_switch, AT(json), 0},
     {"seconds", "S", "how long to run each shape; default 1", parse_real, AT(seconds), 0},
     {"repeat", "N", "how many runs of each shape, instead", parse_int, AT(repeat), 0},
-    {"check", NULL, "compare with ref: relative RMS; exit 1 if it is too large", parse_switch, AT(check), 0},
+    {"check", NULL, "compare with ref in double: relative RMS; exit 1 if it is too large", parse_switch, AT(check), 0},
     {"suite", "NAME", "demo: quick shapes; overhead: what a call costs", parse_text, AT(suite), 0},
     {0},
 };
@@ -73,7 +73,7 @@ typedef struct result {
     int threads;
     double ms, gflops, gb_per_s;
     double peak, read; /* GFLOP/s and GB/s of the machine; 0: not known */
-    double error;      /* relative RMS against ref; < 0: not asked for */
+    double error;      /* relative RMS against exact results; < 0: not asked for */
 } result;
 
 /* o and lse for a backward pass. */
@@ -168,47 +168,50 @@ static double share(double rate, double of) { return of > 0 ? rate / of : 0; }
 
 /* ---- comparing ---- */
 
-static double relative_rms(const tensors *d, int which, const void *expected) {
+static double relative_rms(const tensors *d, int which, const double *exact) {
     double error = 0, norm = 0;
     for (int64_t i = 0; i < d->count[which]; i++) {
-        double want = attn__load(d->dtype[which], expected, i), have = attn__load(d->dtype[which], d->memory[which], i);
-        error += (have - want) * (have - want);
-        norm += want * want;
+        double have = attn__load(d->dtype[which], d->memory[which], i);
+        error += (have - exact[i]) * (have - exact[i]);
+        norm += exact[i] * exact[i];
     }
     return error == 0 ? 0 : sqrt(error / norm);
 }
 
-/* The same inputs through ref; the worst relative RMS of the results. */
+/* The exact results: ref on the same inputs as doubles, of a backward for the o and lse that were given. */
+static attn_status run_ref(const place *ref, const attn_problem *p, const tensors *d, tensors *exact) {
+    static const int inputs[] = {T_Q, T_K, T_V, T_D_O, T_O, T_LSE}; /* the last two are a forward's outputs */
+    for (int n = 0; n < (p->op == ATTN_FORWARD ? 3 : 6); n++) {
+        int which = inputs[n];
+        double *to = exact->memory[which];
+        for (int64_t i = 0; i < d->count[which]; i++) to[i] = attn__load(d->dtype[which], d->memory[which], i);
+    }
+    exact->buffers.seed = d->buffers.seed;
+    exact->buffers.offset = d->buffers.offset;
+    return (p->op == ATTN_FORWARD ? attn_forward : attn_backward)(ref->context, p, &exact->buffers, NULL);
+}
+
+/* The worst relative RMS of the results. Those of 16 bits are not held to ref's own, which are rounded as well. */
 static int compare_with_ref(result *r, const attn_problem *p, const tensors *d) {
     const int first = p->op == ATTN_FORWARD ? T_O : T_D_Q, last = p->op == ATTN_FORWARD ? T_O : T_D_V;
     attn_config config = {.size = sizeof config, .backend = ATTN_BACKEND_REF, .threads = 1};
-    attn_buffers f = d->buffers;
-    void *expected[TENSORS] = {0};
-    attn_context *context = NULL;
-    int code = TOOL_OK;
-    for (int i = first; i <= last && code == TOOL_OK; i++) {
-        expected[i] = tool_alloc(d->count[i], attn_dtype_size(d->dtype[i]));
-        if (!expected[i]) code = TOOL_RUNTIME;
-    }
-    if (p->op == ATTN_FORWARD) {
-        f.o.data = expected[T_O];
-        f.lse = NULL;
-    }
-    f.d_q.data = expected[T_D_Q];
-    f.d_k.data = expected[T_D_K];
-    f.d_v.data = expected[T_D_V];
+    attn_problem wide = *p;
+    place ref = {0};
+    tensors exact = {0};
+    wide.dtype = ATTN_F64;
+    wide.kv_dtype = ATTN_DTYPE_DEFAULT;
+    int code = make_data(&exact, &wide, 0) ? open_place(&ref, &config, "bench") : TOOL_RUNTIME;
     if (code == TOOL_OK) {
-        attn_status status = attn_context_create(&context, &config);
-        if (status == ATTN_OK) status = (p->op == ATTN_FORWARD ? attn_forward : attn_backward)(context, p, &f, NULL);
+        attn_status status = run_ref(&ref, &wide, d, &exact);
         if (status != ATTN_OK) code = tool_status("bench", status);
     }
     r->error = 0;
     for (int i = first; i <= last && code == TOOL_OK; i++) {
-        double error = relative_rms(d, i, expected[i]);
+        double error = relative_rms(d, i, exact.memory[i]);
         if (!(error <= r->error)) r->error = error; /* a NaN stays */
     }
-    for (int i = 0; i < TENSORS; i++) free(expected[i]);
-    attn_context_destroy(context);
+    close_place(&ref);
+    free_data(&exact);
     return code;
 }
 

@@ -131,13 +131,17 @@ double count_flops(const attn_problem *p) {
     return p->op == ATTN_BACKWARD ? 2.5 * forward : forward;
 }
 
+/*
+ * Of 16 bits: p, or d_s, is rounded where products are of 16 bits, and the result in any case, by 1.66e-3 RMS each in bf16 and by an
+ * eighth of that in f16: together 2.35e-3. It is less in a forward where few p count, for the largest is exact, and may be more, by chance, where
+ * there are few numbers. Measured with AMX, bf16, 960 shapes from 16 x 16 x 16 on: at most 2.39e-3, gradients 2.88e-3.
+ */
 double accuracy_bar(const attn_problem *p, bool gpu) {
     switch (p->dtype) {
     case ATTN_F64: return 1e-13;
     case ATTN_F32: return gpu ? 1e-5 : p->op == ATTN_FORWARD ? 1e-6 : 5e-6;
-    case ATTN_F16: return 2.9e-4;
-    default:
-        return p->op == ATTN_FORWARD ? 2.3e-3 : 4e-3; /* p and d_s, the result, ref's: three roundings, so sqrt(3) times */
+    case ATTN_F16: return 3.2e-4;
+    default: return p->op == ATTN_FORWARD ? 2.5e-3 : 3e-3;
     }
 }
 

@@ -51,7 +51,7 @@ void free_copies(copies *c, device *d);
 /* Operations: 2 * (dim_qk + dim_v) for each allowed pair of a query and a key; backward 2.5 times that. */
 double count_flops(const attn_problem *p);
 
-/* The relative RMS of results against exact ones that the library promises. */
+/* How large the relative RMS of results against exact ones may be, whatever the shape. */
 double accuracy_bar(const attn_problem *p, bool gpu);
 
 /* Of so many numbers, which are sorted. */

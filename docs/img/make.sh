@@ -9,14 +9,15 @@ here=$(cd "$(dirname "$0")" && pwd)
 attn=${ATTN:-$here/../../build/attn}
 out=${1:-$here}
 
-# A picture names its kernel, so it is made with the one that every machine has, on a number of threads that is written here.
+# A picture names its kernel, so it is made with the one that every machine has, on a number of threads that is written here:
+# so many that each row of tiles is a piece of work of its own, not a strip of them.
 export ATTN_CPU=c
 
 # draw NAME OPTION...
 draw() {
     name=$1
     shift
-    "$attn" plan --backend cpu --threads 2 --dim 64 "$@" --svg "$out/$name.svg" >/dev/null
+    "$attn" plan --backend cpu --threads 32 --dim 64 "$@" --svg "$out/$name.svg" >/dev/null
     echo "$out/$name.svg"
 }
 

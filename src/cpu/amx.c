@@ -15,15 +15,7 @@
 #include <math.h>
 #include <string.h>
 
-#define INLINE static inline __attribute__((always_inline))
-#ifdef __clang__
-#define UNROLL _Pragma("unroll")
-#else
-#define UNROLL _Pragma("GCC unroll 16")
-#endif
-
-/* Holds v in a register of its own, as it is: compilers like to put other instructions for it, which cost more. */
-#define KEEP(v) __asm__("" : "+v"(v))
+#include "compiler.h"
 
 /* Tiles are loaded by instructions of which the compiler does not know that they read memory. */
 #define MEMORY_IS_WRITTEN __asm__ volatile("" ::: "memory")
@@ -122,7 +114,7 @@ INLINE void next_step(block *x) {
 
 /* A step without anything in between. */
 INLINE void plain_step(block *x, const bool multiply, const bool single) {
-    UNROLL for (int part = 0; part < 4; part++) {
+    UNROLL16 for (int part = 0; part < 4; part++) {
         if (multiply)
             multiply_part(x, part, single);
         else
@@ -161,13 +153,14 @@ typedef struct square {
     uint16_t copy[32 * 32];
 } square;
 
+INLINE __mmask32 first_of_32(int32_t n) { return n >= 32 ? ~(__mmask32)0 : ((__mmask32)1 << n) - 1; }
+
 INLINE void take_square(square *q, const uint16_t *from, int64_t row, int32_t rows, int32_t dims) {
     q->data = from;
     q->row = row;
     if (rows >= 32 && dims >= 32) return;
-    __mmask32 mask = dims >= 32 ? ~(__mmask32)0 : ((__mmask32)1 << dims) - 1;
     for (int32_t i = 0; i < 32; i++) {
-        __m512i v = i < rows ? _mm512_maskz_loadu_epi16(mask, from + i * row) : _mm512_setzero_si512();
+        __m512i v = i < rows ? _mm512_maskz_loadu_epi16(first_of_32(dims), from + i * row) : _mm512_setzero_si512();
         _mm512_storeu_si512(q->copy + (ptrdiff_t)32 * i, v);
     }
     q->data = q->copy;
@@ -192,29 +185,14 @@ INLINE void transpose_quarters(uint16_t *to, int64_t ld, __m512i a, __m512i b, _
     _mm512_storeu_si512(to + 3 * ld, _mm512_unpackhi_epi64(ab, cd));
 }
 
-void attn__amx_pack_rows(uint16_t *a, const uint16_t *from, int64_t row, int32_t rows, int32_t dim) {
-    int64_t panel = attn__ceil_div(dim, 32) * ATTN_AMX_TILE;
-    square q;
-    for (int32_t i = 0; i < rows; i += 32, a += 2 * panel) {
-        for (int32_t x = 0; x < dim; x += 32) {
-            take_square(&q, from + i * row + x, row, rows - i, dim - x);
-            uint16_t *to = a + x / 32 * ATTN_AMX_TILE;
-            for (int32_t n = 0; n < 16; n++) {
-                _mm512_storeu_si512(to + (ptrdiff_t)32 * n, _mm512_loadu_si512(q.data + n * q.row));
-                _mm512_storeu_si512(to + panel + (ptrdiff_t)32 * n, _mm512_loadu_si512(q.data + (n + 16) * q.row));
-            }
-        }
-    }
-}
-
 /* 32 rows of 8 dims become 8 rows of a tile. Returns the larger of `most` and the elements without their signs. */
 INLINE __m512i transpose_eight(uint16_t *to, const uint16_t *from, int64_t row, __m512i most) {
     __m512i in[8], low[4], high[4];
-    UNROLL for (int n = 0; n < 8; n++) {
+    UNROLL16 for (int n = 0; n < 8; n++) {
         in[n] = four_rows(from + n * row, 8 * row);
         most = _mm512_max_epu16(most, _mm512_add_epi16(in[n], in[n]));
     }
-    UNROLL for (int n = 0; n < 4; n++) {
+    UNROLL16 for (int n = 0; n < 4; n++) {
         low[n] = _mm512_unpacklo_epi16(in[2 * n], in[2 * n + 1]);
         high[n] = _mm512_unpackhi_epi16(in[2 * n], in[2 * n + 1]);
     }
@@ -226,38 +204,6 @@ INLINE __m512i transpose_eight(uint16_t *to, const uint16_t *from, int64_t row, 
 /* Are elements finite of which the largest, doubled, are these? */
 INLINE bool is_finite(__m512i most) { return _mm512_cmpge_epu16_mask(most, _mm512_set1_epi16((short)(2 * 0x7f80))) == 0; }
 
-bool attn__amx_pack_columns(uint16_t *a, const uint16_t *from, int64_t row, int32_t rows, int32_t dim) {
-    int64_t panel = attn__ceil_div(rows, 32) * ATTN_AMX_TILE;
-    __m512i most = _mm512_setzero_si512();
-    square q;
-    for (int32_t i = 0; i < rows; i += 32) {
-        for (int32_t x = 0; x < dim; x += 32) {
-            take_square(&q, from + i * row + x, row, rows - i, dim - x);
-            uint16_t *to = a + x / 16 * panel + i / 32 * ATTN_AMX_TILE;
-            for (int n = 0; n < 4; n++)
-                most = transpose_eight(to + n / 2 * panel + n % 2 * 256, q.data + (ptrdiff_t)8 * n, q.row, most);
-        }
-    }
-    return is_finite(most);
-}
-
-void attn__amx_pack_dims(uint16_t *b, const uint16_t *from, int64_t row, int32_t rows, int32_t dim) {
-    int64_t panel = attn__ceil_div(dim, 32) * ATTN_AMX_TILE;
-    square q;
-    for (int32_t i = 0; i < rows; i += 32) {
-        for (int32_t x = 0; x < dim; x += 32) {
-            take_square(&q, from + i * row + x, row, rows - i, dim - x);
-            for (int32_t half = 0; half < 2 && i + 16 * half < rows; half++) {
-                uint16_t *to = b + (i / 16 + half) * panel + x / 32 * ATTN_AMX_TILE;
-                const uint16_t *at = q.data + 16 * half * q.row;
-                for (int32_t n = 0; n < 4; n++, at += 8, to += 4 * 32)
-                    transpose_quarters(to, 32, four_rows(at, 4 * q.row), four_rows(at + q.row, 4 * q.row),
-                                       four_rows(at + 2 * q.row, 4 * q.row), four_rows(at + 3 * q.row, 4 * q.row));
-            }
-        }
-    }
-}
-
 /* 16 elements of two rows, in turn. */
 INLINE __m512i zip(const uint16_t *even, const uint16_t *odd) {
     __m512i low = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)even));
@@ -265,20 +211,99 @@ INLINE __m512i zip(const uint16_t *even, const uint16_t *odd) {
     return _mm512_or_si512(low, _mm512_slli_epi32(high, 16));
 }
 
-void attn__amx_pack_pairs(uint16_t *b, const uint16_t *from, int64_t row, int32_t rows, int32_t dim) {
-    int64_t panel = attn__ceil_div(rows, 32) * ATTN_AMX_TILE;
+/*
+ * Packs one square into its tiles, of which the first is at `to`; the second one of m or n is a panel on, and is left alone where
+ * n has none (!both). most: see transpose_eight.
+ */
+typedef void pack_square(uint16_t *to, int64_t panel, const square *q, bool both, __m512i *most);
+
+INLINE void square_of_rows(uint16_t *to, int64_t panel, const square *q, bool both, __m512i *most) {
+    (void)both, (void)most;
+    for (int32_t n = 0; n < 16; n++) {
+        _mm512_storeu_si512(to + (ptrdiff_t)32 * n, _mm512_loadu_si512(q->data + n * q->row));
+        _mm512_storeu_si512(to + panel + (ptrdiff_t)32 * n, _mm512_loadu_si512(q->data + (n + 16) * q->row));
+    }
+}
+
+INLINE void square_of_columns(uint16_t *to, int64_t panel, const square *q, bool both, __m512i *most) {
+    (void)both;
+    for (int n = 0; n < 4; n++)
+        *most = transpose_eight(to + n / 2 * panel + n % 2 * 256, q->data + (ptrdiff_t)8 * n, q->row, *most);
+}
+
+INLINE void square_of_dims(uint16_t *to, int64_t panel, const square *q, bool both, __m512i *most) {
+    (void)most;
+    for (int32_t half = 0; half < 1 + both; half++, to += panel) {
+        const uint16_t *at = q->data + 16 * half * q->row;
+        for (int32_t n = 0; n < 4; n++, at += 8)
+            transpose_quarters(to + (ptrdiff_t)4 * 32 * n, 32, four_rows(at, 4 * q->row),
+                               four_rows(at + q->row, 4 * q->row), four_rows(at + 2 * q->row, 4 * q->row),
+                               four_rows(at + 3 * q->row, 4 * q->row));
+    }
+}
+
+INLINE void square_of_pairs(uint16_t *to, int64_t panel, const square *q, bool both, __m512i *most) {
+    (void)most;
+    for (int32_t half = 0; half < 1 + both; half++, to += panel) {
+        const uint16_t *at = q->data + (ptrdiff_t)16 * half;
+        for (int32_t n = 0; n < 16; n++, at += 2 * q->row)
+            _mm512_storeu_si512(to + (ptrdiff_t)32 * n, zip(at, at + q->row));
+    }
+}
+
+/* Packs square after square. k_is_dims: k runs over dims, and m or n over rows; otherwise the other way round. */
+INLINE void pack(pack_square *one, const bool k_is_dims, uint16_t *to, const uint16_t *from, int64_t row, int32_t rows,
+                 int32_t dim, __m512i *most) {
+    int64_t panel = attn__ceil_div(k_is_dims ? dim : rows, 32) * ATTN_AMX_TILE;
     square q;
     for (int32_t i = 0; i < rows; i += 32) {
         for (int32_t x = 0; x < dim; x += 32) {
+            int32_t n = k_is_dims ? i : x, k = k_is_dims ? x : i;
             take_square(&q, from + i * row + x, row, rows - i, dim - x);
-            for (int32_t half = 0; half < 2 && x + 16 * half < dim; half++) {
-                uint16_t *to = b + (x / 16 + half) * panel + i / 32 * ATTN_AMX_TILE;
-                const uint16_t *at = q.data + (ptrdiff_t)16 * half;
-                for (int32_t n = 0; n < 16; n++, at += 2 * q.row)
-                    _mm512_storeu_si512(to + (ptrdiff_t)32 * n, zip(at, at + q.row));
-            }
+            one(to + n / 16 * panel + k / 32 * ATTN_AMX_TILE, panel, &q, n + 16 < (k_is_dims ? rows : dim), most);
         }
     }
+}
+
+void attn__amx_pack_rows(uint16_t *a, const uint16_t *from, int64_t row, int32_t rows, int32_t dim) {
+    pack(square_of_rows, true, a, from, row, rows, dim, NULL);
+}
+
+bool attn__amx_pack_columns(uint16_t *a, const uint16_t *from, int64_t row, int32_t rows, int32_t dim) {
+    __m512i most = _mm512_setzero_si512();
+    pack(square_of_columns, false, a, from, row, rows, dim, &most);
+    return is_finite(most);
+}
+
+void attn__amx_pack_dims(uint16_t *b, const uint16_t *from, int64_t row, int32_t rows, int32_t dim) {
+    pack(square_of_dims, true, b, from, row, rows, dim, NULL);
+}
+
+void attn__amx_pack_pairs(uint16_t *b, const uint16_t *from, int64_t row, int32_t rows, int32_t dim) {
+    pack(square_of_pairs, false, b, from, row, rows, dim, NULL);
+}
+
+bool attn__amx_finite(const uint16_t *from, int64_t row, int32_t rows, int32_t dim) {
+    __m512i most = _mm512_setzero_si512();
+    for (int32_t i = 0; i < rows; i++, from += row) {
+        for (int32_t x = 0; x < dim; x += 32) {
+            __m512i v = _mm512_maskz_loadu_epi16(first_of_32(dim - x), from + x);
+            most = _mm512_max_epu16(most, _mm512_add_epi16(v, v));
+        }
+    }
+    return is_finite(most);
+}
+
+const uint16_t *attn__amx_clean(uint16_t *to, const uint16_t *from, int64_t row, int32_t rows, int32_t dim, bool *bad) {
+    for (int32_t i = 0; i < rows; i++) {
+        bad[i] = false;
+        for (int32_t x = 0; x < dim; x++) {
+            uint16_t value = from[i * row + x];
+            bad[i] |= attn__amx_is_bad(value);
+            to[(int64_t)i * dim + x] = attn__amx_is_bad(value) ? 0 : value;
+        }
+    }
+    return to;
 }
 
 /* ---- softmax ---- */
@@ -349,9 +374,9 @@ INLINE void shade_step(shade *d) {
     do {                                                                                                                   \
         (d)->owed += (d)->steps;                                                                                           \
         if ((d)->owed < (d)->groups || (d)->x.single) {                                                                    \
-            UNROLL for (int part = 0; part < 4; part++) { WORK(part); }                                                    \
+            UNROLL16 for (int part = 0; part < 4; part++) { WORK(part); }                                                  \
         } else if ((d)->x.left > 0) {                                                                                      \
-            UNROLL for (int part = 0; part < 4; part++) {                                                                  \
+            UNROLL16 for (int part = 0; part < 4; part++) {                                                                \
                 multiply_part(&(d)->x, part, false);                                                                       \
                 WORK(part);                                                                                                \
                 MEMORY_IS_WRITTEN;                                                                                         \
@@ -360,7 +385,7 @@ INLINE void shade_step(shade *d) {
             shade_move(d);                                                                                                 \
             (d)->owed -= (d)->groups;                                                                                      \
         } else {                                                                                                           \
-            UNROLL for (int part = 0; part < 4; part++) {                                                                  \
+            UNROLL16 for (int part = 0; part < 4; part++) {                                                                \
                 store_part(&(d)->x, part, false);                                                                          \
                 WORK(part);                                                                                                \
                 MEMORY_IS_WRITTEN;                                                                                         \
@@ -379,7 +404,7 @@ INLINE __m512 column_max(const float *s, int32_t keys, shade *d) {
     __m512 a = _mm512_set1_ps(-INFINITY), b = a, c = a, e = a;
     for (; keys >= MAX_GROUP; keys -= MAX_GROUP, s += 16 * MAX_GROUP) {
 #define MAX_PART(part)                                                                                                     \
-    UNROLL for (int i = MAX_GROUP / 4 * part; i < MAX_GROUP / 4 * (part + 1); i += 4) {                                    \
+    UNROLL16 for (int i = MAX_GROUP / 4 * part; i < MAX_GROUP / 4 * (part + 1); i += 4) {                                  \
         a = _mm512_max_ps(_mm512_loadu_ps(s + 16 * i), a);                                                                 \
         b = _mm512_max_ps(_mm512_loadu_ps(s + 16 * (i + 1)), b);                                                           \
         c = _mm512_max_ps(_mm512_loadu_ps(s + 16 * (i + 2)), c);                                                           \
@@ -439,7 +464,7 @@ static void exp_rest(column *c, uint16_t *p, const float *s, int32_t keys, int32
 INLINE void exp_column(column *c, const attn_amx_softmax *m, int32_t r, shade *d) {
     const float *s = m->s + r / 16 * m->s_panel;
     uint16_t *p = m->p + r / 16 * m->p_panel;
-    int32_t whole = m->keys / GROUP * GROUP, end = (m->keys + 31) / 32 * 32;
+    int32_t whole = m->keys / GROUP * GROUP, end = (int32_t)attn__amx_pad(m->keys);
     c->sum = _mm512_setzero_ps();
     exp_groups(c, p, s, m->keys, d);
     if (whole < end) exp_rest(c, p + (ptrdiff_t)16 * whole, s + (ptrdiff_t)16 * whole, m->keys - whole, end - whole);
@@ -560,18 +585,6 @@ void attn__amx_gradients(const attn_amx_gradients *step) {
     else
         gradient_keys(step, c, false);
     swap_mode(mode);
-}
-
-bool attn__amx_finite(const uint16_t *from, int64_t row, int32_t rows, int32_t dim) {
-    __m512i most = _mm512_setzero_si512();
-    for (int32_t i = 0; i < rows; i++, from += row) {
-        for (int32_t x = 0; x < dim; x += 32) {
-            __mmask32 mask = dim - x >= 32 ? ~(__mmask32)0 : ((__mmask32)1 << (dim - x)) - 1;
-            __m512i v = _mm512_maskz_loadu_epi16(mask, from + x);
-            most = _mm512_max_epu16(most, _mm512_add_epi16(v, v));
-        }
-    }
-    return is_finite(most);
 }
 
 void attn__amx_rescale(float *o, int32_t dim, const float *alpha) {

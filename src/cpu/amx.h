@@ -4,7 +4,7 @@
  * As in micro.h, scores are transposed, [key][row], with query rows in the lanes; so is the output while it is summed up,
  * [dim][row]. Rows come in panels of 16, a vector. Both products of the forward are then c[m][n] (+)= sum_k a[m][k] b[k][n] with n over query rows:
  *
- *     S^T = K Q^T       a: K as it lies          b: pairs of dims of q          k over dims
+ *     S^T = K Q^T       a: K, packed             b: pairs of dims of q          k over dims
  *     O^T += V^T P^T    a: V^T, packed           b: pairs of keys of P          k over keys
  *
  * A tile is 16 x 64 bytes. Operands are read in panels of 16 (of m or of n), a panel being a row of tiles along k:
@@ -29,9 +29,12 @@ enum {
     ATTN_AMX_TILE = 512 /* elements of a tile */
 };
 
+/* Has this machine what amx.c needs (AMX tiles, AMX bf16, AVX-512 F BW DQ VL BF16), and a kernel that knows of it? */
+bool attn__amx_present(void);
+
 /*
- * Has this machine what amx.c needs (AMX tiles, AMX bf16, AVX-512 F BW DQ VL BF16), and does the kernel let this process use
- * it? The first call asks, for all threads of the process, then and later.
+ * It has, and the kernel lets this process use it: the first call asks, for all threads of the process, then and later. From then on
+ * a signal saves 8 KiB more on the stack that it comes in on; so only who is about to use AMX may ask.
  */
 bool attn__amx_available(void);
 
@@ -47,11 +50,6 @@ typedef struct attn_amx_a {
     const uint16_t *data;
     int64_t row, across, down;
 } attn_amx_a;
-
-/* Rows as they lie in memory, where all of a multiple of 32 rows and of 32 dims is there. */
-static inline attn_amx_a attn__amx_in_place(const uint16_t *rows, int64_t row) {
-    return (attn_amx_a){rows, row, 32, 16 * row};
-}
 
 /* What pack_rows and pack_columns leave, of k (padded), from tile x0 on. */
 static inline attn_amx_a attn__amx_packed(const uint16_t *packed, int32_t k, int32_t x0) {
@@ -77,10 +75,8 @@ void attn__amx_run(const attn_amx_product *product);
 
 /* ---- operands from rows of bf16: `rows` of `dim` elements, `row` elements apart ---- */
 
-/* The elements that a packed operand of x by y takes, one of which is m or n, the other k. */
-static inline int64_t attn__amx_size(int32_t x, int32_t y) {
-    return ((int64_t)x + 31) / 32 * 32 * (((int64_t)y + 31) / 32 * 32);
-}
+/* m or k, padded. */
+static inline int64_t attn__amx_pad(int64_t n) { return (n + ATTN_AMX_M - 1) / ATTN_AMX_M * ATTN_AMX_M; }
 
 /* a with m over rows, k over dims. */
 void attn__amx_pack_rows(uint16_t *a, const uint16_t *from, int64_t row, int32_t rows, int32_t dim);
@@ -93,6 +89,15 @@ void attn__amx_pack_dims(uint16_t *b, const uint16_t *from, int64_t row, int32_t
 
 /* b with n over dims, k over rows. The panels are ceil(dim / 16). */
 void attn__amx_pack_pairs(uint16_t *b, const uint16_t *from, int64_t row, int32_t rows, int32_t dim);
+
+/* Is there neither NaN nor infinity among them? */
+bool attn__amx_finite(const uint16_t *from, int64_t row, int32_t rows, int32_t dim);
+
+/* Are these bits of bf16 NaN or infinity? */
+static inline bool attn__amx_is_bad(uint16_t bits) { return (bits & 0x7f80) == 0x7f80; }
+
+/* A copy without gaps, which is returned, with zeros for NaN and infinity; bad[i]: does row i differ? */
+const uint16_t *attn__amx_clean(uint16_t *to, const uint16_t *from, int64_t row, int32_t rows, int32_t dim, bool *bad);
 
 /* ---- between the products ---- */
 
@@ -120,9 +125,6 @@ typedef struct attn_amx_softmax {
  * exponentials. Such are the scores of the next keys, and the product of V and P of those before. The bits are the same either way.
  */
 void attn__amx_softmax(const attn_amx_softmax *step, const attn_amx_product *products, int32_t count);
-
-/* Is there neither NaN nor infinity among `rows` of `dim` elements, `row` apart? */
-bool attn__amx_finite(const uint16_t *from, int64_t row, int32_t rows, int32_t dim);
 
 /*
  * Between the products of the backward, for 32 query rows, two panels:

@@ -28,21 +28,34 @@ static bool has_instructions(void) {
 }
 
 /* Since Linux 5.16 tiles are only for processes that have asked. Older kernels answer that there is no such request. */
-static bool is_permitted(void) {
-    enum { ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18 };
-    return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
+enum { ARCH_GET_XCOMP_SUPP = 0x1021, ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18 };
+
+static bool can_be_permitted(void) {
+    uint64_t features = 0;
+    return syscall(SYS_arch_prctl, ARCH_GET_XCOMP_SUPP, &features) == 0 && (features >> XFEATURE_XTILEDATA & 1);
 }
+
+static bool is_permitted(void) { return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0; }
 #else
 static bool has_instructions(void) { return false; }
+static bool can_be_permitted(void) { return false; }
 static bool is_permitted(void) { return false; }
 #endif
 
-static bool available;
+static bool present, available;
 
-static void detect(void) { available = has_instructions() && is_permitted(); }
+static void detect(void) { present = has_instructions() && can_be_permitted(); }
+
+static void ask(void) { available = attn__amx_present() && is_permitted(); }
+
+bool attn__amx_present(void) {
+    static pthread_once_t once = PTHREAD_ONCE_INIT;
+    pthread_once(&once, detect);
+    return present;
+}
 
 bool attn__amx_available(void) {
     static pthread_once_t once = PTHREAD_ONCE_INIT;
-    pthread_once(&once, detect);
+    pthread_once(&once, ask);
     return available;
 }

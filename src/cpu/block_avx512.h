@@ -30,11 +30,10 @@
     "vadd" SUFFIX " 0" c ",%%zmm" #r0 ",%%zmm" #r0 "\n\tvadd" SUFFIX " 64" c ",%%zmm" #r1 ",%%zmm" #r1 "\n\t"              \
     "vadd" SUFFIX " 128" c ",%%zmm" #r2 ",%%zmm" #r2 "\n\tvadd" SUFFIX " 192" c ",%%zmm" #r3 ",%%zmm" #r3 "\n\t"
 #define STORE(r0, r1, r2, r3, c)                                                                                           \
-    "vmovup" PRECISION " %%zmm" #r0 ",0" c "\n\tvmovup" PRECISION " %%zmm" #r1 ",64" c "\n\t"                              \
-    "vmovup" PRECISION " %%zmm" #r2 ",128" c "\n\tvmovup" PRECISION " %%zmm" #r3 ",192" c "\n\t"
-#define PRECISION "s"
+    "vmovups %%zmm" #r0 ",0" c "\n\tvmovups %%zmm" #r1 ",64" c "\n\t"                                                      \
+    "vmovups %%zmm" #r2 ",128" c "\n\tvmovups %%zmm" #r3 ",192" c "\n\t"
 
-/* ROWn(step): the step for the first n rows. Rows 3 to 5 are reached from a second pointer. */
+/* EACHn(STEP): the step for the first n rows, which count from 0. Rows 3 to 5 are reached from a second pointer. */
 #define EACH1(STEP) STEP(8, 9, 10, 11, 4, "(%[p])")
 #define EACH2(STEP) EACH1(STEP) STEP(12, 13, 14, 15, 5, "(%[p],%[row])")
 #define EACH3(STEP) EACH2(STEP) STEP(16, 17, 18, 19, 6, "(%[p],%[row],2)")

@@ -41,38 +41,32 @@ static int64_t strip_keys(const attn_problem *p) {
     return attn__min32(ATTN_STRIP_KEYS, attn__pad(p->max_kv) + ATTN_TILE_COLS);
 }
 
+/* As attn__lay_out, which it calls. */
 static int64_t lay_out(scratch *m, char *at, const attn_problem *p) {
     enum { TILE = ATTN_TILE_ROWS > ATTN_TILE_COLS ? ATTN_TILE_ROWS : ATTN_TILE_COLS, SCORES = TILE * TILE };
+    const int64_t size = sizeof(real), keys = attn__min32(ATTN_STRIP_KEYS, attn__pad(p->max_kv) + TILE);
     int64_t qk = attn__pad(p->dim_qk), v = attn__pad(p->dim_v), most = qk > v ? qk : v;
-    int64_t used = SCORES * (int64_t)sizeof(double), keys = attn__min32(ATTN_STRIP_KEYS, attn__pad(p->max_kv) + TILE);
-    const struct {
-        real **field;
-        int64_t count;
-    } fields[] = {
-        {&m->q, qk * TILE},
-        {&m->q_t, qk * TILE},
-        {&m->d_o, v * TILE},
-        {&m->d_o_t, v * TILE},
-        {&m->k, qk * keys},
-        {&m->v, v * keys},
-        {&m->d_k, qk * keys},
-        {&m->d_v, v * keys},
-        {&m->p, SCORES},
-        {&m->d_s, SCORES},
-        {&m->slope, SCORES},
-        {&m->d_q, qk * TILE},
-        {&m->lse, TILE},
-        {&m->low, TILE},
-        {&m->delta, TILE},
-        {&m->guard, most * TILE},
-        {&m->row, 2 * most + TILE},
+    const attn_room rooms[] = {
+        {&m->sum, SCORES * (int64_t)sizeof(double)},
+        {&m->q, qk * TILE * size},
+        {&m->q_t, qk * TILE * size},
+        {&m->d_o, v * TILE * size},
+        {&m->d_o_t, v * TILE * size},
+        {&m->k, qk * keys * size},
+        {&m->v, v * keys * size},
+        {&m->d_k, qk * keys * size},
+        {&m->d_v, v * keys * size},
+        {&m->p, SCORES * size},
+        {&m->d_s, SCORES * size},
+        {&m->slope, SCORES * size},
+        {&m->d_q, qk * TILE * size},
+        {&m->lse, TILE * size},
+        {&m->low, TILE * size},
+        {&m->delta, TILE * size},
+        {&m->guard, most * TILE * size},
+        {&m->row, (2 * most + TILE) * size},
     };
-    for (size_t n = 0; n < sizeof fields / sizeof fields[0]; n++) {
-        if (at) *fields[n].field = (real *)(at + used);
-        used += attn__ceil_div(fields[n].count * (int64_t)sizeof(real), 64) * 64;
-    }
-    if (at) m->sum = (double *)at;
-    return used;
+    return attn__lay_out(at, rooms, sizeof rooms / sizeof rooms[0]);
 }
 
 int64_t REAL(bwd_scratch)(const attn_problem *p) {

@@ -1,5 +1,5 @@
 /*
- * The backward of bf16 by AMX (amx.h): what bwd.c does with a strip of keys, for long sequences whose q, k, v and o are all bf16.
+ * The backward of bf16 by AMX (amx.h): what bwd.c does with a strip of keys, for sequences that are not narrow, q, k, v and o all bf16.
  *
  * The strip's keys and values are packed into operands once, and so are q and d_o of each query tile of up to ROWS rows. A tile meets the
  * strip in blocks of up to KEYS keys, and a block part by part, 32 rows each:
@@ -48,17 +48,12 @@ typedef struct scratch {
     float *lse, *delta;            /* [ROWS] */
 } scratch;
 
-static int64_t pad32(int64_t n) { return (n + 31) / 32 * 32; }
-
-/* Lays the scratch out from `at`, or only counts when at is NULL. Returns the number of bytes. */
+/* As attn__lay_out, which it calls. */
 static int64_t lay_out(scratch *m, char *at, const attn_plan *plan) {
     const attn_problem *p = &plan->problem;
-    int64_t qk = pad32(p->dim_qk), v = pad32(p->dim_v), most = qk > v ? qk : v, used = 0;
+    int64_t qk = attn__amx_pad(p->dim_qk), v = attn__amx_pad(p->dim_v), most = qk > v ? qk : v;
     int64_t half = sizeof(uint16_t), whole = sizeof(float), part = KEYS * ATTN_AMX_ROWS;
-    const struct {
-        void *field;
-        int64_t bytes;
-    } fields[] = {
+    const attn_room rooms[] = {
         {&m->k, STRIP * qk * half},   {&m->v, STRIP * v * half},
         {&m->k_t, STRIP * qk * half}, {&m->d_k, STRIP * qk * whole},
         {&m->d_v, STRIP * v * whole}, {&m->q, ROWS * qk * half},
@@ -71,11 +66,7 @@ static int64_t lay_out(scratch *m, char *at, const attn_plan *plan) {
         {&m->out, 16 * most * whole}, {&m->row, KEYS * whole},
         {&m->lse, ROWS * whole},      {&m->delta, ROWS * whole},
     };
-    for (size_t n = 0; n < sizeof fields / sizeof fields[0]; n++) {
-        if (at) *(void **)fields[n].field = at + used;
-        used += attn__ceil_div(fields[n].bytes, 64) * 64;
-    }
-    return used;
+    return attn__lay_out(at, rooms, sizeof rooms / sizeof rooms[0]);
 }
 
 int64_t attn__amx_bwd_scratch(const attn_plan *plan) {
@@ -101,22 +92,6 @@ typedef struct strip {
 
 /* ---- loading ---- */
 
-/* NaN or infinity? */
-static bool is_bad(uint16_t bf16) { return (bf16 & 0x7f80) == 0x7f80; }
-
-/* A copy of rows with zeros for NaN and infinity; bad[i]: does row i differ? */
-static const uint16_t *clean(uint16_t *to, const uint16_t *from, int64_t row, int32_t rows, int32_t dim, bool *bad) {
-    for (int32_t i = 0; i < rows; i++) {
-        bad[i] = false;
-        for (int32_t x = 0; x < dim; x++) {
-            uint16_t value = from[i * row + x];
-            bad[i] |= is_bad(value);
-            to[(int64_t)i * dim + x] = is_bad(value) ? 0 : value;
-        }
-    }
-    return to;
-}
-
 static const uint16_t *kv_row(const strip *s, const attn_tensor *of, int32_t j) {
     const attn_rows *t = s->panel;
     return (const uint16_t *)(const void *)attn__tile_kv_row_f32(t, of, t->s.leftpad + j, NULL);
@@ -135,7 +110,7 @@ static void load_keys(strip *s) {
     attn__amx_pack_rows(s->m.v, v, v_row, s->keys, s->p->dim_v);
     s->any_k = !attn__amx_pack_columns(s->m.k_t, k, k_row, s->keys, s->p->dim_qk);
     if (!s->any_k) return;
-    k = clean(s->m.rows, k, k_row, s->keys, s->p->dim_qk, s->bad_k);
+    k = attn__amx_clean(s->m.rows, k, k_row, s->keys, s->p->dim_qk, s->bad_k);
     attn__amx_pack_columns(s->m.k_t, k, s->p->dim_qk, s->keys, s->p->dim_qk);
 }
 
@@ -153,10 +128,10 @@ static bool load_operands(strip *s, const attn_tensor *of, int32_t dim, uint16_t
             memcpy(to, from + r * row, (size_t)dim * sizeof *to);
     }
     if (is_empty) from = s->m.rows, row = dim;
-    if (s->rows % 32 != 0) memset(b, 0, (size_t)(pad32(s->rows) * pad32(dim)) * sizeof *b);
+    if (s->rows % 32 != 0) memset(b, 0, (size_t)(attn__amx_pad(s->rows) * attn__amx_pad(dim)) * sizeof *b);
     attn__amx_pack_dims(b, from, row, s->rows, dim);
     bool finite = attn__amx_finite(from, row, s->rows, dim);
-    if (!finite) from = clean(s->m.rows, from, row, s->rows, dim, bad), row = dim;
+    if (!finite) from = attn__amx_clean(s->m.rows, from, row, s->rows, dim, bad), row = dim;
     attn__amx_pack_pairs(b_t, from, row, s->rows, dim);
     return !finite;
 }
@@ -209,8 +184,8 @@ static item make_item(const strip *s, int32_t n, int32_t at) {
 }
 
 /* c = a b, where a has keys and b rows of the part: scores, or d_p. */
-static void score_product(const strip *s, const item *w, float *c, const uint16_t *a, const uint16_t *b, int64_t dim) {
-    int32_t keys = (int32_t)pad32(w->end - w->first);
+static void score_product(const item *w, float *c, const uint16_t *a, const uint16_t *b, int64_t dim) {
+    int32_t keys = (int32_t)attn__amx_pad(w->end - w->first);
     attn__amx_run(&(attn_amx_product){.c = c,
                                       .ldc = 16,
                                       .c_panel = 16 * keys,
@@ -220,7 +195,6 @@ static void score_product(const strip *s, const item *w, float *c, const uint16_
                                       .m = keys,
                                       .n = ATTN_AMX_ROWS,
                                       .k = (int32_t)dim});
-    (void)s;
 }
 
 static void fill(float *x, float value, int64_t count) {
@@ -231,7 +205,7 @@ static void fill(float *x, float value, int64_t count) {
 static void prepare_tile(const strip *s, const item *w, int32_t n, int32_t first, int32_t keys) {
     const attn_rows *t = &s->panel[2 * w->n + n];
     int class = w->class[first / ATTN_TILE_COLS];
-    int64_t at = 16 * (n * pad32(w->end - w->first) + first - w->first);
+    int64_t at = 16 * (n * attn__amx_pad(w->end - w->first) + first - w->first);
     float *slope = s->p->softcap > 0 ? s->m.slope + at : NULL, *rest = s->p->flags & ATTN_ALIBI ? s->m.rest + at : NULL;
     if (class == ATTN_TILE_SKIP) {
         fill(s->m.s + at, -INFINITY, keys * 16);
@@ -249,7 +223,8 @@ static void prepare(const strip *s, const item *w) {
     for (int32_t n = 0; n < 2; n++) {
         for (int32_t j = w->first; j < w->end; j += ATTN_TILE_COLS)
             prepare_tile(s, w, n, j, attn__min32(ATTN_TILE_COLS, w->end - j));
-        fill(s->m.s + 16 * (n * pad32(keys) + keys), -INFINITY, 16 * (pad32(keys) - keys)); /* keys that are not there */
+        fill(s->m.s + 16 * (n * attn__amx_pad(keys) + keys), -INFINITY,
+             16 * (attn__amx_pad(keys) - keys)); /* keys that are not there */
     }
 }
 
@@ -271,30 +246,31 @@ static void drop(const strip *s, const item *w) {
 }
 
 static void add_d_q(const strip *s, const item *w) {
-    int32_t keys = (int32_t)pad32(w->end - w->first);
-    attn__amx_run(&(attn_amx_product){.c = s->m.d_q + 32 * w->n * s->qk,
-                                      .ldc = 16,
-                                      .c_panel = 16 * s->qk,
-                                      .a = attn__amx_packed(s->m.k_t, (int32_t)pad32(s->keys), (w->at + w->first) / 32),
-                                      .b = s->m.pairs,
-                                      .b_panel = 16 * keys,
-                                      .m = (int32_t)s->qk,
-                                      .n = ATTN_AMX_ROWS,
-                                      .k = keys,
-                                      .accumulate = true});
+    int32_t keys = (int32_t)attn__amx_pad(w->end - w->first);
+    attn__amx_run(
+        &(attn_amx_product){.c = s->m.d_q + 32 * w->n * s->qk,
+                            .ldc = 16,
+                            .c_panel = 16 * s->qk,
+                            .a = attn__amx_packed(s->m.k_t, (int32_t)attn__amx_pad(s->keys), (w->at + w->first) / 32),
+                            .b = s->m.pairs,
+                            .b_panel = 16 * keys,
+                            .m = (int32_t)s->qk,
+                            .n = ATTN_AMX_ROWS,
+                            .k = keys,
+                            .accumulate = true});
 }
 
 /* p and d_s of a part, and its share of d_q. */
 static void work_part(const strip *s, const item *w) {
-    score_product(s, w, s->m.s, s->m.k, s->m.q, s->qk);
-    score_product(s, w, s->m.d_p, s->m.v, s->m.d_o, s->v);
+    score_product(w, s->m.s, s->m.k, s->m.q, s->qk);
+    score_product(w, s->m.d_p, s->m.v, s->m.d_o, s->v);
     prepare(s, w);
     attn__amx_gradients(&(attn_amx_gradients){.s = s->m.s,
                                               .d_p = s->m.d_p,
                                               .slope = s->p->softcap > 0 ? s->m.slope : NULL,
                                               .rest = s->p->flags & ATTN_ALIBI ? s->m.rest : NULL,
-                                              .panel = 16 * pad32(w->end - w->first),
-                                              .keys = (int32_t)pad32(w->end - w->first),
+                                              .panel = 16 * attn__amx_pad(w->end - w->first),
+                                              .keys = (int32_t)attn__amx_pad(w->end - w->first),
                                               .scale = s->scaled ? 1 : s->scale,
                                               .keep = (float)(1 / (1 - s->p->dropout)),
                                               .lse = s->m.lse + 32 * w->n,
@@ -320,7 +296,7 @@ static void add_to_keys(const strip *s, float *c, const uint16_t *a, const uint1
                                       .a = keys,
                                       .b = b + (int64_t)all->n * ATTN_AMX_TILE,
                                       .b_panel = b_panel,
-                                      .m = (int32_t)pad32(all->end - all->first),
+                                      .m = (int32_t)attn__amx_pad(all->end - all->first),
                                       .n = (dim + 15) / 16 * 16,
                                       .k = 32 * (n_end - all->n),
                                       .accumulate = true});
@@ -335,7 +311,7 @@ static bool allowed(const strip *s, int32_t r, int32_t j) {
 /* to[x] += weight * from[x] where that is NaN or infinity; elements of `to` are in panels of 16, `panel` apart. */
 static void add_bad(float *to, int64_t panel, float weight, const uint16_t *from, int32_t dim) {
     for (int32_t x = 0; x < dim; x++)
-        if (is_bad(from[x])) to[x / 16 * panel + x % 16] += weight * attn__from_bf16(from[x]);
+        if (attn__amx_is_bad(from[x])) to[x / 16 * panel + x % 16] += weight * attn__from_bf16(from[x]);
 }
 
 /* The same for d_q, where dims are 16 apart. */
@@ -343,7 +319,7 @@ static void add_bad_d_q(const strip *s, int32_t r, float weight, const uint16_t 
     int32_t in = r % 32, panel = r / 32 * 2 + in / 4 % 2;
     float *to = s->m.d_q + 16 * panel * s->qk + in / 8 * 4 + in % 4;
     for (int32_t x = 0; x < s->p->dim_qk; x++)
-        if (is_bad(k[x])) to[(int64_t)x * 16] += weight * attn__from_bf16(k[x]);
+        if (attn__amx_is_bad(k[x])) to[(int64_t)x * 16] += weight * attn__from_bf16(k[x]);
 }
 
 /* What the operands leave out, of keys [first, end) of the block, for the pairs that are allowed. */
@@ -386,9 +362,9 @@ static void work_block(const strip *s, int32_t at) {
     if (all.n < 0) return;
     for (int32_t n = all.n; n < n_end; n++) {
         if (part[n].end > 0) work_part(s, &part[n]);
-        int32_t end = all.first + (int32_t)pad32(all.end - all.first), mine = part[n].end > 0 ? part[n].first : end;
+        int32_t end = all.first + (int32_t)attn__amx_pad(all.end - all.first), mine = part[n].end > 0 ? part[n].first : end;
         clear(s, n, all.first, mine);
-        if (part[n].end > 0) clear(s, n, mine + (int32_t)pad32(part[n].end - mine), end);
+        if (part[n].end > 0) clear(s, n, mine + (int32_t)attn__amx_pad(part[n].end - mine), end);
     }
     if (s->f->d_v.data) add_to_keys(s, s->m.d_v, s->m.p, s->m.d_o_t, s->p->dim_v, &all, n_end);
     if (s->f->d_k.data) add_to_keys(s, s->m.d_k, s->m.d_s, s->m.q_t, s->p->dim_qk, &all, n_end);
@@ -456,8 +432,8 @@ void attn__amx_keys(const attn_plan *plan, const attn_buffers *f, const attn_uni
     int32_t group = p->heads_q / p->heads_kv, first, end;
     strip s = {.plan = plan, .f = f, .p = p, .j0 = unit->row, .keys = unit->rows};
     lay_out(&s.m, (char *)attn__part(plan, f, CPU_SCRATCH) + slot * attn__bwd_scratch(plan), plan);
-    s.qk = pad32(p->dim_qk);
-    s.v = pad32(p->dim_v);
+    s.qk = attn__amx_pad(p->dim_qk);
+    s.v = attn__amx_pad(p->dim_v);
     s.scale = (float)p->scale;
     s.scaled = p->softcap > 0 || (p->flags & (ATTN_ALIBI | ATTN_BIAS)) || !(s.scale > 1e-30f && s.scale < 1e30f);
     attn__tile_make_f32(s.panel, plan, f, &(attn_unit){unit->b, 0, 1, -1}, kv_head * group, false);

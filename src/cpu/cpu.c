@@ -6,6 +6,7 @@
  */
 #include "features.h"
 
+#include "amx.h"
 #include "tile.h"
 #include "work.h"
 
@@ -68,6 +69,9 @@ static const attn_kernel *kernel(int32_t index, bool *available) {
 
 static attn_status open_cpu(attn_context *context) { return attn__cpu_allowed(&context->cpu); }
 
+/* Comes after all that would leave the kernel out: it asks the system. */
+static bool is_permitted(const attn_kernel *k) { return !(k->cpu & ATTN_CPU_AMX) || attn__amx_available(); }
+
 static void choose_kernel(attn_plan *plan) {
     const attn_problem *p = &plan->problem;
     bool wide = p->dtype == ATTN_F64;
@@ -76,7 +80,7 @@ static void choose_kernel(attn_plan *plan) {
         bool fits = k->op == p->op && (k->wide == wide || p->op == ATTN_KV_APPEND);
         /* A result of more bits is wanted as exact as they are: not by products of bf16. */
         if (k->dtype && (k->dtype != p->dtype || k->dtype != p->kv_dtype || k->dtype != p->out_dtype)) fits = false;
-        if (fits && runs_on(k, plan->context->cpu)) plan->kernel = k;
+        if (fits && runs_on(k, plan->context->cpu) && is_permitted(k)) plan->kernel = k;
     }
 }
 
@@ -171,7 +175,8 @@ static attn_status plan_cpu(attn_plan *plan) {
     limit_threads(plan);
     attn__plan_say(plan, "threads: %d\n", plan->slots);
     attn__plan_say(plan, "tiles: %d rows x %d keys\n", plan->kernel->rows, plan->kernel->cols);
-    attn__plan_say(plan, "split: sequences of at most %d rows in chunks of %d keys%s\n", ATTN_SPLIT_ROWS, ATTN_CHUNK,
+    attn__plan_say(plan, "split: sequences of at most %d rows in chunks of %d keys%s\n",
+                   attn__is_amx(plan) ? ATTN_NARROW_ROWS : ATTN_SPLIT_ROWS, ATTN_CHUNK,
                    plan->partials ? ", over all threads" : ", each on one thread");
     if (!plan->kernel->wide && may_be_in_double(&plan->problem))
         attn__plan_say(plan, "in double: sequences of at most %d rows, with more keys\n", ATTN_NARROW_ROWS);
@@ -186,8 +191,6 @@ typedef struct job {
     const attn_unit *units;
     int64_t count; /* of units */
 } job;
-
-static bool in_double(const job *j, int32_t b) { return attn__sequence_in_double(j->plan, j->f, b); }
 
 static void work_unit(void *arg, int64_t index, int32_t slot) {
     const job *j = arg;
@@ -207,7 +210,8 @@ static void work_unit(void *arg, int64_t index, int32_t slot) {
 static void fold_sequence(void *arg, int64_t index, int32_t slot) {
     const job *j = arg;
     int32_t heads = j->plan->problem.heads_q, b = (int32_t)(index / heads);
-    (in_double(j, b) ? attn__fwd_fold_f64 : attn__fwd_fold_f32)(j->plan, j->f, b, (int32_t)(index % heads), slot);
+    (attn__sequence_in_double(j->plan, j->f, b) ? attn__fwd_fold_f64 : attn__fwd_fold_f32)(j->plan, j->f, b,
+                                                                                           (int32_t)(index % heads), slot);
 }
 
 static attn_status forward(const attn_plan *plan, const attn_buffers *f) {
@@ -245,7 +249,7 @@ static int visit_unit(const attn_plan *plan, const attn_buffers *f, const attn_u
         int32_t j0 = (int32_t)(n / row_tiles) * ATTN_TILE_COLS, keys = attn__min32(ATTN_TILE_COLS, s.sk - j0);
         int32_t i0 = unit->row + (int32_t)(n % row_tiles) * tile_rows;
         int32_t rows = attn__min32(tile_rows, unit->row + unit->rows - i0);
-        int32_t chunk = attn__is_short(s.sq) ? j0 / ATTN_CHUNK : 0;
+        int32_t chunk = attn__is_short(s.sq) && !attn__takes_amx(plan, &s) ? j0 / ATTN_CHUNK : 0;
         if (unit->chunk >= 0 && chunk != unit->chunk) continue;
         attn_tile tile = {.row = i0, .rows = rows, .col = j0, .cols = keys, .order = order, .chunk = chunk};
         const attn_flash_range *range = attn__work_range(plan, f, unit->b, kv_head, j0 / ATTN_TILE_COLS);

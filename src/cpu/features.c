@@ -27,7 +27,7 @@ static void detect(void) {
         __builtin_cpu_supports("avx512vl") && (features & ATTN_CPU_AVX2))
         features |= ATTN_CPU_AVX512;
 #endif
-    if (attn__amx_available()) features |= ATTN_CPU_AMX;
+    if (attn__amx_present()) features |= ATTN_CPU_AMX;
 }
 
 uint32_t attn__cpu_detect(void) {
@@ -52,6 +52,8 @@ attn_status attn__cpu_allowed(uint32_t *allowed) {
     if (!wanted || !*wanted) return ATTN_OK;
     for (size_t n = 0; n < sizeof isas / sizeof isas[0]; n++) {
         if (strcmp(wanted, isas[n].name) != 0 || (isas[n].needs & ~*allowed)) continue;
+        RETURN_IF((isas[n].needs & ATTN_CPU_AMX) && !attn__amx_available(), ATTN_SYSTEM,
+                  "ATTN_CPU=%s: the system does not let this process use AMX", wanted);
         *allowed = isas[n].needs;
         return ATTN_OK;
     }
@@ -76,7 +78,7 @@ static void write_text(void) {
     SAY("avx512vl", "AVX512VL");
     SAY("avx512vnni", "AVX512VNNI");
     SAY("avx512bf16", "AVX512BF16");
-    if (attn__amx_available()) strncat(text, " AMX-BF16", sizeof text - strlen(text) - 1);
+    if (attn__amx_present()) strncat(text, " AMX-BF16", sizeof text - strlen(text) - 1);
 #undef SAY
 #elif defined(__aarch64__)
     snprintf(text, sizeof text, "aarch64: NEON");

@@ -36,40 +36,34 @@ typedef struct scratch {
     state now, folded;
 } scratch;
 
-/* Lays the scratch out from `at`, or only counts when at is NULL. Returns the number of reals. */
-static int64_t lay_out(scratch *m, real *at, const attn_plan *plan) {
+/* As attn__lay_out, which it calls. */
+static int64_t lay_out(scratch *m, char *at, const attn_plan *plan) {
     const attn_problem *p = &plan->problem;
     bool may_be_short = attn__is_short(p->max_q) || (p->flags & (ATTN_VARLEN_Q | ATTN_USED_Q));
     const int64_t rows = plan->strip * ATTN_TILE_ROWS, folded = may_be_short ? rows : 0;
-    int64_t qk = attn__pad(p->dim_qk), v = attn__pad(p->dim_v), most = qk > v ? qk : v, used = 0;
-    const struct {
-        real **field;
-        int64_t count;
-    } fields[] = {
-        {&m->q, qk * rows},
-        {&m->k, qk * ATTN_TILE_COLS},
-        {&m->v, v * ATTN_TILE_COLS},
-        {&m->s, ATTN_TILE_COLS * ATTN_TILE_ROWS},
-        {&m->guard, most * ATTN_TILE_ROWS},
-        {&m->row, most + ATTN_TILE_COLS},
-        {&m->alpha, ATTN_TILE_ROWS},
-        {&m->now.o, v * rows},
-        {&m->now.max, rows},
-        {&m->now.sum, rows},
-        {&m->folded.o, v * folded},
-        {&m->folded.max, folded},
-        {&m->folded.sum, folded},
+    int64_t qk = attn__pad(p->dim_qk), v = attn__pad(p->dim_v), most = qk > v ? qk : v;
+    const int64_t size = sizeof(real);
+    const attn_room rooms[] = {
+        {&m->q, qk * rows * size},
+        {&m->k, qk * ATTN_TILE_COLS * size},
+        {&m->v, v * ATTN_TILE_COLS * size},
+        {&m->s, ATTN_TILE_COLS * ATTN_TILE_ROWS * size},
+        {&m->guard, most * ATTN_TILE_ROWS * size},
+        {&m->row, (most + ATTN_TILE_COLS) * size},
+        {&m->alpha, ATTN_TILE_ROWS * size},
+        {&m->now.o, v * rows * size},
+        {&m->now.max, rows * size},
+        {&m->now.sum, rows * size},
+        {&m->folded.o, v * folded * size},
+        {&m->folded.max, folded * size},
+        {&m->folded.sum, folded * size},
     };
-    for (size_t n = 0; n < sizeof fields / sizeof fields[0]; n++) {
-        if (at) *fields[n].field = at + used;
-        used += attn__ceil_div(fields[n].count, 16) * 16; /* keeps 64-byte alignment */
-    }
-    return used;
+    return attn__lay_out(at, rooms, sizeof rooms / sizeof rooms[0]);
 }
 
 int64_t REAL(fwd_scratch)(const attn_plan *plan) {
     scratch unused;
-    return lay_out(&unused, NULL, plan) * (int64_t)sizeof(real);
+    return lay_out(&unused, NULL, plan);
 }
 
 static void clear(const attn_rows *t, const state *st) {
@@ -188,7 +182,7 @@ static void keep_partial(const attn_rows *t, const state *st, int32_t chunk) {
 }
 
 static void thread_scratch(const attn_rows *t, int32_t slot, scratch *m) {
-    lay_out(m, (real *)((char *)attn__part(t->plan, t->f, CPU_SCRATCH) + slot * attn__fwd_scratch(t->plan)), t->plan);
+    lay_out(m, (char *)attn__part(t->plan, t->f, CPU_SCRATCH) + slot * attn__fwd_scratch(t->plan), t->plan);
 }
 
 /* Second pass of a split run: all rows of one sequence and head. */

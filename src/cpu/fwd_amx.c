@@ -1,5 +1,5 @@
 /*
- * The forward of bf16 by AMX (amx.h): long sequences whose q, k and v are all bf16. The rest is as in fwd.c: strips of query tiles
+ * The forward of bf16 by AMX (amx.h): sequences that are not narrow, q, k, v and o all bf16. The rest is as in fwd.c: strips of query tiles
  * share each load of keys, which is here a packing into operands of tiles; every row walks its keys in ascending order.
  *
  * An item of work is a tile of 32 rows against up to 256 keys: scores S, softmax, and the product of P and V. While the vector units
@@ -40,6 +40,7 @@ typedef struct member {
 
 /* One thread's memory. */
 typedef struct scratch {
+    member *tile;     /* of the strip: too many for a stack, which may have 128 KiB */
     float *s[2];      /* scores of this item and the next, [2][keys][16] */
     uint16_t *p[2];   /* probabilities of this item and the last, operand b */
     uint16_t *k, *v;  /* operands a */
@@ -50,17 +51,13 @@ typedef struct scratch {
     float *o, *max, *sum, *alpha;
 } scratch;
 
-static int64_t pad32(int64_t n) { return (n + 31) / 32 * 32; }
-
-/* Lays the scratch out from `at`, or only counts when at is NULL. Returns the number of bytes. */
+/* As attn__lay_out, which it calls. */
 static int64_t lay_out(scratch *m, char *at, const attn_plan *plan) {
     const attn_problem *p = &plan->problem;
-    int64_t qk = pad32(p->dim_qk), v = pad32(p->dim_v), rows = plan->strip * ATTN_TILE_ROWS, used = 0;
+    int64_t qk = attn__amx_pad(p->dim_qk), v = attn__amx_pad(p->dim_v), rows = plan->strip * ATTN_TILE_ROWS;
     int64_t item = ATTN_AMX_KEYS * ATTN_AMX_ROWS, half = sizeof(uint16_t), whole = sizeof(float);
-    const struct {
-        void *field;
-        int64_t bytes;
-    } fields[] = {
+    const attn_room rooms[] = {
+        {&m->tile, rows / ATTN_AMX_ROWS * (int64_t)sizeof(member)},
         {&m->s[0], item * whole},
         {&m->s[1], item * whole},
         {&m->p[0], item * half},
@@ -77,11 +74,7 @@ static int64_t lay_out(scratch *m, char *at, const attn_plan *plan) {
         {&m->sum, rows * whole},
         {&m->alpha, rows * whole},
     };
-    for (size_t n = 0; n < sizeof fields / sizeof fields[0]; n++) {
-        if (at) *(void **)fields[n].field = at + used;
-        used += attn__ceil_div(fields[n].bytes, 64) * 64;
-    }
-    return used;
+    return attn__lay_out(at, rooms, sizeof rooms / sizeof rooms[0]);
 }
 
 int64_t attn__amx_scratch(const attn_plan *plan) {
@@ -94,7 +87,6 @@ int64_t attn__amx_scratch(const attn_plan *plan) {
 typedef struct strip {
     const attn_plan *plan;
     scratch m;
-    member tile[MEMBERS];
     int32_t count;
     int32_t k_at, v_at;      /* first keys of the blocks that m.k and m.v hold; -1: none */
     bool v_finite;           /* otherwise m.clean is made as well */
@@ -126,13 +118,13 @@ static void pack_q(const member *x, scratch *m) {
         from = m->rows;
         row = p->dim_qk;
     }
-    memset(x->q, 0, (size_t)(ATTN_AMX_ROWS * pad32(p->dim_qk)) * sizeof *x->q);
+    memset(x->q, 0, (size_t)(ATTN_AMX_ROWS * attn__amx_pad(p->dim_qk)) * sizeof *x->q);
     attn__amx_pack_dims(x->q, from, row, x->rows, p->dim_qk);
 }
 
 /* The tile with these rows joins the strip. */
-static void join(strip *s, const attn_buffers *f, const attn_unit *rows, int32_t h, int32_t slot) {
-    member *x = &s->tile[s->count];
+static void join(strip *s, const attn_buffers *f, const attn_unit *rows, int32_t h) {
+    member *x = &s->m.tile[s->count];
     int64_t row = (int64_t)s->count * ATTN_AMX_ROWS;
     x->rows = rows->rows;
     for (int32_t n = 0; n < 2; n++) { /* a second panel without rows repeats the first, and nobody looks at it */
@@ -140,10 +132,8 @@ static void join(strip *s, const attn_buffers *f, const attn_unit *rows, int32_t
         attn_unit part = {rows->b, rows->row + first, attn__min32(16, rows->rows - first), -1};
         attn__tile_make_f32(&x->panel[n], s->plan, f, &part, h, false);
     }
-    if (s->count == 0)
-        lay_out(&s->m, (char *)attn__part(s->plan, f, CPU_SCRATCH) + slot * attn__fwd_scratch(s->plan), s->plan);
     s->count++;
-    int64_t qk = pad32(s->plan->problem.dim_qk), v = pad32(s->plan->problem.dim_v);
+    int64_t qk = attn__amx_pad(s->plan->problem.dim_qk), v = attn__amx_pad(s->plan->problem.dim_v);
     x->q = s->m.q + row * qk;
     x->o = s->m.o + row * v;
     x->max = s->m.max + row;
@@ -161,7 +151,7 @@ static void join(strip *s, const attn_buffers *f, const attn_unit *rows, int32_t
 
 /* Rows [j0, j0 + keys) of k or v: where they lie, a fixed distance apart, or gathered. */
 static const uint16_t *rows_of(strip *s, const attn_tensor *of, int32_t dim, int32_t j0, int32_t keys, int64_t *row) {
-    const attn_rows *t = s->tile->panel;
+    const attn_rows *t = s->m.tile->panel;
     int32_t at = t->s.leftpad + j0;
     const char *from = attn__tile_kv_row_f32(t, of, at, NULL);
     *row = of->stride[1];
@@ -174,10 +164,10 @@ static const uint16_t *rows_of(strip *s, const attn_tensor *of, int32_t dim, int
     return s->m.rows;
 }
 
-static int32_t keys_of(const strip *s, int32_t j0) { return attn__min32(ATTN_AMX_KEYS, s->tile->panel->mask.sk - j0); }
+static int32_t keys_of(const strip *s, int32_t j0) { return attn__min32(ATTN_AMX_KEYS, s->m.tile->panel->mask.sk - j0); }
 
 static void need_k(strip *s, int32_t j0) {
-    const attn_rows *t = s->tile->panel;
+    const attn_rows *t = s->m.tile->panel;
     int64_t row;
     if (s->k_at == j0) return;
     const uint16_t *from = rows_of(s, &t->f->k, t->p->dim_qk, j0, keys_of(s, j0), &row);
@@ -185,11 +175,8 @@ static void need_k(strip *s, int32_t j0) {
     s->k_at = j0;
 }
 
-/* NaN or infinity? */
-static bool is_bad(uint16_t bf16) { return (bf16 & 0x7f80) == 0x7f80; }
-
 static void need_v(strip *s, int32_t j0) {
-    const attn_rows *t = s->tile->panel;
+    const attn_rows *t = s->m.tile->panel;
     int32_t keys = keys_of(s, j0), dim = t->p->dim_v;
     int64_t row;
     if (s->v_at == j0) return;
@@ -197,15 +184,8 @@ static void need_v(strip *s, int32_t j0) {
     s->v_finite = attn__amx_pack_columns(s->m.v, from, row, keys, dim);
     s->v_at = j0;
     if (s->v_finite) return;
-    for (int32_t j = 0; j < keys; j++) {
-        s->bad[j] = false;
-        for (int32_t x = 0; x < dim; x++) {
-            uint16_t value = from[j * row + x];
-            s->bad[j] |= is_bad(value);
-            s->m.rows[(int64_t)j * dim + x] = is_bad(value) ? 0 : value;
-        }
-    }
-    attn__amx_pack_columns(s->m.clean, s->m.rows, dim, keys, dim);
+    from = attn__amx_clean(s->m.rows, from, row, keys, dim, s->bad);
+    attn__amx_pack_columns(s->m.clean, from, dim, keys, dim);
 }
 
 /* ---- one item ---- */
@@ -230,7 +210,7 @@ static bool make_item(item *w, member *x, int32_t j0, int32_t keys) {
 }
 
 static attn_amx_product scores(const strip *s, const item *w, int place) {
-    int32_t dim = (int32_t)pad32(s->plan->problem.dim_qk), keys = (int32_t)pad32(w->keys);
+    int32_t dim = (int32_t)attn__amx_pad(s->plan->problem.dim_qk), keys = (int32_t)attn__amx_pad(w->keys);
     return (attn_amx_product){.c = s->m.s[place],
                               .ldc = 16,
                               .c_panel = 16 * keys,
@@ -243,17 +223,17 @@ static attn_amx_product scores(const strip *s, const item *w, int place) {
 }
 
 static attn_amx_product p_v(const strip *s, const item *w, int place) {
-    int32_t dim = (int32_t)pad32(s->plan->problem.dim_v), block = (int32_t)pad32(keys_of(s, w->j0));
+    int32_t dim = (int32_t)attn__amx_pad(s->plan->problem.dim_v), block = (int32_t)attn__amx_pad(keys_of(s, w->j0));
     const uint16_t *v = s->v_finite || w->full ? s->m.v : s->m.clean;
     return (attn_amx_product){.c = w->x->o,
                               .ldc = 16,
                               .c_panel = 16 * dim,
                               .a = attn__amx_packed(v, block, w->first / 32),
                               .b = s->m.p[place],
-                              .b_panel = 16 * pad32(w->keys),
+                              .b_panel = 16 * attn__amx_pad(w->keys),
                               .m = dim,
                               .n = ATTN_AMX_ROWS,
-                              .k = (int32_t)pad32(w->keys),
+                              .k = (int32_t)attn__amx_pad(w->keys),
                               .accumulate = true};
 }
 
@@ -264,7 +244,7 @@ static void prepare(const strip *s, const item *w, int place) {
         int class = w->class[at / ATTN_TILE_COLS];
         for (int32_t n = 0; n < 2; n++) {
             const attn_rows *t = &w->x->panel[n];
-            float *tile = s->m.s[place] + n * 16 * pad32(w->keys) + (int64_t)(at - w->first) * 16;
+            float *tile = s->m.s[place] + n * 16 * attn__amx_pad(w->keys) + (int64_t)(at - w->first) * 16;
             if (class == ATTN_TILE_SKIP) {
                 for (int32_t i = 0; i < keys * 16; i++) tile[i] = -INFINITY;
             } else if (s->scaled) {
@@ -279,7 +259,7 @@ static void prepare(const strip *s, const item *w, int place) {
 
 /* Where p of row r and key j of the item is in operand b. */
 static int64_t p_place(const item *w, int32_t r, int32_t j) {
-    return r / 16 * (16 * pad32(w->keys)) + (int64_t)(j / 2) * 32 + r % 16 * 2 + j % 2;
+    return r / 16 * (16 * attn__amx_pad(w->keys)) + (int64_t)(j / 2) * 32 + r % 16 * 2 + j % 2;
 }
 
 static void drop(const item *w, uint16_t *p) {
@@ -306,9 +286,9 @@ static void add_bad(const strip *s, const item *w, const uint16_t *p) {
         for (int32_t r = 0; r < w->x->rows; r++) {
             if (!attn__mask_allowed(&t->mask, t->i0 + r, w->j0 + j, flash)) continue;
             float weight = attn__from_bf16(p[p_place(w, r, j - w->first)]);
-            float *o = w->x->o + r / 16 * (16 * pad32(dim)) + r % 16;
+            float *o = w->x->o + r / 16 * (16 * attn__amx_pad(dim)) + r % 16;
             for (int32_t x = 0; x < dim; x++)
-                if (is_bad(v[x])) o[(int64_t)x * 16] += weight * attn__from_bf16(v[x]);
+                if (attn__amx_is_bad(v[x])) o[(int64_t)x * 16] += weight * attn__from_bf16(v[x]);
         }
     }
 }
@@ -319,7 +299,7 @@ static void add_bad(const strip *s, const item *w, const uint16_t *p) {
 static bool next_item(strip *s, item *w, int32_t *n, int32_t *j0, int32_t end) {
     for (; *j0 < end; *j0 += ATTN_AMX_KEYS, *n = 0) {
         while (*n < s->count)
-            if (make_item(w, &s->tile[(*n)++], *j0, keys_of(s, *j0))) return true;
+            if (make_item(w, &s->m.tile[(*n)++], *j0, keys_of(s, *j0))) return true;
     }
     return false;
 }
@@ -345,7 +325,7 @@ static void work_items(strip *s, int32_t first, int32_t end) {
         }
         prepare(s, &now, place);
         attn_amx_softmax step = {.s = s->m.s[place],
-                                 .s_panel = 16 * pad32(now.keys),
+                                 .s_panel = 16 * attn__amx_pad(now.keys),
                                  .keys = now.keys,
                                  .width = ATTN_AMX_ROWS,
                                  .scale = s->scaled ? 1 : s->scale,
@@ -354,11 +334,11 @@ static void work_items(strip *s, int32_t first, int32_t end) {
                                  .sum = now.x->sum,
                                  .alpha = now.x->alpha,
                                  .p = s->m.p[place],
-                                 .p_panel = 16 * pad32(now.keys)};
+                                 .p_panel = 16 * attn__amx_pad(now.keys)};
         attn__amx_softmax(&step, product, count);
         if (is_last) add_bad(s, &last, s->m.p[place ^ 1]);
         if (s->plan->problem.dropout > 0) drop(&now, s->m.p[place]);
-        int32_t dim = (int32_t)pad32(s->plan->problem.dim_v);
+        int32_t dim = (int32_t)attn__amx_pad(s->plan->problem.dim_v);
         for (int32_t r = 0; r < step.width; r += 16) attn__amx_rescale(now.x->o + (int64_t)r * dim, dim, now.x->alpha + r);
         last = now;
         is_last = true;
@@ -383,7 +363,7 @@ static bool is_doubtful(const member *x, int32_t r) {
 
 /* Returns the rows that are to be done again, as bits. */
 static uint32_t finish(const strip *s, const member *x) {
-    int32_t dim = (int32_t)pad32(s->plan->problem.dim_v);
+    int32_t dim = (int32_t)attn__amx_pad(s->plan->problem.dim_v);
     uint32_t again = 0;
     for (int32_t r = 0; r < x->rows; r++) {
         float *out = s->m.out + (int64_t)(r % 16) * dim;
@@ -399,6 +379,7 @@ void attn__amx_unit(const attn_plan *plan, const attn_buffers *f, const attn_uni
     int32_t group = p->heads_q / p->heads_kv, fit = attn__strip_heads(plan), first, end;
     if (h % group % fit != 0) return;
     strip s = {.plan = plan, .k_at = -1, .v_at = -1};
+    lay_out(&s.m, (char *)attn__part(plan, f, CPU_SCRATCH) + slot * attn__fwd_scratch(plan), plan);
     double descale =
         attn__descale(f, f->q_descale, unit->b, h / group) * attn__descale(f, f->k_descale, unit->b, h / group);
     s.scale = (float)(p->scale * descale);
@@ -406,22 +387,28 @@ void attn__amx_unit(const attn_plan *plan, const attn_buffers *f, const attn_uni
     for (int32_t n = h; n < h + attn__min32(fit, group - h % group); n++) {
         for (int32_t i = 0; i < unit->rows; i += ATTN_AMX_ROWS) {
             attn_unit rows = {unit->b, unit->row + i, attn__min32(ATTN_AMX_ROWS, unit->rows - i), -1};
-            join(&s, f, &rows, n, slot);
+            join(&s, f, &rows, n);
         }
     }
-    attn__mask_rows(&s.tile->panel->mask, unit->row, unit->row + unit->rows, &first, &end);
+    attn__mask_rows(&s.m.tile->panel->mask, unit->row, unit->row + unit->rows, &first, &end);
     if (!(fabsf(s.scale) < 1e-30f)) {
         attn__amx_begin();
         work_items(&s, first, end);
         attn__amx_end();
     }
-    uint32_t again[MEMBERS];
-    for (int32_t n = 0; n < s.count; n++) again[n] = finish(&s, &s.tile[n]);
-    for (int32_t n = 0; n < s.count; n++) { /* the scratch is theirs now */
-        const attn_rows *t = s.tile[n].panel;
-        attn_unit tile = {unit->b, t->i0, s.tile[n].rows, -1};
-        if (again[n]) attn__fwd_rows(plan, f, &tile, again[n], t->h0, slot);
+    struct {
+        attn_unit tile;
+        int32_t h;
+        uint32_t rows;
+    } again[MEMBERS];
+    for (int32_t n = 0; n < s.count; n++) {
+        const attn_rows *t = s.m.tile[n].panel;
+        again[n].tile = (attn_unit){unit->b, t->i0, s.m.tile[n].rows, -1};
+        again[n].h = t->h0;
+        again[n].rows = finish(&s, &s.m.tile[n]);
     }
+    for (int32_t n = 0; n < s.count; n++) /* the scratch is theirs now */
+        if (again[n].rows) attn__fwd_rows(plan, f, &again[n].tile, again[n].rows, again[n].h, slot);
 }
 
 #else

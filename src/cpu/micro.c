@@ -1,6 +1,6 @@
 /*
  * Micro-kernels in C with the compiler's vector types, compiled once per ISA (ATTN_ISA, which sets the vector length) and
- * per number type. No intrinsics: what an ISA gains by hand is the business of an override.
+ * per number type; intrinsics, and in block_avx512.h assembly, where a measurement said that an ISA gains by them.
  *
  * Every sum runs in the order of its index whatever the blocking, so a row gives the same bits in any tile.
  */
@@ -14,6 +14,7 @@
 #endif
 
 #include "../numeric.h"
+#include "compiler.h"
 
 #if defined(__AVX512F__)
 enum { VECTOR_BYTES = 64, MR = 6, NV = 4 };
@@ -43,25 +44,6 @@ typedef __fp16 vfloat16 __attribute__((vector_size(VL * sizeof(uint16_t))));
 typedef real pair __attribute__((vector_size(2 * sizeof(real))));
 typedef integer vint __attribute__((vector_size(VECTOR_BYTES))); /* what comparisons give */
 typedef natural vbits __attribute__((vector_size(VECTOR_BYTES)));
-
-#ifdef __clang__
-#define UNROLL _Pragma("unroll")
-#define UNROLL16 _Pragma("unroll")
-#else
-#define UNROLL _Pragma("GCC unroll 8")
-#define UNROLL16 _Pragma("GCC unroll 16")
-#endif
-/* Holds v in a register: compilers like to read it again for each use, which makes two loads of one. */
-#if defined(__x86_64__) && defined(__AVX512F__)
-#define KEEP(v) __asm__("" : "+v"(v))
-#elif defined(__x86_64__)
-#define KEEP(v) __asm__("" : "+x"(v))
-#elif defined(__aarch64__)
-#define KEEP(v) __asm__("" : "+w"(v))
-#else
-#define KEEP(v) ((void)(v))
-#endif
-#define INLINE static inline __attribute__((always_inline))
 
 INLINE vreal load(const real *p) {
     vreal v;
@@ -693,8 +675,8 @@ INLINE void alibi_row(real *s, real *rest, int32_t width, const real *slope, con
         distance = (distance ^ (distance >> 31)) - (distance >> 31);
         vreal factor = load(slope + r), steps = __builtin_convertvector(distance, vreal), product = factor * steps;
         KEEP(product); /* rounded, not fused with what follows */
+        KEEP(factor);  /* or the compiler takes that product for the next one, and nothing is ever lost */
         vreal lost = factor * steps - product;
-        KEEP(lost);
         vreal before = load(s + r), x = before - product, back = x - before;
         store(s + r, x);
         store(rest + r, (before - (x - back)) - (product + back) - lost);
@@ -777,10 +759,6 @@ static void micro_transpose(real *to, int64_t ldt, const real *from, int64_t ldf
         for (int32_t r = 0; r < ATTN_LANES; r++) to[c * ldt + r] = r < m ? from[r * ldf + c] : 0;
 }
 
-static void micro_add(real *restrict c, const real *restrict from, int32_t n) {
-    for (int32_t i = 0; i < n; i++) c[i] += from[i];
-}
-
 static void micro_scale(real *c, int32_t n, real factor) {
     for (int32_t i = 0; i < n; i++) c[i] *= factor;
 }
@@ -810,7 +788,6 @@ const attn_micro TABLE_NAME(ATTN_ISA) = {
     .alibi = micro_alibi,
     .d_scores = micro_d_scores,
     .transpose = micro_transpose,
-    .add = micro_add,
     .scale = micro_scale,
     .finite = micro_finite,
 };

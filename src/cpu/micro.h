@@ -84,9 +84,6 @@ typedef struct REAL(micro) {
     /* to[n][ldt] = from[m][ldf] transposed, of which rows m and columns n; ATTN_LANES columns of `to` are written, with zeros from m on. */
     void (*transpose)(real *to, int64_t ldt, const real *from, int64_t ldf, int32_t m, int32_t n);
 
-    /* c[n] += from[n] */
-    void (*add)(real *c, const real *from, int32_t n);
-
     /* c[n] = c[n] * factor */
     void (*scale)(real *c, int32_t n, real factor);
 

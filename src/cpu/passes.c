@@ -30,12 +30,11 @@ typedef struct job {
     int64_t size[4];        /* bias pass: elements of d_bias along each dim */
 } job;
 
-static bool in_double(const job *j, int32_t b) { return attn__sequence_in_double(j->plan, j->f, b); }
-
 static void work_rows(void *arg, int64_t index, int32_t slot) {
     const job *j = arg;
     int32_t heads = j->plan->problem.heads_q, b = (int32_t)(index / heads);
-    (in_double(j, b) ? attn__bwd_rows_f64 : attn__bwd_rows_f32)(j->plan, j->f, b, (int32_t)(index % heads), slot);
+    (attn__sequence_in_double(j->plan, j->f, b) ? attn__bwd_rows_f64 : attn__bwd_rows_f32)(j->plan, j->f, b,
+                                                                                           (int32_t)(index % heads), slot);
 }
 
 static void work_restore(void *arg, int64_t index, int32_t slot) {
@@ -43,7 +42,8 @@ static void work_restore(void *arg, int64_t index, int32_t slot) {
     int32_t heads = j->plan->problem.heads_q, batch = j->plan->problem.batch;
     int32_t h = (int32_t)(index % heads), b = (int32_t)(index / heads % batch);
     int32_t row = (int32_t)(index / heads / batch) * ATTN_STRIP_KEYS; /* as many rows at a time */
-    (in_double(j, b) ? attn__bwd_restore_f64 : attn__bwd_restore_f32)(j->plan, j->f, b, h, row, slot);
+    (attn__sequence_in_double(j->plan, j->f, b) ? attn__bwd_restore_f64 : attn__bwd_restore_f32)(j->plan, j->f, b, h, row,
+                                                                                                 slot);
 }
 
 /* The sink's probability times its gradient, over all rows of the head that have a key. */
@@ -72,7 +72,8 @@ static void work_keys(void *arg, int64_t index, int32_t slot) {
         attn__amx_keys(j->plan, j->f, unit, (int32_t)(index % heads), slot);
         return;
     }
-    (in_double(j, unit->b) ? attn__bwd_keys_f64 : attn__bwd_keys_f32)(j->plan, j->f, unit, (int32_t)(index % heads), slot);
+    (attn__sequence_in_double(j->plan, j->f, unit->b) ? attn__bwd_keys_f64 : attn__bwd_keys_f32)(
+        j->plan, j->f, unit, (int32_t)(index % heads), slot);
 }
 
 static void work_bias(void *arg, int64_t index, int32_t slot) {
@@ -87,8 +88,8 @@ static void work_bias(void *arg, int64_t index, int32_t slot) {
     memset(sum, 0, sizeof(double) * ATTN_TILE_ROWS * ATTN_TILE_COLS);
     for (int32_t from_b = b; from_b < (j->size[0] > 1 ? b + 1 : p->batch); from_b++)
         for (int32_t from_h = h; from_h < (j->size[1] > 1 ? h + 1 : p->heads_q); from_h++)
-            (in_double(j, from_b) ? attn__bwd_bias_f64 : attn__bwd_bias_f32)(j->plan, j->f, j->size, from_b, from_h,
-                                                                             row_tile, col_tile, slot);
+            (attn__sequence_in_double(j->plan, j->f, from_b) ? attn__bwd_bias_f64 : attn__bwd_bias_f32)(
+                j->plan, j->f, j->size, from_b, from_h, row_tile, col_tile, slot);
     for (int64_t i = row_tile * ATTN_TILE_ROWS; i < j->size[2] && i < (row_tile + 1) * ATTN_TILE_ROWS; i++) {
         for (int64_t col = col_tile * ATTN_TILE_COLS; col < j->size[3] && col < (col_tile + 1) * ATTN_TILE_COLS; col++) {
             int64_t at = b * to->stride[0] + h * to->stride[1] + i * to->stride[2] + col * to->stride[3];

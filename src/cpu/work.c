@@ -1,6 +1,8 @@
 /* Lists of work for the cpu backend: made anew in each run, from the lengths, in the workspace. */
 #include "work.h"
 
+#include <string.h>
+
 /*
  * Costs are sorted by buckets, eight to a factor of two: linear, stable, in place. The list is generated twice, once to
  * count and once to put each unit where it belongs.
@@ -8,6 +10,8 @@
 enum { BUCKETS = 64 * 8 };
 
 typedef struct sorter {
+    const attn_plan *plan;
+    const attn_buffers *f;
     attn_unit *units; /* NULL while counting */
     int64_t start[BUCKETS];
 } sorter;
@@ -60,7 +64,8 @@ static int64_t cost_of(const attn_plan *plan, const attn_buffers *f, const attn_
 }
 
 /* Query tiles of one sequence. A short one is a single tile, or one per chunk that its rows can see. */
-static void rows_of_sequence(const attn_plan *plan, const attn_buffers *f, const attn_seq *s, sorter *to) {
+static void rows_of_sequence(sorter *to, const attn_seq *s) {
+    const attn_plan *plan = to->plan;
     attn_mask mask = attn__seq_mask(&plan->problem, s);
     int32_t step = attn__strip_rows(plan);
     for (int32_t row = 0; row < s->sq; row += step) {
@@ -69,29 +74,28 @@ static void rows_of_sequence(const attn_plan *plan, const attn_buffers *f, const
         if (splits(plan) && attn__is_short(s->sq) && !attn__takes_amx(plan, s) && first < end) {
             for (int32_t chunk = first / ATTN_CHUNK; chunk <= (end - 1) / ATTN_CHUNK; chunk++) {
                 int32_t from = attn__max32(first, chunk * ATTN_CHUNK), stop = attn__min32(end, (chunk + 1) * ATTN_CHUNK);
-                add(to, (attn_unit){s->b, row, rows, chunk}, cost_of(plan, f, s, &mask, row, row + rows, from, stop));
+                add(to, (attn_unit){s->b, row, rows, chunk}, cost_of(plan, to->f, s, &mask, row, row + rows, from, stop));
             }
         } else {
-            add(to, (attn_unit){s->b, row, rows, -1}, cost_of(plan, f, s, &mask, row, row + rows, first, end));
+            add(to, (attn_unit){s->b, row, rows, -1}, cost_of(plan, to->f, s, &mask, row, row + rows, first, end));
         }
     }
 }
 
 /* Strips of keys of one sequence. They take turns at d_q, so each comes after those that it waits for. */
-static void keys_of_sequence(const attn_plan *plan, const attn_buffers *f, const attn_seq *s, sorter *to) {
-    (void)plan, (void)f;
+static void keys_of_sequence(sorter *to, const attn_seq *s) {
     for (int32_t key = 0; key < s->sk; key += ATTN_STRIP_KEYS)
         add(to, (attn_unit){s->b, key, attn__min32(ATTN_STRIP_KEYS, s->sk - key), -1}, s->sk - key);
 }
 
 static int64_t make_list(const attn_plan *plan, const attn_buffers *f, attn_unit *units,
-                         void (*of_sequence)(const attn_plan *plan, const attn_buffers *f, const attn_seq *s, sorter *to)) {
-    sorter s = {0};
+                         void (*of_sequence)(sorter *to, const attn_seq *s)) {
+    sorter s = {.plan = plan, .f = f};
     int64_t count = 0;
     for (int pass = 0; pass < 2; pass++) {
         for (int32_t b = 0; b < plan->problem.batch; b++) {
             attn_seq seq = attn__seq(&plan->problem, f, b);
-            of_sequence(plan, f, &seq, &s);
+            of_sequence(&s, &seq);
         }
         if (pass == 0) count = counted(&s, units);
     }
@@ -126,6 +130,15 @@ int64_t attn__work_keys_most(const attn_plan *plan) {
         most = most < packed ? most : packed;
     }
     return most;
+}
+
+int64_t attn__lay_out(char *at, const attn_room *rooms, size_t count) {
+    int64_t used = 0;
+    for (size_t n = 0; n < count; n++) {
+        if (at) memcpy(rooms[n].field, &(char *){at + used}, sizeof(char *));
+        used += attn__ceil_div(rooms[n].bytes, 64) * 64;
+    }
+    return used;
 }
 
 /* ---- FlashMask ---- */

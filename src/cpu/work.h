@@ -61,6 +61,15 @@ typedef struct attn_unit {
 int64_t attn__work_rows(const attn_plan *plan, const attn_buffers *f, attn_unit *units);
 int64_t attn__work_keys(const attn_plan *plan, const attn_buffers *f, attn_unit *units);
 
+/* A part of a thread's scratch: `field` is the address of the pointer to it. */
+typedef struct attn_room {
+    void *field;
+    int64_t bytes;
+} attn_room;
+
+/* Lays rooms out from `at` on, each 64-byte aligned, or only counts when at is NULL. Returns their bytes. */
+int64_t attn__lay_out(char *at, const attn_room *rooms, size_t count);
+
 /* The most units that any lengths can give. */
 int64_t attn__work_rows_most(const attn_plan *plan);
 int64_t attn__work_keys_most(const attn_plan *plan);
@@ -72,7 +81,7 @@ attn_status attn__work_flash(const attn_plan *plan, const attn_buffers *f);
 const attn_flash_range *attn__work_range(const attn_plan *plan, const attn_buffers *f, int32_t b, int32_t kv_head,
                                          int32_t tile);
 
-/* Is a sequence of that many rows worked with heads packed and keys in chunks? */
+/* Is a sequence of that many rows worked with heads packed and keys in chunks? (By AMX neither: attn__takes_amx.) */
 static inline bool attn__is_short(int32_t sq) { return sq <= ATTN_SPLIT_ROWS; }
 
 /*

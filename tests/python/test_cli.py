@@ -131,7 +131,7 @@ def test_bench_check_adds_an_error(op):
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     assert [line["dtype"] for line in lines] == ["f32", "f16", "bf16", "f64"]
-    bar = 2.3e-3 if op == "forward" else 4e-3  # as in tools/workload.c
+    bar = 2.5e-3 if op == "forward" else 3e-3  # as in tools/workload.c
     for line in lines:
         assert list(line) == KEYS.split() + ["error"] and 0 <= line["error"] < bar
 
@@ -144,7 +144,7 @@ def test_bench_kv_dtype_counts_its_bytes():
     assert [(x["dtype"], x["kv_dtype"]) for x in lines] == [(a, b) for a in ("f32", "bf16") for b in ("f32", "f16", "i8")]
     size = {"f32": 4, "f16": 2, "bf16": 2, "i8": 1}
     for line in lines:
-        assert line["cold"] is True and line["error"] < 2.3e-3
+        assert line["cold"] is True and line["error"] < 2.5e-3
         rows, keys = 3 * 4 * 32, 256 * 2 * 32  # q and o, and lse; k and v
         wanted = 2 * rows * size[line["dtype"]] + 2 * keys * size[line["kv_dtype"]] + 4 * 3 * 4
         assert line["gb_per_s"] * line["ms"] * 1e6 == pytest.approx(wanted, rel=1e-4)
