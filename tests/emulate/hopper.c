@@ -6,7 +6,7 @@
 
 enum {
     MOST_BARRIERS = 64,
-    MOST_COPIES = 64,
+    MOST_COPIES = 256,
     MOST_BYTES = 256 * EMULATE_LINE_BYTES, /* of a copy */
     MOST_THREADS = 1024,
     WARPS = MOST_THREADS / 32,
