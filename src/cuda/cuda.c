@@ -292,14 +292,12 @@ static int64_t split_rows(const attn_problem *p) {
 }
 
 /*
- * Do Hopper's blocks share the work by a counter? Where some places have more to do than others, and that is more than the two
- * microseconds which it takes to clear one.
+ * Do Hopper's blocks share the work by a counter? Where places have more and less to do and nobody knows how much before the launch.
+ * Under a causal mask one brought nothing, and it takes two microseconds to clear it.
  */
 bool attn__cuda_counts(const attn_problem *p) {
-    enum { LONG = 2048 };
     if (p->op != ATTN_FORWARD || p->batch == 0 || p->max_q <= ATTN_CUDA_SPLIT_ROWS) return false;
-    if (p->flags & ATTN_OWN_LENGTHS) return true;
-    return ((p->flags & (ATTN_CAUSAL | ATTN_WINDOW)) || p->flashmask_vectors) && p->max_kv >= LONG;
+    return (p->flags & ATTN_OWN_LENGTHS) || p->flashmask_vectors;
 }
 
 static attn_status lay_out(attn_plan *plan) {

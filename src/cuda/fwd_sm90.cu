@@ -6,7 +6,8 @@
  * Its warpgroups are the consumers, which multiply, and behind them the producers, four warps that see to it that they can:
  *
  *   loader     fetches Q, K and V, tile after tile, as buffers become empty
- *   scheduler  takes places ahead of time and tells of them
+ *   scheduler  takes places ahead of time and tells of them (lines for every feature; in plain ones that is so little that
+ *              everybody does it)
  *   hands      run errands for the loader: what the accelerator cannot describe (pages, odd addresses) is gathered piece by piece, and
  *              V is cleaned where that turns out to be needed
  *
@@ -92,9 +93,8 @@ enum {
     TILES = 2 * STAGES, /* notes on tiles: a consumer whose first thread has let go of a tile may still read that of it */
     ERRANDS = 4,
     PLACES = 2,
-    HANDS = 64, /* threads */
-    READERS = ALL ? THREADS + 32 : 4 * CONSUMERS + 1, /* of what the scheduler tells: threads, or one to a warp */
-    LOT = ALL ? 4 : 1, /* places that a block takes at a time, where they are not shared out beforehand */
+    HANDS = ALL ? 64 : 96, /* threads */
+    LOT = 4,               /* places that a block takes at a time, where they are not shared out beforehand */
     LOTS = 128,        /* of a pass */
     LENDS = QBUF == 1, /* O leaves through buffers of K and V */
     OUT_ROWS = LENDS ? 64 : BM,
@@ -153,10 +153,6 @@ enum { CLEAN_NOTHING, CLEAN_END, CLEAN_ALL }; /* V past the end of the sequence;
 
 /* The scheduler's words. */
 enum { TELL_PLACE, TELL_END, TELL_LAST }; /* a place; the pass is at its end; there is no other one */
-typedef struct claim {
-    int32_t first;  /* head of the group of heads */
-    uint32_t index; /* of the place, in the group */
-} claim;
 
 typedef struct shared_notes {
     uint64_t q_full[QBUF], q_empty[QBUF], k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
@@ -168,8 +164,7 @@ typedef struct shared_notes {
     int32_t is_seen[QBUF]; /* does any row of the place see any key? */
     uint32_t lots[LOTS];   /* the places that the scheduler took in this pass */
     int32_t told[PLACES];
-    claim claims[PLACES];                  /* plain lines */
-    tile_place places[ALL ? PLACES : 1]; /* the others */
+    tile_place places[PLACES];
 } shared_notes;
 static_assert(sizeof(shared_notes) <= ATTN_HOPPER_NOTES, "give the notes more room");
 
@@ -206,190 +201,14 @@ DEVICE void make_barriers(const buffers &b) {
     }
     for (int n = 0; n < PLACES; n++) {
         mbarrier_init(BARRIER(b, place_full, n), 1);
-        mbarrier_init(BARRIER(b, place_empty, n), READERS);
+        mbarrier_init(BARRIER(b, place_empty, n), THREADS + 32);
     }
-    mbarrier_init(BARRIER(b, pass, 0), THREADS + 64);
+    mbarrier_init(BARRIER(b, pass, 0), THREADS + (ALL ? 64 : 32));
     for (int n = 0; n < 2; n++) b.notes->dirty[n] = b.notes->again[n] = 0;
     fence_mbarrier_init();
 }
 
-/*
- * A vote says nothing new, but tells the compiler that all lanes agree. It has to know where products are under way; and what is
- * counted along a way that all take together, such as rings, then is in the registers that a warp has once.
- */
-DEVICE bool says(bool x) { return __any_sync(~0u, x); }
-
-/* ---- places ---- */
-
-/*
- * They are counted as [groups of heads][slot][head]. Where they are all alike, blocks take them in turn, forwards and backwards; where
- * they are not, there is a counter, and whoever is through with a place takes the next LOT of them.
- */
-
-/* Plain lines: all lengths alike. */
-DEVICE bool is_plain_place(const attn_cuda_args &a, const claim &c) {
-    const int32_t left = a.p.batch * a.p.heads_q - c.first; /* plain lines: batch * heads_q is below 2^31 */
-    return left > 0 && c.index < (uint32_t)attn__min32(a.group, left) * (uint32_t)a.row_tiles;
-}
-DEVICE void plain_place(const attn_cuda_args &a, const claim &c, tile_place &at) {
-    const int32_t left = a.p.batch * a.p.heads_q - c.first;
-    const bool whole = left >= a.group;
-    const uint32_t size = whole ? (uint32_t)a.group : (uint32_t)left;
-    const uint32_t slot = whole ? attn__divide(c.index, a.by_group) : c.index / size;
-    const uint32_t head = (uint32_t)c.first + c.index - slot * size;
-    at.s = {};
-    at.s.b = at.s.slot = (int32_t)attn__divide(head, a.by_heads);
-    at.s.sq = a.p.max_q;
-    at.s.sk = a.p.max_kv;
-    at.h = (int32_t)head - at.s.b * a.p.heads_q;
-    at.kv_head = (int32_t)attn__divide((uint32_t)at.h, a.by_share);
-    at.row = (a.row_tiles - 1 - (int32_t)slot) * BM;
-    at.rows = attn__min32(BM, at.s.sq - at.row);
-    at.mask = attn__seq_mask(&a.p, &at.s);
-    int32_t from, to;
-    attn__mask_rows(&at.mask, at.row, at.row + at.rows, &from, &to);
-    attn__mask_rows_all(&at.mask, at.row, at.row + at.rows, &at.all_from, &at.all_to);
-    at.n_first = from / BN;
-    at.n_last = to > from ? (to - 1) / BN : -1;
-    at.from = 0;
-    at.to = at.s.sk;
-    at.split = false;
-    at.dv0 = at.chunk = 0;
-    at.scale = a.scale_log2;
-    at.raw = at.o_factor = 1;
-    at.least = a.least;
-}
-
-/* Everybody who is through with a pass meets here. Is it to be done again? */
-DEVICE bool goes_again(const buffers &b, uint32_t pass) {
-    mbarrier_arrive(BARRIER(b, pass, 0));
-    mbarrier_wait_parity(BARRIER(b, pass, 0), pass & 1);
-    return says(b.notes->again[pass & 1] == pass + 1);
-}
-
-/* ---- the scheduler, one warp ---- */
-
-/* Lot k of a pass, `before` it having been others: this lane's place, or one past the end. */
-DEVICE int64_t place_of(const attn_cuda_args &a, const buffers &b, int64_t before, int k, bool again) {
-    const uint32_t lane = threadIdx.x & 31;
-    if (!a.counter) {
-        const int64_t i = (before + k) * 32 + lane;
-        return i * gridDim.x + (i & 1 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
-    }
-    if (lane == 0 && !again)
-        b.notes->lots[k] = before + k == 0 ? blockIdx.x * LOT : (gridDim.x * LOT + atomicAdd(a.counter, (uint32_t)LOT));
-    __syncwarp();
-    return lane < LOT ? (int64_t)b.notes->lots[k] + lane : INT64_MAX;
-}
-
-/* One to a lane: is there anything to do? Padding is filled on the way. */
-DEVICE bool find(const attn_cuda_args &a, claim &c, tile_place &at, int64_t n) {
-    const uint32_t each = (uint32_t)a.group * (uint32_t)a.slots;
-    const int64_t group = n <= INT32_MAX ? attn__divide((uint32_t)n, a.by_each) : n / each;
-    const bool inside = n < a.work;
-    if (inside) c = {(int32_t)(group * a.group), (uint32_t)(n - group * each)};
-    if (!ALL) return inside && is_plain_place(a, c);
-    at.pad_from = at.pad_to = 0;
-    const bool found = inside && find_place(a, at, c.first, c.index);
-    for (uint32_t left = __ballot_sync(~0u, at.pad_from < at.pad_to); left; left &= left - 1) {
-        const int from = __ffs(left) - 1;
-        fill_rows(a, __shfl_sync(~0u, at.s.b, from), __shfl_sync(~0u, at.h, from), __shfl_sync(~0u, at.pad_from, from),
-                  __shfl_sync(~0u, at.pad_to, from), threadIdx.x & 31, 32);
-    }
-    return found;
-}
-
-/* One lane tells of its place, or of an end. */
-DEVICE void tell(const buffers &b, const ring &r, int what, const claim &c, const tile_place &at) {
-    mbarrier_wait_parity(BARRIER(b, place_empty, r.at), r.parity ^ 1);
-    b.notes->told[r.at] = what;
-    if (!ALL) b.notes->claims[r.at] = c;
-    if (ALL && what == TELL_PLACE) b.notes->places[r.at] = at;
-    mbarrier_arrive(BARRIER(b, place_full, r.at));
-}
-
-/* Says whether this pass is the last one. */
-DEVICE bool tell_pass(const attn_cuda_args &a, const buffers &b, ring &r, int64_t before, bool again) {
-    const int lane = threadIdx.x & 31;
-    bool last = false;
-    claim c = {};
-    tile_place at;
-    for (int k = 0; k < LOTS && !last; k++) {
-        const int64_t n = place_of(a, b, before, k, again);
-        last = !__any_sync(~0u, n < a.work);
-        for (uint32_t left = __ballot_sync(~0u, !last && find(a, c, at, n)); left; left &= left - 1) {
-            if (lane == __ffs(left) - 1) tell(b, r, TELL_PLACE, c, at);
-            __syncwarp();
-            turn_ring(r, PLACES);
-        }
-    }
-    if (lane == 0) tell(b, r, last ? TELL_LAST : TELL_END, c, at);
-    __syncwarp();
-    turn_ring(r, PLACES);
-    return last;
-}
-
-DEVICE void schedule(const attn_cuda_args &a, const buffers &b) {
-    ring r = {};
-    bool again = false;
-    for (uint32_t pass = 0;;) {
-        const bool last = tell_pass(a, b, r, (int64_t)pass * LOTS, again);
-        again = !again && goes_again(b, pass);
-        if (again) continue;
-        pass++;
-        if (last) return;
-    }
-}
-
-/* Where consumers and loader are. */
-typedef struct stroll {
-    ring r;
-    uint32_t number; /* of the place, counted over all passes */
-    uint32_t pass;
-    bool careful; /* for the second time */
-} stroll;
-
-/* What the scheduler tells next. Plain lines: one lane of the warp reads it, and at once lets go. */
-DEVICE int listen(const attn_cuda_args &a, const buffers &b, stroll &s, tile_place &own) {
-    int what = 0;
-    claim c = {};
-    mbarrier_wait_parity(BARRIER(b, place_full, s.r.at), s.r.parity);
-    if (ALL) return b.notes->told[s.r.at];
-    __syncwarp(); /* nobody waits any more when the next one may be told */
-    if ((threadIdx.x & 31) == 0) {
-        what = b.notes->told[s.r.at];
-        c = b.notes->claims[s.r.at];
-        mbarrier_arrive(BARRIER(b, place_empty, s.r.at));
-    }
-    turn_ring(s.r, PLACES);
-    what = __shfl_sync(~0u, what, 0);
-    c.first = __shfl_sync(~0u, c.first, 0);
-    c.index = __shfl_sync(~0u, c.index, 0);
-    if (says(what == TELL_PLACE)) plain_place(a, c, own);
-    return what;
-}
-DEVICE void let_go_of_place(const buffers &b, stroll &s) {
-    if (!ALL) return;
-    mbarrier_arrive(BARRIER(b, place_empty, s.r.at));
-    turn_ring(s.r, PLACES);
-}
-DEVICE void leave_place(const buffers &b, stroll &s) {
-    let_go_of_place(b, s);
-    s.number++;
-}
-/* Is there another place? `own` has room for it. */
-DEVICE bool at_place(const attn_cuda_args &a, const buffers &b, stroll &s, tile_place &own) {
-    for (;;) {
-        const int what = listen(a, b, s, own);
-        if (says(what == TELL_PLACE)) return true;
-        let_go_of_place(b, s);
-        s.careful = !s.careful && goes_again(b, s.pass);
-        if (s.careful) continue;
-        s.pass++;
-        if (says(what == TELL_LAST)) return false;
-    }
-}
-#define PLACE(b, s, own) (ALL ? (b).notes->places[(s).r.at] : (own))
+#include "places.cuh"
 
 /* ---- the loader, one warp ---- */
 
@@ -575,10 +394,12 @@ DEVICE void load_place(const attn_cuda_args90 &x, const buffers &b, loader &me, 
 DEVICE void load(const attn_cuda_args90 &x, const buffers &b) {
     const attn_cuda_args &a = x.a;
     const bool first = (threadIdx.x & 31) == 0;
-    stroll s = {};
+    stroll s = start_stroll(a);
     tile_place own;
     loader me = {};
-    for (; at_place(a, b, s, own); leave_place(b, s)) load_place(x, b, me, s, PLACE(b, s, own));
+    do {
+        for (; at_place(a, b, s, own); leave_place(a, b, s)) load_place(x, b, me, s, PLACE(b, s, own));
+    } while (start_again(a, b, s));
     if (first) mbarrier_arrive(new_errand(b, me, s, own, ERRAND_END, CLEAN_NOTHING, 0, 0, 0, 0, 0));
 }
 
@@ -680,7 +501,7 @@ DEVICE bool follow_scores(const attn_cuda_args &a, const tile_place &at, bool &h
                           float l[MT][2], float factor[MT][2], const tile_extras &x, tile t, int kind) {
     float most[MT][2];
     scores(a, at, kind, t.n, s, x);
-    if (kind == STEP_ANY && says(t.partial)) mask_scores(a, at, t.n, s);
+    if (kind == STEP_ANY && agrees(t.partial)) mask_scores(a, at, t.n, s);
     bool raise = find_maximum(most, s, m);
     if (raise) has_huge = raise_maximum(factor, most, m, l, at.scale);
     return raise;
@@ -734,33 +555,29 @@ DEVICE void turn_v(const buffers &b, consumer &me) {
     turn_ring(me.v, STAGES);
     me.of_v = me.v.at ? wgmma_step(me.of_v, 1, V_BYTES) : wgmma_mn_major(b.v, BN * ROW);
 }
-/* A barrier that waits for all threads of the consumers: a lane for its warp; each for itself; or the first for all. */
-DEVICE void arrive_for_warp(uint32_t empty) {
-    if ((threadIdx.x & 31) == 0) mbarrier_arrive_count(empty, 32);
+/* A barrier that waits for all threads of the consumers: the first for all; in lines for every feature a lane for its warp, or each. */
+DEVICE void arrive_for(uint32_t empty, int threads) {
+    if (threadIdx.x % threads == 0) mbarrier_arrive_count(empty, threads);
 }
-DEVICE void arrive_or_first(uint32_t empty) {
-    if (ALL)
-        mbarrier_arrive(empty);
-    else if (is_first_thread())
-        mbarrier_arrive_count(empty, 128);
-}
+DEVICE void arrive_by_warps(uint32_t empty) { arrive_for(empty, ALL ? 32 : 128); }
+DEVICE void arrive_by_threads(uint32_t empty) { arrive_for(empty, ALL ? 1 : 128); }
 DEVICE void let_go_of_k(const buffers &b, consumer &me, bool last) {
-    arrive_for_warp(BARRIER(b, k_empty, me.k.at));
-    if (LENDS && last) arrive_or_first(BARRIER(b, q_empty, me.q.at));
+    arrive_by_warps(BARRIER(b, k_empty, me.k.at));
+    if (LENDS && last) arrive_by_threads(BARRIER(b, q_empty, me.q.at));
     turn_k(b, me);
     me.tile++;
 }
 DEVICE void let_go_of_v(const buffers &b, consumer &me) {
-    arrive_for_warp(BARRIER(b, v_empty, me.v.at));
+    arrive_by_warps(BARRIER(b, v_empty, me.v.at));
     turn_v(b, me);
 }
 /* What O has left through. */
 DEVICE void let_go_of_out(const buffers &b, const consumer &me) {
     if (LENDS) {
-        arrive_or_first(BARRIER(b, k_empty, me.k.at));
-        arrive_or_first(BARRIER(b, v_empty, me.v.at));
+        arrive_by_threads(BARRIER(b, k_empty, me.k.at));
+        arrive_by_threads(BARRIER(b, v_empty, me.v.at));
     } else {
-        arrive_or_first(BARRIER(b, q_empty, me.q.at));
+        arrive_by_threads(BARRIER(b, q_empty, me.q.at));
     }
 }
 
@@ -776,22 +593,18 @@ DEVICE void step(const attn_cuda_args &a, const tile_place &at, consumer &me, co
     pass_turn(me);
     if (ALL) make_extras(a, at, kind, t.n, x);
     wgmma_wait_group(1);
-    let_go_of_k(b, me, says(t.last));
+    let_go_of_k(b, me, agrees(t.last));
     bool raise = follow_scores(a, at, me.has_huge, s, m, l, factor, x, t, kind);
     exponentials(at, me.has_huge, s, m, l);
     wgmma_wait_group(0);
     let_go_of_v(b, me);
-    if (raise) {
-#pragma unroll
-        for (int half = 0; half < 2; half++) /* 8 rows of the warp: often it was only one of the others that grew */
-            if (__any_sync(~0u, factor[0][half] != 1)) rescale_half(o, factor, half);
-    }
+    if (raise) rescale(o, factor);
     pack_p(a, p, s, x, kind);
 }
 
 /* Each kind has code of its own, that does not jump over what others need; but with a large O registers would run out. */
 #define STEP_IF(which)                                                                                                     \
-    if (((ALL && DV <= 128) || which == STEP_PLAIN) && says(kind == which))                                                \
+    if (((ALL && DV <= 128) || which == STEP_PLAIN) && agrees(kind == which))                                                \
         step(a, at, me, b, o, s, p, m, l, t, which);                                                                       \
     else
 /* All tiles of one place. Says whether V held something that is not finite. */
@@ -807,11 +620,11 @@ DEVICE bool walk(const attn_cuda_args &a, const tile_place &at, consumer &me, co
     pass_turn(me);
     if (ALL) make_extras(a, at, STEP_ANY, t.n, x);
     wgmma_wait_group(0);
-    let_go_of_k(b, me, says(t.last));
+    let_go_of_k(b, me, agrees(t.last));
     follow_scores(a, at, me.has_huge, s, m, l, factor, x, t, STEP_ANY);
     exponentials(at, me.has_huge, s, m, l);
     pack_p(a, p, s, x, STEP_ANY);
-    while (!says(t.last)) {
+    while (!agrees(t.last)) {
         wait_for_k(b, me);
         t = tile_here(at, b, me, t.n - 1);
         const int kind = t.partial ? (int)STEP_ANY : ALL ? (int)at.step : (int)STEP_PLAIN;
@@ -953,7 +766,7 @@ DEVICE void work_at(const attn_cuda_args90 &x, const buffers &b, consumer &me, c
     if (says(ALL ? b.notes->is_seen[me.q.at] : at.n_last >= 0))
         dirty = walk(a, at, me, b, o, m, l, s.number);
     else if (LENDS)
-        arrive_or_first(BARRIER(b, q_empty, me.q.at));
+        arrive_by_threads(BARRIER(b, q_empty, me.q.at));
     if (masks && !s.careful && holds_nonfinite(o)) b.notes->again[s.pass & 1] = s.pass + 1;
     finish(a, at, o, m, l);
     store_o(x, b, at, me, o);
@@ -979,9 +792,12 @@ DEVICE void consume(const attn_cuda_args90 &x, const buffers &b) {
     me.of_v = wgmma_mn_major(b.v, BN * ROW);
     if (me.number == CONSUMERS - 1) bar_arrive(BARRIER_TURN, 256);       /* the first turn is the first consumer's */
     const bool masks = ALL || (a.p.flags & (ATTN_CAUSAL | ATTN_WINDOW)); /* other than by the end of the tensor */
-    stroll s = {};
+    stroll s = start_stroll(a);
     tile_place own;
-    for (; at_place(a, b, s, own); leave_place(b, s)) work_at(x, b, me, s, PLACE(b, s, own), masks);
+    do {
+        for (; at_place(a, b, s, own); leave_place(a, b, s)) work_at(x, b, me, s, PLACE(b, s, own), masks);
+        if (is_first_thread()) cp_async_bulk_wait_group(); /* before the same rows are stored again */
+    } while (start_again(a, b, s));
 }
 
 KERNEL __launch_bounds__(THREADS + 128, 1) VARIANT(const __grid_constant__ attn_cuda_args90 x) {
@@ -994,7 +810,7 @@ KERNEL __launch_bounds__(THREADS + 128, 1) VARIANT(const __grid_constant__ attn_
         setmaxnreg_dec(PRODUCER_REGISTERS);
         if (threadIdx.x < THREADS + 32)
             load(x, b);
-        else if (threadIdx.x < THREADS + 64)
+        else if (ALL && threadIdx.x < THREADS + 64)
             schedule(x.a, b);
         else
             run_errands(x.a, b);

@@ -29,19 +29,13 @@ static int32_t heads_side_by_side(const attn_problem *p) {
 static int64_t blocks_of_hopper(const attn_cuda_run *run) { return run->sms > 0 ? run->sms : 1; }
 
 /*
- * By a counter the heads of a group are those whose keys stay in the L2 cache together; groups are of about one size. Otherwise
- * Hopper's blocks take places in turn, forwards and backwards: under a causal mask each then gets the same sum if a group has an even
+ * Hopper's blocks take places in turn, forwards and backwards. Under a causal mask each then gets the same sum if a group has an even
  * number of places for every block; about 28 heads are enough for the last group's short rows, and few enough for the cache.
  */
 static int32_t heads_of_hopper(const attn_problem *p, int64_t row_tiles, int64_t blocks) {
-    enum { HEADS = 28, CACHE = 32 << 20 };
+    enum { HEADS = 28 };
     int64_t heads = (int64_t)p->batch * p->heads_q, even = 2 * blocks, rounds = (HEADS * row_tiles + even / 2) / even;
     if (!(p->flags & ATTN_CAUSAL) || heads == 0 || row_tiles == 0) return 1;
-    if (attn__cuda_counts(p)) {
-        int64_t each = (int64_t)p->max_kv * (p->dim_qk + p->dim_v) * (int64_t)attn_dtype_size(p->kv_dtype) + 1;
-        int64_t fit = (CACHE / each ? CACHE / each : 1) * (p->heads_q / p->heads_kv);
-        return (int32_t)attn__ceil_div(heads, attn__ceil_div(heads, fit));
-    }
     int64_t group = (even * (rounds ? rounds : 1) + row_tiles / 2) / row_tiles;
     return (int32_t)(group < 1 ? 1 : group < heads ? group : heads);
 }
@@ -77,7 +71,7 @@ static attn_cuda_args make_args(const attn_cuda_run *run, const attn_plan *plan,
     a.vector_ok = run->vector_ok;
     a.tma = run->tma;
     a.box = run->box;
-    if (forward->hopper && attn__cuda_counts(p)) a.counter = attn__part(plan, f, CUDA_COUNTER);
+    if (forward->hopper && forward->all && attn__cuda_counts(p)) a.counter = attn__part(plan, f, CUDA_COUNTER);
     a.by_group = attn__divider(a.group);
     a.by_each = attn__divider(attn__max32(a.group * a.slots, 1));
     a.by_heads = attn__divider(p->heads_q);

@@ -262,16 +262,13 @@ DEVICE bool raise_maximum(float factor[MT][2], const float most[MT][2], float m[
     return __any_sync(~0u, has_huge);
 }
 
-/* Of every 16 rows the first or the last 8. */
-DEVICE void rescale_half(float o[MT][DT][4], const float factor[MT][2], int half) {
+DEVICE void rescale(float o[MT][DT][4], const float factor[MT][2]) {
 #pragma unroll
     for (int mt = 0; mt < MT; mt++)
 #pragma unroll
-        for (int x = 0; x < 2 * DT; x++) o[mt][x / 2][2 * half + x % 2] *= factor[mt][half];
-}
-DEVICE void rescale(float o[MT][DT][4], const float factor[MT][2]) {
-    rescale_half(o, factor, 0);
-    rescale_half(o, factor, 1);
+        for (int dt = 0; dt < DT; dt++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) o[mt][dt][e] *= factor[mt][e >> 1];
 }
 
 /* The largest scores that the lane sees of each row; true if one of the warp's rows has grown. */
