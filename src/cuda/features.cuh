@@ -108,8 +108,8 @@ DEVICE void alibi_scores(const tile_place &at, int32_t n, float s[MT][NT][4]) {
 enum { EARLY = DV <= 128 ? 2 * MT * NT : 0 }; /* words: with a larger O there are no registers for them */
 typedef struct tile_extras {
     uint32_t kept[MT][2];       /* dropout: bit NT - 1 - nt of a row is element 2t of 8 keys; 16 further 2t + 1 */
-    const uint8_t *bias[MT][2]; /* STEP_BIAS: where the rows' bias of this tile begins, ... */
-    uint32_t early[EARLY + 1];  /* ... and the first words of it */
+    const uint8_t *bias[MT][2]; /* where the rows' bias of this tile begins, if it is fetched in pairs */
+    uint32_t early[EARLY + 1];  /* STEP_BIAS: the first words of it */
 } tile_extras;
 
 #define FIRST_WORD(mt, half, nt, words) ((((mt)*2 + (half)) * NT + (nt)) * (words)) /* in tile_extras.early */
@@ -127,11 +127,6 @@ DEVICE const uint8_t *bias_at(const attn_cuda_args &a, const tile_place &at, int
     i = attn__min32(i, at.s.sq - 1); /* rows past the end count for nothing */
     return (const uint8_t *)a.f.bias.data +
            attn__matrix_at(&a.f.bias, at.s.b, at.h, i, j) * (at.bias == BIAS_FLOATS ? 4 : 2);
-}
-
-DEVICE void find_bias(const attn_cuda_args &a, const tile_place &at, int32_t n, const uint8_t *bias[MT][2]) {
-#pragma unroll
-    for (int r = 0; r < 2 * MT; r++) bias[r / 2][r % 2] = bias_at(a, at, row_of(at, r / 2, r % 2), key_of(n, 0, 0));
 }
 
 /*
@@ -197,10 +192,9 @@ DEVICE void load_early(const tile_place &at, tile_extras &x) {
 DEVICE void make_extras(const attn_cuda_args &a, const tile_place &at, int kind, int32_t n, tile_extras &x) {
     if (does(STEP_DROP, kind, drops(a))) draw_kept(a, at, n, x.kept);
     if (!does(STEP_BIAS, kind, (a.p.flags & ATTN_BIAS) && has_pairs(at, n))) return;
-    if (kind == STEP_BIAS) {
-        find_bias(a, at, n, x.bias);
-        load_early(at, x);
-    }
+#pragma unroll
+    for (int r = 0; r < 2 * MT; r++) x.bias[r / 2][r % 2] = bias_at(a, at, row_of(at, r / 2, r % 2), key_of(n, 0, 0));
+    if (kind == STEP_BIAS) load_early(at, x);
     fetch_bias(a, at, n);
 }
 
@@ -250,16 +244,11 @@ DEVICE void bias_scores(const attn_cuda_args &a, const tile_place &at, int kind,
                         float factor, const tile_extras &x) {
     if (kind == STEP_ANY && !has_pairs(at, n)) {
         any_bias(a, at, n, s, factor);
-        return;
-    }
-    const uint8_t *bias[MT][2];
-    if (kind == STEP_ANY) find_bias(a, at, n, bias);
-    if (at.bias == BIAS_FLOATS) {
+    } else if (at.bias == BIAS_FLOATS) {
         EACH_PAIR(mt, nt, half) {
             const int word = FIRST_WORD(mt, half, nt, 2);
             float *y = &s[mt][nt][2 * half];
-            const uint8_t *row = kind == STEP_ANY ? bias[mt][half] : x.bias[mt][half];
-            const uint64_t pair = kind == STEP_ANY || word + 2 > EARLY ? two_floats(row, nt)
+            const uint64_t pair = kind == STEP_ANY || word + 2 > EARLY ? two_floats(x.bias[mt][half], nt)
                                                                        : x.early[word] | (uint64_t)x.early[word + 1] << 32;
             y[0] = fmaf(y[0], factor, __uint_as_float((uint32_t)pair));
             y[1] = fmaf(y[1], factor, __uint_as_float((uint32_t)(pair >> 32)));
@@ -268,8 +257,7 @@ DEVICE void bias_scores(const attn_cuda_args &a, const tile_place &at, int kind,
         EACH_PAIR(mt, nt, half) {
             const int word = FIRST_WORD(mt, half, nt, 1);
             float *y = &s[mt][nt][2 * half];
-            const uint8_t *row = kind == STEP_ANY ? bias[mt][half] : x.bias[mt][half];
-            const uint32_t pair = kind == STEP_ANY || word >= EARLY ? two_halves(row, nt) : x.early[word];
+            const uint32_t pair = kind == STEP_ANY || word >= EARLY ? two_halves(x.bias[mt][half], nt) : x.early[word];
             y[0] = fmaf(y[0], factor, BF16 ? __uint_as_float(pair << 16) : cvt_f32_f16((uint16_t)pair));
             y[1] = fmaf(y[1], factor, BF16 ? __uint_as_float(pair & 0xffff0000) : cvt_f32_f16((uint16_t)(pair >> 16)));
         }

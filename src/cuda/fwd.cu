@@ -359,6 +359,7 @@ DEVICE void step(const attn_cuda_args &a, const tile_place &at, walk &w, bool pa
     product_qk(s, q_kept, piece, w.f, e);
     cp_async_commit_group();
     if (WIDE) repair_scores(s, piece);
+    if (ALL && !WIDE) make_extras(a, at, STEP_ANY, w.n, x);
     scores(a, at, STEP_ANY, w.n, s, x);
     if (partial) mask_scores(a, at, w.n, s);
     if (EAGER != 2) {
@@ -369,7 +370,6 @@ DEVICE void step(const attn_cuda_args &a, const tile_place &at, walk &w, bool pa
     }
     const bool within = SCALES_WITHIN && !partial;
     follow_maximum(o, factor, s, m, l, w.has_huge, at, w.n, within);
-    if (ALL && !WIDE) make_extras(a, at, STEP_ANY, w.n, x);
     if (partial || WIDE) {
         make_p(p, s, m, l, w.has_huge, a, at, x, 0, PV_STEPS);
         if (holds_nonfinite(shared_v + now)) add_nonfinite(o, p, shared_v + now);
