@@ -273,22 +273,16 @@ DEVICE void rescale(float o[MT][DT][4], const float factor[MT][2]) {
 
 /* The largest scores that the lane sees of each row; true if one of the warp's rows has grown. */
 DEVICE bool find_maximum(float most[MT][2], float s[MT][NT][4], const float m[MT][2]) {
-    enum { CHAINS = NT < 4 ? NT : 4 }; /* side by side: in one alone each maximum would wait for that before */
     bool raise = false;
 #pragma unroll
     for (int mt = 0; mt < MT; mt++)
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            float x[CHAINS];
+            float x = fmaxf(s[mt][0][2 * half], s[mt][0][2 * half + 1]);
 #pragma unroll
-            for (int nt = 0; nt < NT; nt++) {
-                const float y = fmaxf(s[mt][nt][2 * half], s[mt][nt][2 * half + 1]);
-                x[nt % CHAINS] = nt < CHAINS ? y : fmaxf(x[nt % CHAINS], y);
-            }
-#pragma unroll
-            for (int c = 1; c < CHAINS; c++) x[0] = fmaxf(x[0], x[c]);
-            raise |= x[0] > m[mt][half];
-            most[mt][half] = x[0];
+            for (int nt = 1; nt < NT; nt++) x = fmaxf(x, fmaxf(s[mt][nt][2 * half], s[mt][nt][2 * half + 1]));
+            raise |= x > m[mt][half];
+            most[mt][half] = x;
         }
     return __any_sync(~0u, raise);
 }
