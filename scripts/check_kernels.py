@@ -19,6 +19,7 @@ REGISTERS = 65536  # of a multiprocessor
 SHARED = {80: 99 << 10, 90: 227 << 10}  # most that a block can have; sm_86 and 89, which run the rows of sm_80, have 99 KB
 LIBRARY_BYTES = 15 << 20  # most that all images together may have
 PIECE_THREADS = 128
+NOTES = int(re.search(r"ATTN_HOPPER_NOTES = (\d+)", (ROOT / "src/cuda/args.h").read_text())[1])
 BYTES = {"F16": 2, "BF16": 2, "F32": 4}
 
 
@@ -36,7 +37,7 @@ def read_table():
         if match[1] == "FWD90":
             dim, dim_v, bn, consumers, stages, qbuf = map(int, words[2:8])
             dim, dim_v = -(-dim // 64) * 64, -(-dim_v // 64) * 64
-            shared = (qbuf * 64 * consumers * dim + stages * bn * (dim + dim_v)) * 2 + 1024  # ATTN_HOPPER_BYTES of cuda.h
+            shared = (qbuf * 64 * consumers * dim + stages * bn * (dim + dim_v)) * 2 + NOTES  # ATTN_HOPPER_BYTES of cuda.h
             entries[words[0]] = (words[0], 128 * (consumers + 1), shared, SHARED[90], 1, "90a")
             continue
         name, arch, dtype = words[0], int(words[1]), words[2]

@@ -101,7 +101,7 @@ enum {
     OUT_BYTES = 64 * V_BLOCKS * ROW, /* of a consumer */
     /* 65,536 registers, 512 for each lane of four warps: some for the producers, the rest for the consumers */
     PRODUCER_REGISTERS = CONSUMERS == 3     ? 32
-                         : DV > 192 && !ALL ? 40
+                         : DV > 128           ? 40
                                             : 56,
     CONSUMER_REGISTERS = ((CONSUMERS == 3 ? 512 : 504) - PRODUCER_REGISTERS) / CONSUMERS / 8 * 8
 };
