@@ -94,15 +94,15 @@ enum {
     ERRANDS = 4,
     PLACES = 2,
     HANDS = ALL ? 64 : 96, /* threads */
-    LOT = 4,               /* places that a block takes at a time, where they are not shared out beforehand */
+    LOT = 1,               /* places that a block takes at a time, where they are not shared out beforehand */
     LOTS = 128,        /* of a pass */
     LENDS = QBUF == 1, /* O leaves through buffers of K and V */
     OUT_ROWS = LENDS ? 64 : BM,
     OUT_BYTES = 64 * V_BLOCKS * ROW, /* of a consumer */
     /* 65,536 registers, 512 for each lane of four warps: some for the producers, the rest for the consumers */
-    PRODUCER_REGISTERS = CONSUMERS == 3     ? 32
-                         : DV > 128           ? 40
-                                            : 56,
+    PRODUCER_REGISTERS = CONSUMERS == 3           ? 32
+                         : DV > (ALL ? 128 : 192) ? 40
+                                                  : 56,
     CONSUMER_REGISTERS = ((CONSUMERS == 3 ? 512 : 504) - PRODUCER_REGISTERS) / CONSUMERS / 8 * 8
 };
 static_assert(LENDS ? OUT_BYTES <= K_BYTES && (CONSUMERS - 1) * OUT_BYTES <= V_BYTES : DV <= DIM, "O has no way out");
@@ -465,7 +465,7 @@ DEVICE void run_errands(const attn_cuda_args &a, const buffers &b) {
         const errand &e = b.notes->errands[r.at];
         if (e.what == ERRAND_END) return;
         mbarrier_wait_parity(e.empty, e.parity);
-        mbarrier_wait_parity(BARRIER(b, q_empty, e.q.at), e.q.parity ^ 1);
+        if (!LENDS) mbarrier_wait_parity(BARRIER(b, q_empty, e.q.at), e.q.parity ^ 1); /* else Q may be empty again by now */
         if (ALL && e.what == ERRAND_Q) gather_tile(a, e, a.f.q, true, BM, QK_BLOCKS, a.p.dim_qk, hand);
         if (ALL && e.what == ERRAND_K) gather_tile(a, e, a.f.k, false, BN, QK_BLOCKS, a.p.dim_qk, hand);
         if (ALL && e.what == ERRAND_V) gather_tile(a, e, a.f.v, false, BN, V_BLOCKS, a.p.dim_v, hand);

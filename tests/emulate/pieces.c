@@ -247,53 +247,53 @@ static void test_places(attn_dtype dtype, int dim, uint32_t flags) {
 
 /* ---- more places than a pass has ---- */
 
-enum { MANY_BATCH = 70, MANY_HEADS = 10, MANY_ROWS = 20, MANY_KEYS = 40, MANY_DIM = 64 };
+enum { MANY_BATCH = 70, MANY_HEADS = 10, MANY_ROWS = 20, MANY_KEYS = 40, MANY_MOST = 192 };
 
 /* Sequences of lengths of their own; V of key 25 is infinite in every third of them: some rows of a tile see it, others do not. */
-static void attend_many(attn_context *where, uint16_t *o) {
-    enum { KEYS = MANY_BATCH * MANY_KEYS * MANY_DIM };
-    static uint16_t q[MANY_BATCH * MANY_ROWS * MANY_HEADS * MANY_DIM], k[KEYS], v[KEYS];
+static void attend_many(attn_context *where, int dim, uint16_t *o) {
+    static uint16_t q[MANY_BATCH * MANY_ROWS * MANY_HEADS * MANY_MOST], k[MANY_BATCH * MANY_KEYS * MANY_MOST], v[MANY_BATCH * MANY_KEYS * MANY_MOST];
+    const size_t bytes = (size_t)MANY_BATCH * MANY_ROWS * MANY_HEADS * (size_t)dim * 2;
+    const int keys = MANY_BATCH * MANY_KEYS * dim;
     int32_t used[MANY_BATCH];
     attn_problem p = {.size = sizeof p, .op = ATTN_FORWARD, .dtype = ATTN_BF16, .batch = MANY_BATCH};
     p.heads_q = MANY_HEADS;
     p.heads_kv = 1;
-    p.dim_qk = p.dim_v = MANY_DIM;
+    p.dim_qk = p.dim_v = dim;
     p.max_q = MANY_ROWS;
     p.max_kv = MANY_KEYS;
     p.flags = ATTN_USED_KV | ATTN_CAUSAL;
     srand(23);
     for (size_t n = 0; n < sizeof q / sizeof *q; n++) q[n] = attn__to_bf16((float)(rand() % 2001 - 1000) / 500);
-    for (int n = 0; n < KEYS; n++) {
+    for (int n = 0; n < keys; n++) {
         k[n] = attn__to_bf16((float)(rand() % 2001 - 1000) / 500);
         v[n] = attn__to_bf16((float)(rand() % 2001 - 1000) / 500);
-        const int key = n / MANY_DIM % MANY_KEYS, b = n / MANY_DIM / MANY_KEYS;
-        if (key == 25 && b % 3 == 0 && n % MANY_DIM == b % MANY_DIM) v[n] = attn__to_bf16(INFINITY);
+        const int key = n / dim % MANY_KEYS, b = n / dim / MANY_KEYS;
+        if (key == 25 && b % 3 == 0 && n % dim == b % dim) v[n] = attn__to_bf16(INFINITY);
     }
     for (int b = 0; b < MANY_BATCH; b++) used[b] = MANY_KEYS - b % 13;
     bool device = where == context;
     attn_buffers f = {.size = sizeof f};
-    size_t bytes = sizeof q;
-    f.q = attn_dense(device ? put(q, bytes) : q, MANY_ROWS, MANY_HEADS, MANY_DIM);
-    f.k = attn_dense(device ? put(k, sizeof k) : k, MANY_KEYS, 1, MANY_DIM);
-    f.v = attn_dense(device ? put(v, sizeof v) : v, MANY_KEYS, 1, MANY_DIM);
+    f.q = attn_dense(device ? put(q, bytes) : q, MANY_ROWS, MANY_HEADS, dim);
+    f.k = attn_dense(device ? put(k, (size_t)keys * 2) : k, MANY_KEYS, 1, dim);
+    f.v = attn_dense(device ? put(v, (size_t)keys * 2) : v, MANY_KEYS, 1, dim);
     f.used_kv = device ? put(used, sizeof used) : used;
-    f.o = attn_dense(device ? put(NULL, bytes) : o, MANY_ROWS, MANY_HEADS, MANY_DIM);
+    f.o = attn_dense(device ? put(NULL, bytes) : o, MANY_ROWS, MANY_HEADS, dim);
     must(attn_forward(where, &p, &f, NULL) == ATTN_OK, "attn_forward");
     if (device) get(o, f.o.data, bytes);
     free_arrays();
 }
 
-/* Blocks take these from a counter, and one block, which here runs first, takes them all: 700, where a pass notes 512. */
-static void test_many_places(void) {
-    enum { NUMBERS = MANY_BATCH * MANY_ROWS * MANY_HEADS * MANY_DIM };
+/* Blocks take these from a counter, and one block, which here runs first, takes them all: 700, where a pass notes 128. */
+static void test_many_places(int dim) {
+    enum { NUMBERS = MANY_BATCH * MANY_ROWS * MANY_HEADS * MANY_MOST };
     static uint16_t want[NUMBERS], got[NUMBERS];
     attn_config config = {.size = sizeof config, .backend = ATTN_BACKEND_REF};
     attn_context *ref;
     must(attn_context_create(&ref, &config) == ATTN_OK, "ref");
-    attend_many(ref, want);
-    attend_many(context, got);
+    attend_many(ref, dim, want);
+    attend_many(context, dim, got);
     int wrong = 0, infinite = 0;
-    for (int n = 0; n < NUMBERS; n++) {
+    for (int n = 0; n < NUMBERS / MANY_MOST * dim; n++) {
         double w = attn__load(ATTN_BF16, want, n), g = attn__load(ATTN_BF16, got, n);
         infinite += isinf(w) != 0;
         wrong += !(w == g || fabs(w - g) <= 1.0 / 64);
@@ -422,7 +422,8 @@ int main(int count, char **words) {
     test_places(ATTN_F16, 96, ATTN_CAUSAL);
     test_places(ATTN_BF16, 192, window);
     test_places(ATTN_BF16, 256, 0);
-    test_many_places();
+    test_many_places(64);
+    test_many_places(192);
     if (all) test_wild_values();
     attn_context_destroy(context);
     printf("%d passed, %d failed\n", passed, failed);
