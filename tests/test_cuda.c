@@ -576,8 +576,9 @@ TEST(cuda_workspace_is_as_large_as_documented) {
     p.max_kv = 2048;
     p.max_q = 17;
     CHECK(workspace_of(context, p) == 0); /* no sequence is short */
-    const size_t counter = 64; /* a number, on a cache line of its own: Hopper's kernels for sequences of different lengths */
-    p.flags = ATTN_USED_Q;     /* one may be short */
+    const size_t counter =
+        64;                /* a number, on a cache line of its own: Hopper's kernels for sequences of different lengths */
+    p.flags = ATTN_USED_Q; /* one may be short */
     CHECK(workspace_of(context, p) == 16 * parts * (64 * 4 + 4) + counter);
     p.flags = ATTN_VARLEN_Q; /* no more rows than all sequences have together: 19 of four heads, four chunks ... */
     p.total_q = 19;
@@ -595,7 +596,8 @@ TEST(cuda_workspace_is_as_large_as_documented) {
     p = problem(ATTN_F16, 3, 4, 2, 40, 600, 64);
     p.flashmask_vectors = 2;
     p.flashmask_heads = 2;
-    CHECK(workspace_of(context, p) == 3 * 2 * 19 * 32 + counter); /* batch, heads, tiles of 32 keys, two times four numbers */
+    CHECK(workspace_of(context, p) ==
+          3 * 2 * 19 * 32 + counter); /* batch, heads, tiles of 32 keys, two times four numbers */
     p.dim_qk = p.dim_v = 512;
     CHECK(workspace_of(context, p) == 3 * 2 * 38 * 32); /* that kernel's tiles have 16 */
     p = problem(ATTN_F16, 1 << 20, 64, 64, 16, 1 << 20, 576);

@@ -95,8 +95,8 @@ enum {
     PLACES = 2,
     HANDS = ALL ? 64 : 96, /* threads */
     LOT = 1,               /* places that a block takes at a time, where they are not shared out beforehand */
-    LOTS = 128,        /* of a pass */
-    LENDS = QBUF == 1, /* O leaves through buffers of K and V */
+    LOTS = 128,            /* of a pass */
+    LENDS = QBUF == 1,     /* O leaves through buffers of K and V */
     OUT_ROWS = LENDS ? 64 : BM,
     OUT_BYTES = 64 * V_BLOCKS * ROW, /* of a consumer */
     /* 65,536 registers, 512 for each lane of four warps: some for the producers, the rest for the consumers */
@@ -269,8 +269,8 @@ DEVICE void expect(uint32_t full, int bytes) {
 }
 
 /* Writes an errand; it is handed over by the barrier that is returned. n: tile of keys. */
-DEVICE uint32_t new_errand(const buffers &b, loader &me, const stroll &s, const tile_place &at, int what, int clean, int32_t n,
-                           uint32_t to, uint32_t full, uint32_t empty, uint32_t parity) {
+DEVICE uint32_t new_errand(const buffers &b, loader &me, const stroll &s, const tile_place &at, int what, int clean,
+                           int32_t n, uint32_t to, uint32_t full, uint32_t empty, uint32_t parity) {
     const uint32_t place = me.errands.at;
     errand &e = b.notes->errands[place];
     mbarrier_wait_parity(BARRIER(b, errand_empty, place), me.errands.parity ^ 1);
@@ -411,8 +411,8 @@ DEVICE uint32_t piece_at(uint32_t tile, int rows, int row, int chunk) {
 }
 
 /* A tile piece by piece; rows that are not of the sequence become zero. */
-DEVICE void gather_tile(const attn_cuda_args &a, const errand &e, const attn_tensor &t, bool is_q, int rows, int blocks, int dim,
-                        int hand) {
+DEVICE void gather_tile(const attn_cuda_args &a, const errand &e, const attn_tensor &t, bool is_q, int rows, int blocks,
+                        int dim, int hand) {
     const attn_dtype dtype = is_q ? a.p.dtype : a.p.kv_dtype;
     const bool whole = a.vector_ok && dtype == (attn_dtype)DTYPE;
     for (int n = hand; n < rows * blocks * 8; n += HANDS) {
@@ -465,7 +465,8 @@ DEVICE void run_errands(const attn_cuda_args &a, const buffers &b) {
         const errand &e = b.notes->errands[r.at];
         if (e.what == ERRAND_END) return;
         mbarrier_wait_parity(e.empty, e.parity);
-        if (!LENDS) mbarrier_wait_parity(BARRIER(b, q_empty, e.q.at), e.q.parity ^ 1); /* else Q may be empty again by now */
+        if (!LENDS)
+            mbarrier_wait_parity(BARRIER(b, q_empty, e.q.at), e.q.parity ^ 1); /* else Q may be empty again by now */
         if (ALL && e.what == ERRAND_Q) gather_tile(a, e, a.f.q, true, BM, QK_BLOCKS, a.p.dim_qk, hand);
         if (ALL && e.what == ERRAND_K) gather_tile(a, e, a.f.k, false, BN, QK_BLOCKS, a.p.dim_qk, hand);
         if (ALL && e.what == ERRAND_V) gather_tile(a, e, a.f.v, false, BN, V_BLOCKS, a.p.dim_v, hand);
@@ -604,7 +605,7 @@ DEVICE void step(const attn_cuda_args &a, const tile_place &at, consumer &me, co
 
 /* Each kind has code of its own, that does not jump over what others need; but with a large O registers would run out. */
 #define STEP_IF(which)                                                                                                     \
-    if (((ALL && DV <= 128) || which == STEP_PLAIN) && agrees(kind == which))                                                \
+    if (((ALL && DV <= 128) || which == STEP_PLAIN) && agrees(kind == which))                                              \
         step(a, at, me, b, o, s, p, m, l, t, which);                                                                       \
     else
 /* All tiles of one place. Says whether V held something that is not finite. */

@@ -76,9 +76,9 @@ DEVICE void put_tile(uint32_t tile, const uint16_t *from, int rows, int columns)
 #define PRODUCT(n, type)                                                                                                   \
     do {                                                                                                                   \
         if (x.from_registers)                                                                                              \
-            wgmma_m64n##n##k16_rs_##type(d, a[step], wgmma_step(mn, step, 2048), 1);                                      \
+            wgmma_m64n##n##k16_rs_##type(d, a[step], wgmma_step(mn, step, 2048), 1);                                       \
         else                                                                                                               \
-            wgmma_m64n##n##k16_ss_##type(d, wgmma_step(ka, step, 32), wgmma_step(kb, step, 32), 1);                      \
+            wgmma_m64n##n##k16_ss_##type(d, wgmma_step(ka, step, 32), wgmma_step(kb, step, 32), 1);                        \
     } while (0)
 #define CASE(n)                                                                                                            \
     case n:                                                                                                                \

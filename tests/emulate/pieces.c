@@ -251,7 +251,8 @@ enum { MANY_BATCH = 70, MANY_HEADS = 10, MANY_ROWS = 20, MANY_KEYS = 40, MANY_MO
 
 /* Sequences of lengths of their own; V of key 25 is infinite in every third of them: some rows of a tile see it, others do not. */
 static void attend_many(attn_context *where, int dim, uint16_t *o) {
-    static uint16_t q[MANY_BATCH * MANY_ROWS * MANY_HEADS * MANY_MOST], k[MANY_BATCH * MANY_KEYS * MANY_MOST], v[MANY_BATCH * MANY_KEYS * MANY_MOST];
+    static uint16_t q[MANY_BATCH * MANY_ROWS * MANY_HEADS * MANY_MOST], k[MANY_BATCH * MANY_KEYS * MANY_MOST],
+        v[MANY_BATCH * MANY_KEYS * MANY_MOST];
     const size_t bytes = (size_t)MANY_BATCH * MANY_ROWS * MANY_HEADS * (size_t)dim * 2;
     const int keys = MANY_BATCH * MANY_KEYS * dim;
     int32_t used[MANY_BATCH];
