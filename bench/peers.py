@@ -177,7 +177,7 @@ def print_line(result, columns, ratios, device):
     numbers += "".join(f"{result['ratio'].get(name, math.nan):10.3f}" for name in ratios)
     notes = [kernel_note(result["kernel"], device)] + ([result["how"]] if result["how"] == "with launch" else [])
     other = result["kernels"].get(HALF, "")
-    if is_portable(other, device) != is_portable(result["kernel"], device):
+    if other and is_portable(other, device) != is_portable(result["kernel"], device):
         notes.append(f"fp16: {kernel_note(other, device)}")
     print(f"{name_of(result):20}{numbers}  {'; '.join(notes)}", flush=True)
 
