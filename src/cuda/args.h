@@ -82,7 +82,7 @@ typedef struct attn_cuda_args {
     int64_t work; /* Hopper: places [groups of heads][slot][head] that blocks share; the last group may be short of heads */
     int32_t box;  /* Hopper: rows of a box of k and v: those of a tile, or as many as fit into both a tile and a page */
     int32_t tma;  /* Hopper: ATTN_TMA_...: which of the maps in attn_cuda_args90 can be used */
-    uint32_t *counter; /* Hopper: 0 before the launch; how many of the places are taken. NULL: blocks take them in turn */
+    uint32_t *counter; /* Hopper: 0 before the launch; places taken besides the first of each block. NULL: in turn */
 } attn_cuda_args;
 
 #ifdef __cplusplus

@@ -90,7 +90,7 @@ enum {
     Q_BYTES = BM * QK_BLOCKS * ROW,
     K_BYTES = BN * QK_BLOCKS * ROW,
     V_BYTES = BN * V_BLOCKS * ROW,
-    TILES = 2 * STAGES, /* notes on tiles: a consumer whose first thread has let go of a tile may still read that of it */
+    TILES = 2 * STAGES, /* notes on tiles */
     ERRANDS = 4,
     PLACES = 2,
     HANDS = ALL ? 64 : 96, /* threads */

@@ -3,10 +3,11 @@
  *
  * They are counted as [groups of heads][slot][head]. Where lengths are all alike (plain lines) blocks take them in turn, forwards
  * and backwards: the long ones, which come first, and the short ones then add up to the same for each. Otherwise a scheduler takes
- * them, so too, or, where there is a counter, the next one whenever it has none left; it finds out what there is to do and tells of it
+ * them, so too, or, where there is a counter, the next one, ahead of time; it finds out what there is to do and tells of it
  * in shared memory.
  *
- * A pass is all that a block does, or, with a counter, what can be noted. After it everybody meets, and it is done again if some
+ * A pass is all that a block does, or, in lines for every feature, LOTS: of 32 places, or of those taken from the counter, which are
+ * noted. After it everybody meets, and it is done again if some
  * consumer has asked for that.
  *
  * The kernel's file says before this one what rows.cuh wants, and: shared_notes, buffers, BARRIER, ring, PLACES, LOT, LOTS, TELL_....
