@@ -23,7 +23,7 @@ import pytest
 import torch
 from libattn import _torch
 from libattn._core import Options
-from reference import Setting, allowed, assert_close, attend, exact, magnitudes, measure, naive
+from reference import Setting, Unlucky, allowed, assert_close, attend, exact, magnitudes, measure, naive
 
 AXES = {
     "function": ["func", "kvpacked", "qkvpacked", "varlen", "varlen_kvpacked", "varlen_qkvpacked", "kvcache"],
@@ -164,22 +164,22 @@ class Known(NamedTuple):
 
 
 @functools.cache
-def dropout_of(batch, heads, rows, keys, dropout):
+def dropout_of(batch, heads, rows, keys, dropout, seed):
     """Which probabilities are dropped, (batch, heads, rows, keys) bool.
 
     That goes by seed and position alone, so the smallest call says so for all; none of the functions under test.
     """
     q, k = torch.zeros(batch, rows, heads, 8), torch.zeros(batch, keys, heads, 8)
-    torch.manual_seed(SEED)
+    torch.manual_seed(seed)
     return torch.signbit(_torch.attention(q, k, k, Options(dropout=dropout, seed=_torch.new_seed(q)), True)[2])
 
 
-def redraws(data, setting):
+def redraws(data, setting, seed):
     """For each tensor: twelve more naive results, which are computed for all of them when the first is asked for."""
 
     @functools.lru_cache(maxsize=1)
     def results():
-        random = torch.Generator().manual_seed(SEED + 1)
+        random = torch.Generator().manual_seed(seed + 1)
         orders = (torch.randperm(data[0].shape[-1], generator=random) for _ in range(12))
         return list(zip(*(naive(*data, setting, order) for order in orders)))
 
@@ -187,12 +187,12 @@ def redraws(data, setting):
 
 
 @functools.lru_cache(maxsize=1)
-def known(point):
+def known(point, seed):
     """The data, what is exact, and how far off naive is.
 
     In float32 the naive error is as small as ours, and that of a row a matter of luck. So there are four draws of it.
     """
-    torch.manual_seed(SEED)
+    torch.manual_seed(seed)
     lengths, dtype, (heads, heads_kv) = sequences(point), point.dtype, point.heads
     window = (37, 21) if "local" in point.mask else (-1, -1)
     alibi = torch.rand(heads) * 0.3 if point.alibi else None
@@ -201,7 +201,7 @@ def known(point):
     shapes = ((total_q, heads), (total_k, heads_kv), (total_k, heads_kv), (total_q, heads))
     q, k, v, d_o = (torch.randn(*shape, point.dim).to(dtype) for shape in shapes)
     orders = [None, *(torch.randperm(point.dim) for _ in range(3 if dtype == torch.float32 else 0))]
-    dropped = dropout_of(len(lengths), heads, *packing(lengths)[2:], point.dropout) if point.dropout else None
+    dropped = dropout_of(len(lengths), heads, *packing(lengths)[2:], point.dropout, seed) if point.dropout else None
 
     parts, measures = [], []
     first_q = first_k = 0
@@ -215,12 +215,12 @@ def known(point):
                 setting = setting._replace(kept=~dropped[b, :, :rows, :keys] / (1 - point.dropout))
             data = (q[at], k[to], v[to], d_o[at])
             draws = zip(*(naive(*data, setting, order) for order in orders))
-            measures[-1] = list(map(measure, draws, *exact(*data, setting), redraws(data, setting)))
+            measures[-1] = list(map(measure, draws, *exact(*data, setting), redraws(data, setting, seed)))
     good = [[[] for _ in TENSORS] for _ in lengths]
     return Known([x.requires_grad_() for x in (q, k, v)], d_o, setting, parts, dropped, measures, good)
 
 
-def run(name, point, q, k, v, lengths, **options):
+def run(name, point, seed, q, k, v, lengths, **options):
     """Calls the function under test with packed tensors (total, heads, dim); returns out, packed, and the dropout signs."""
     names = {"func": "flash_attn_func", "kvcache": "flash_attn_with_kvcache"}
     function = getattr(libattn, names.get(name, f"flash_attn_{name}_func"))
@@ -228,7 +228,7 @@ def run(name, point, q, k, v, lengths, **options):
         return function(q[None], k[None], v[None], **options)[0], None
     options.update(dropout_p=point.dropout, return_attn_probs=point.dropout > 0)
     cu_q, cu_k, max_q, max_k = packing(lengths)
-    torch.manual_seed(SEED)  # each function draws the seed of its dropout from there
+    torch.manual_seed(seed)  # each function draws the seed of its dropout from there
     if name == "func":
         out = function(q[None], k[None], v[None], **options)
     elif name == "kvpacked":
@@ -248,16 +248,15 @@ def run(name, point, q, k, v, lengths, **options):
 CASES = cases_of(chosen_points(os.environ.get("LIBATTN_CASES")))
 
 
-@pytest.mark.parametrize("function, point", CASES, ids=itertools.starmap(name_of, CASES))
-def test_accuracy(function, point):
-    have, lengths = known(point), sequences(point)
+def hold(function, point, seed):
+    have, lengths = known(point, seed), sequences(point)
     inputs, d_o, setting = have.inputs, have.d_o, have.setting
     if "varlen" not in function:
         lengths = lengths[:1]
         at, _, to, _ = have.parts[0]
         inputs, d_o = [x[part].detach().requires_grad_() for x, part in zip(inputs, (at, to, to))], d_o[at]
     options = {"causal": setting.causal, "window_size": setting.window, "softcap": setting.softcap}
-    out, signs = run(function, point, *inputs, lengths, alibi_slopes=setting.alibi, **options)
+    out, signs = run(function, point, seed, *inputs, lengths, alibi_slopes=setting.alibi, **options)
     found = [out.detach(), *torch.autograd.grad(out, inputs, d_o)]
 
     for b, (rows, keys) in enumerate(lengths):
@@ -271,6 +270,16 @@ def test_accuracy(function, point):
             if not any(torch.equal(result, other) for other in good):  # mostly all functions have the same bits
                 assert_close(name, result, bar, factor)
                 good.append(result)
+
+
+@pytest.mark.parametrize("function, point", CASES, ids=itertools.starmap(name_of, CASES))
+def test_accuracy(function, point):
+    """Of thousands of cases in float32 a few are Unlucky. Luck does not repeat: they have to pass with other data, four times."""
+    try:
+        hold(function, point, SEED)
+    except Unlucky:
+        for seed in range(SEED + 1, SEED + 5):
+            hold(function, point, seed)
 
 
 @pytest.mark.parametrize("mask", AXES["mask"])

@@ -4,6 +4,7 @@ Everything here is skipped where torch sees no GPU or the library was built with
 set: then it is an error, so that a run that is meant for a GPU cannot pass without one.
 """
 
+import ctypes
 import os
 
 import libattn
@@ -421,6 +422,43 @@ def test_host_pointers_are_refused():
     call.buffers.o, call.buffers.k = _core.tensor(_torch.view(torch.empty_like(there))), _core.tensor(_torch.view(q))
     with pytest.raises(ValueError, match=r"k\.data=\w+: is host memory"):
         call.run(_lib.library.attn_forward)
+
+
+def test_two_contexts():
+    """A CUDA context of the caller's own beside the primary one: the work is done in that which is current."""
+    driver, address = ctypes.CDLL("libcuda.so.1"), ctypes.c_uint64
+
+    def call(name, *args):
+        assert getattr(driver, name)(*args) == 0, name
+
+    def put(x):
+        memory, size = address(), ctypes.c_size_t(x.numel() * x.element_size())
+        call("cuMemAlloc_v2", ctypes.byref(memory), size)
+        call("cuMemcpyHtoD_v2", memory, ctypes.c_void_p(x.data_ptr()), size)
+        return memory.value
+
+    def tensor(x):
+        return _lib.Tensor(put(x), (ctypes.c_int64 * 3)(*x.stride()[:3]))
+
+    q, k, v = (torch.randn(2, 300, 4, 64, dtype=torch.bfloat16) for _ in range(3))
+    used, found = ints(300, 211), torch.zeros_like(q)
+    wanted = libattn.flash_attn_with_kvcache(*map(to_gpu, (q, k, v)), cache_seqlens=to_gpu(used), causal=True).cpu()
+    problem = _lib.Problem(op=_lib.FORWARD, dtype=_lib.BF16, flags=_lib.CAUSAL | _lib.USED_KV)
+    problem.batch, problem.max_q, problem.heads_q, problem.dim_qk = q.shape
+    problem.max_kv, problem.heads_kv, problem.dim_v = problem.max_q, problem.heads_q, problem.dim_qk
+    own = ctypes.c_void_p()
+    call("cuCtxCreate_v2", ctypes.byref(own), ctypes.c_uint(0), ctypes.c_int(torch.cuda.current_device()))
+    try:  # torch would work in this context, too, as long as it is current
+        buffers = _lib.Buffers(q=tensor(q), k=tensor(k), v=tensor(v), o=tensor(found), used_kv=put(used))
+        _lib.check(_lib.library.attn_forward(_lib.cuda_context(), ctypes.byref(problem), ctypes.byref(buffers), None))
+        call("cuCtxSynchronize")
+        size = ctypes.c_size_t(found.numel() * 2)
+        call("cuMemcpyDtoH_v2", ctypes.c_void_p(found.data_ptr()), address(buffers.o.data), size)
+    finally:
+        call("cuCtxDestroy_v2", own)
+    assert torch.equal(found, wanted)
+    again = libattn.flash_attn_with_kvcache(*map(to_gpu, (q, k, v)), cache_seqlens=to_gpu(used), causal=True)
+    assert torch.equal(again.cpu(), wanted)  # the primary one is none the worse for it
 
 
 def test_two_devices():
