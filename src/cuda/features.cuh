@@ -106,7 +106,9 @@ DEVICE void alibi_scores(const tile_place &at, int32_t n, float s[MT][NT][4]) {
 /* ---- what does not need the scores: made while their product is under way ---- */
 
 enum { EARLY = DV <= 128 ? 2 * MT * NT : 0 }; /* words: with a larger O there are no registers for them */
+enum { FLASH_WORDS = (BN / 2 + 31) / 32 };
 typedef struct tile_extras {
+    uint32_t hidden[MT][FLASH_WORDS]; /* FlashMask: make_hidden */
     uint32_t kept[MT][2];       /* dropout: bit NT - 1 - nt of a row is element 2t of 8 keys; 16 further 2t + 1 */
     const uint8_t *bias[MT][2]; /* where the rows' bias of this tile begins, if it is fetched in pairs */
     uint32_t early[EARLY + 1];  /* STEP_BIAS: the first words of it */
@@ -189,7 +191,37 @@ DEVICE void load_early(const tile_place &at, tile_extras &x) {
     }
 }
 
+/* Those of 16 rows, from row0 on, that are in [from, to): a bit each. */
+DEVICE uint32_t rows_between(int32_t from, int32_t to, int32_t row0) {
+    const int32_t first = attn__min32(attn__max32(from, row0), row0 + 16) - row0;
+    const int32_t end = attn__min32(attn__max32(to, row0), row0 + 16) - row0;
+    return first < end ? (1u << end) - (1u << first) : 0;
+}
+
+/*
+ * FlashMask: which of the warp's rows its keys hide, two neighbouring keys to a lane and word, 16 bits each. So the vectors of a tile are
+ * read once by a warp, all at a time. Keys past the end are masked anyway.
+ */
+DEVICE void make_hidden(const attn_cuda_args &a, const tile_place &at, int32_t n, uint32_t hidden[MT][FLASH_WORDS]) {
+#pragma unroll
+    for (int w = 0; w < FLASH_WORDS; w++) {
+        const int32_t key = 2 * (32 * w + (int32_t)(threadIdx.x & 31));
+#pragma unroll
+        for (int c = 0; c < 2; c++) {
+            const int32_t j = attn__min32(n * BN + key + c, at.s.sk - 1);
+            const attn_flash f = attn__flash_load(&at.mask, attn__flash_at(&a.p, &a.f, at.s.b, at.kv_head, j));
+#pragma unroll
+            for (int mt = 0; mt < MT; mt++) {
+                const int32_t row0 = at.row + ((int32_t)(threadIdx.x >> 5) * MT + mt) * 16;
+                const uint32_t rows = rows_between(f.v[0], f.v[1], row0) | rows_between(f.v[2], f.v[3], row0);
+                hidden[mt][w] = c == 0 ? rows : hidden[mt][w] | rows << 16;
+            }
+        }
+    }
+}
+
 DEVICE void make_extras(const attn_cuda_args &a, const tile_place &at, int kind, int32_t n, tile_extras &x) {
+    if (kind == STEP_ANY && at.mask.vectors) make_hidden(a, at, n, x.hidden);
     if (does(STEP_DROP, kind, drops(a))) draw_kept(a, at, n, x.kept);
     if (!does(STEP_BIAS, kind, (a.p.flags & ATTN_BIAS) && has_pairs(at, n))) return;
 #pragma unroll

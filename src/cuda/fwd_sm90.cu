@@ -502,7 +502,7 @@ DEVICE bool follow_scores(const attn_cuda_args &a, const tile_place &at, bool &h
                           float l[MT][2], float factor[MT][2], const tile_extras &x, tile t, int kind) {
     float most[MT][2];
     scores(a, at, kind, t.n, s, x);
-    if (kind == STEP_ANY && agrees(t.partial)) mask_scores(a, at, t.n, s);
+    if (kind == STEP_ANY && agrees(t.partial)) mask_scores(at, t.n, s, x);
     bool raise = find_maximum(most, s, m);
     if (raise) has_huge = raise_maximum(factor, most, m, l, at.scale);
     return raise;

@@ -166,24 +166,22 @@ DEVICE int chunk_count(int chunk, int dim) {
 
 /* ---- scores ---- */
 
-/* FlashMask; keys past the end are masked anyway. The loop is small code; what it finds are bits, element 2t of the keys nt first. */
-DEVICE void flash_scores(const attn_cuda_args &a, const tile_place &at, int32_t n, float s[MT][NT][4]) {
-    uint32_t hidden[MT][2] = {};
-#pragma unroll 2
-    for (int x = 0; x < 2 * NT; x++) {
-        const int32_t j = attn__min32(key_of(n, x / 2, x), at.s.sk - 1);
-        const attn_flash flash = attn__flash_load(&at.mask, attn__flash_at(&a.p, &a.f, at.s.b, at.kv_head, j));
+/* FlashMask: hidden is of make_hidden. The pair of keys 2t, 2t + 1 of 8 is number 4 nt + t of the tile: that lane of that word has it. */
+DEVICE void flash_scores(const uint32_t hidden[MT][FLASH_WORDS], float s[MT][NT][4]) {
+    const int lane = threadIdx.x & 31;
 #pragma unroll
-        for (int r = 0; r < 2 * MT; r++)
-            hidden[r / 2][r % 2] |= (uint32_t)attn__flash_masked(flash, row_of(at, r / 2, r % 2)) << x;
-    }
-    EACH_SCORE(mt, nt, e) {
-        if (hidden[mt][e >> 1] >> (2 * nt + (e & 1)) & 1) s[mt][nt][e] = -INFINITY;
-    }
+    for (int mt = 0; mt < MT; mt++)
+#pragma unroll
+        for (int nt = 0; nt < NT; nt++) {
+            const uint32_t pair = __shfl_sync(~0u, hidden[mt][nt / 8], nt % 8 * 4 + (lane & 3)) >> (lane >> 2);
+#pragma unroll
+            for (int e = 0; e < 4; e++)
+                if (pair >> (16 * (e & 1) + 8 * (e >> 1)) & 1) s[mt][nt][e] = -INFINITY;
+        }
 }
 
 /* -inf where a pair is not allowed. */
-DEVICE void mask_scores(const attn_cuda_args &a, const tile_place &at, int32_t n, float s[MT][NT][4]) {
+DEVICE void mask_scores(const tile_place &at, int32_t n, float s[MT][NT][4], const tile_extras &x) {
 #pragma unroll
     for (int mt = 0; mt < MT; mt++)
 #pragma unroll
@@ -201,7 +199,7 @@ DEVICE void mask_scores(const attn_cuda_args &a, const tile_place &at, int32_t n
                 for (int c = 0; c < 2; c++) /* first <= key < end in one comparison */
                     if (from + (nt * 8 + c) >= count) s[mt][nt][2 * half + c] = -INFINITY;
         }
-    if (ALL && at.mask.vectors) flash_scores(a, at, n, s);
+    if (ALL && at.mask.vectors) flash_scores(x.hidden, s);
 }
 
 /* ---- infinities and NaN in V ---- */
