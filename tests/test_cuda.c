@@ -334,8 +334,8 @@ TEST(cuda_runs_where_the_memory_is) {
 
 /* A captured stream allows neither synchronisation nor allocation: a run may make these calls and no other. */
 TEST(cuda_run_can_be_captured) {
-    static const char *const allowed[] = {"cuPointerGetAttributes", "cuCtxGetCurrent",       "cuCtxGetDevice",
-                                          "cuStreamGetCtx",         "cuCtxPushCurrent",      "cuCtxPopCurrent",
+    static const char *const allowed[] = {"cuPointerGetAttributes", "cuCtxGetCurrent",        "cuCtxGetDevice",
+                                          "cuStreamGetCtx",         "cuCtxPushCurrent",       "cuCtxPopCurrent",
                                           "cuLaunchKernel",         "cuTensorMapEncodeTiled", "cuMemsetD32Async"};
     rig r = rich();
     stub_start();

@@ -106,12 +106,12 @@ DEVICE void alibi_scores(const tile_place &at, int32_t n, float s[MT][NT][4]) {
 /* ---- what does not need the scores: made while their product is under way ---- */
 
 enum { EARLY = DV <= 128 ? 2 * MT * NT : 0 }; /* words: with a larger O there are no registers for them */
-enum { FLASH_WORDS = (BN / 2 + 31) / 32 };
+enum { FLASH_WORDS = (BN / 2 + 31) / 32, FLASH_EARLY = DV <= 128 };
 typedef struct tile_extras {
     uint32_t hidden[MT][FLASH_WORDS]; /* FlashMask: make_hidden */
-    uint32_t kept[MT][2];       /* dropout: bit NT - 1 - nt of a row is element 2t of 8 keys; 16 further 2t + 1 */
-    const uint8_t *bias[MT][2]; /* where the rows' bias of this tile begins, if it is fetched in pairs */
-    uint32_t early[EARLY + 1];  /* STEP_BIAS: the first words of it */
+    uint32_t kept[MT][2];             /* dropout: bit NT - 1 - nt of a row is element 2t of 8 keys; 16 further 2t + 1 */
+    const uint8_t *bias[MT][2];       /* where the rows' bias of this tile begins, if it is fetched in pairs */
+    uint32_t early[EARLY + 1];        /* STEP_BIAS: the first words of it */
 } tile_extras;
 
 #define FIRST_WORD(mt, half, nt, words) ((((mt)*2 + (half)) * NT + (nt)) * (words)) /* in tile_extras.early */
@@ -221,7 +221,7 @@ DEVICE void make_hidden(const attn_cuda_args &a, const tile_place &at, int32_t n
 }
 
 DEVICE void make_extras(const attn_cuda_args &a, const tile_place &at, int kind, int32_t n, tile_extras &x) {
-    if (kind == STEP_ANY && at.mask.vectors) make_hidden(a, at, n, x.hidden);
+    if (FLASH_EARLY && kind == STEP_ANY && at.mask.vectors) make_hidden(a, at, n, x.hidden);
     if (does(STEP_DROP, kind, drops(a))) draw_kept(a, at, n, x.kept);
     if (!does(STEP_BIAS, kind, (a.p.flags & ATTN_BIAS) && has_pairs(at, n))) return;
 #pragma unroll

@@ -361,7 +361,7 @@ DEVICE void step(const attn_cuda_args &a, const tile_place &at, walk &w, bool pa
     if (WIDE) repair_scores(s, piece);
     if (ALL && !WIDE) make_extras(a, at, STEP_ANY, w.n, x);
     scores(a, at, STEP_ANY, w.n, s, x);
-    if (partial) mask_scores(at, w.n, s, x);
+    if (partial) mask_scores(a, at, w.n, s, x);
     if (EAGER != 2) {
         if (EAGER == 0) load_v(a, at, shared_v, w.n, partial);
         cp_async_wait_all();

@@ -499,10 +499,10 @@ DEVICE void pass_turn(const consumer &me) { bar_arrive(BARRIER_TURN + (me.number
 
 /* Scores become those of the features and the mask, and m and l follow their maximum; O has yet to, by `factor`, if the answer is yes. */
 DEVICE bool follow_scores(const attn_cuda_args &a, const tile_place &at, bool &has_huge, float s[MT][NT][4], float m[MT][2],
-                          float l[MT][2], float factor[MT][2], const tile_extras &x, tile t, int kind) {
+                          float l[MT][2], float factor[MT][2], tile_extras &x, tile t, int kind) {
     float most[MT][2];
     scores(a, at, kind, t.n, s, x);
-    if (kind == STEP_ANY && agrees(t.partial)) mask_scores(at, t.n, s, x);
+    if (kind == STEP_ANY && agrees(t.partial)) mask_scores(a, at, t.n, s, x);
     bool raise = find_maximum(most, s, m);
     if (raise) has_huge = raise_maximum(factor, most, m, l, at.scale);
     return raise;

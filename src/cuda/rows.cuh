@@ -181,7 +181,7 @@ DEVICE void flash_scores(const uint32_t hidden[MT][FLASH_WORDS], float s[MT][NT]
 }
 
 /* -inf where a pair is not allowed. */
-DEVICE void mask_scores(const tile_place &at, int32_t n, float s[MT][NT][4], const tile_extras &x) {
+DEVICE void mask_scores(const attn_cuda_args &a, const tile_place &at, int32_t n, float s[MT][NT][4], tile_extras &x) {
 #pragma unroll
     for (int mt = 0; mt < MT; mt++)
 #pragma unroll
@@ -199,7 +199,10 @@ DEVICE void mask_scores(const tile_place &at, int32_t n, float s[MT][NT][4], con
                 for (int c = 0; c < 2; c++) /* first <= key < end in one comparison */
                     if (from + (nt * 8 + c) >= count) s[mt][nt][2 * half + c] = -INFINITY;
         }
-    if (ALL && at.mask.vectors) flash_scores(x.hidden, s);
+    if (ALL && at.mask.vectors) {
+        if (!FLASH_EARLY) make_hidden(a, at, n, x.hidden);
+        flash_scores(x.hidden, s);
+    }
 }
 
 /* ---- infinities and NaN in V ---- */
