@@ -9,9 +9,10 @@
 set(ATTN_CUDA AUTO CACHE STRING "GPU kernels: AUTO (if nvcc is found), ON or OFF")
 set_property(CACHE ATTN_CUDA PROPERTY STRINGS AUTO ON OFF)
 set(ATTN_CUDA_KERNELS_DIR "" CACHE PATH "A folder of ready-made fatbins to embed instead of compiling them")
-# sm_86, 87 and 89 run the code of sm_80; what is newer than sm_90 compiles the PTX when it is loaded.
+# sm_87 runs the code of sm_80 or sm_86; what is newer than sm_90 compiles the PTX when it is loaded.
 set(ATTN_CUDA_ARCHS
-    -gencode arch=compute_80,code=sm_80 -gencode arch=compute_90,code=sm_90 -gencode arch=compute_80,code=compute_80
+    -gencode arch=compute_80,code=sm_80 -gencode arch=compute_80,code=sm_86 -gencode arch=compute_80,code=sm_89
+    -gencode arch=compute_90,code=sm_90 -gencode arch=compute_80,code=compute_80
     CACHE STRING "Code that the fatbins hold, as nvcc's -gencode; Hopper's own kernels have theirs")
 # The kernels of FWD90 lines: wgmma and setmaxnreg are in sm_90a only, and PTX for it would compile for nothing else.
 set(attn_hopper_archs -gencode arch=compute_90a,code=sm_90a)

@@ -16,7 +16,7 @@ import sys
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 REGISTERS = 65536  # of a multiprocessor
-SHARED = {80: 99 << 10, 90: 227 << 10}  # most that a block can have; sm_86 and 89, which run the rows of sm_80, have 99 KB
+SHARED = {80: 99 << 10, 90: 227 << 10}  # most that a block can have; sm_86 and 89, which have the rows of sm_80, have 99 KB
 LIBRARY_BYTES = 15 << 20  # most that all images together may have
 PIECE_THREADS = 128
 NOTES = int(re.search(r"ATTN_HOPPER_NOTES = (\d+)", (ROOT / "src/cuda/args.h").read_text())[1])

@@ -8,8 +8,8 @@
 #ifndef ATTN_FEATURES_CUH
 #define ATTN_FEATURES_CUH
 
-/* What a tile needs: nothing, or one thing alone; or any of them, and the mask. Tiles with a mask are all of that kind. */
-enum { STEP_PLAIN, STEP_CAP, STEP_ALIBI, STEP_BIAS, STEP_DROP, STEP_ANY };
+/* What a tile needs: nothing, or one thing alone; or any of them. With a mask it is either that alone, or any. */
+enum { STEP_PLAIN, STEP_MASK, STEP_CAP, STEP_ALIBI, STEP_BIAS, STEP_DROP, STEP_ANY };
 /* Is that to be done in a step of this kind, a constant? here: it is asked for. */
 DEVICE bool does(int what, int kind, bool here) { return kind == what || (kind == STEP_ANY && here); }
 
@@ -105,7 +105,7 @@ DEVICE void alibi_scores(const tile_place &at, int32_t n, float s[MT][NT][4]) {
 
 /* ---- what does not need the scores: made while their product is under way ---- */
 
-enum { EARLY = DV <= 128 ? 2 * MT * NT : 0 }; /* words: with a larger O there are no registers for them */
+enum { EARLY = HAS_ROOM ? 2 * MT * NT : 0 }; /* words */
 enum { FLASH_WORDS = (BN / 2 + 31) / 32, FLASH_EARLY = DV <= 128 };
 typedef struct tile_extras {
     uint32_t hidden[MT][FLASH_WORDS]; /* FlashMask: make_hidden */
@@ -199,8 +199,8 @@ DEVICE uint32_t rows_between(int32_t from, int32_t to, int32_t row0) {
 }
 
 /*
- * FlashMask: which of the warp's rows its keys hide, two neighbouring keys to a lane and word, 16 bits each. So the vectors of a tile are
- * read once by a warp, all at a time. Keys past the end are masked anyway.
+ * With FlashMask: which of the warp's rows do not see its keys, for any reason; two neighbouring keys to a lane and word, 16 bits each.
+ * So the vectors of a tile are read once by a warp, all at a time.
  */
 DEVICE void make_hidden(const attn_cuda_args &a, const tile_place &at, int32_t n, uint32_t hidden[MT][FLASH_WORDS]) {
 #pragma unroll
@@ -208,12 +208,16 @@ DEVICE void make_hidden(const attn_cuda_args &a, const tile_place &at, int32_t n
         const int32_t key = 2 * (32 * w + (int32_t)(threadIdx.x & 31));
 #pragma unroll
         for (int c = 0; c < 2; c++) {
-            const int32_t j = attn__min32(n * BN + key + c, at.s.sk - 1);
-            const attn_flash f = attn__flash_load(&at.mask, attn__flash_at(&a.p, &a.f, at.s.b, at.kv_head, j));
+            const int32_t j = n * BN + key + c, there = attn__min32(j, at.s.sk - 1);
+            const attn_flash f = attn__flash_load(&at.mask, attn__flash_at(&a.p, &a.f, at.s.b, at.kv_head, there));
+            int32_t first, end;
+            attn__mask_cols(&at.mask, j, j + 1, &first, &end);
+            if (j >= at.s.sk || (CLIPS && (j < at.from || j >= at.to))) end = first;
 #pragma unroll
             for (int mt = 0; mt < MT; mt++) {
                 const int32_t row0 = at.row + ((int32_t)(threadIdx.x >> 5) * MT + mt) * 16;
-                const uint32_t rows = rows_between(f.v[0], f.v[1], row0) | rows_between(f.v[2], f.v[3], row0);
+                const uint32_t rows = (~rows_between(first, end, row0) & 0xffff) | rows_between(f.v[0], f.v[1], row0) |
+                                      rows_between(f.v[2], f.v[3], row0);
                 hidden[mt][w] = c == 0 ? rows : hidden[mt][w] | rows << 16;
             }
         }
@@ -221,7 +225,7 @@ DEVICE void make_hidden(const attn_cuda_args &a, const tile_place &at, int32_t n
 }
 
 DEVICE void make_extras(const attn_cuda_args &a, const tile_place &at, int kind, int32_t n, tile_extras &x) {
-    if (FLASH_EARLY && kind == STEP_ANY && at.mask.vectors) make_hidden(a, at, n, x.hidden);
+    if (FLASH_EARLY && (kind == STEP_ANY || kind == STEP_MASK) && at.mask.vectors) make_hidden(a, at, n, x.hidden);
     if (does(STEP_DROP, kind, drops(a))) draw_kept(a, at, n, x.kept);
     if (!does(STEP_BIAS, kind, (a.p.flags & ATTN_BIAS) && has_pairs(at, n))) return;
 #pragma unroll

@@ -74,7 +74,8 @@ enum {
     QK_STEPS = DIM * EB / 32,           /* a product takes 32 bytes of a row at a time: 16 dims, or 8 in float32 */
     PV_STEPS = BN * EB / 32,            /* likewise 16 keys, or 8 */
     STAGE_BYTES = BN * (DIM + DV) * EB, /* a tile of K and one of V */
-    Q_KEPT = HELD ? (int)HELD : 1       /* steps of Q that stay in registers; no array is empty */
+    Q_KEPT = HELD ? (int)HELD : 1,      /* steps of Q that stay in registers; no array is empty */
+    HAS_ROOM = 0                        /* bias is fetched when it is wanted */
 };
 static_assert(HELD <= QK_STEPS, "held: more steps than Q has");
 

@@ -93,10 +93,12 @@ enum {
     TILES = 2 * STAGES, /* notes on tiles */
     ERRANDS = 4,
     PLACES = 2,
-    HANDS = ALL ? 64 : 96, /* threads */
-    LOT = 1,               /* places that a block takes at a time, where they are not shared out beforehand */
-    LOTS = 128,            /* of a pass */
-    LENDS = QBUF == 1,     /* O leaves through buffers of K and V */
+    HANDS = ALL ? 64 : 96,        /* threads */
+    LOT = 1,                      /* places that a block takes at a time, where they are not shared out beforehand */
+    LOTS = 128,                   /* of a pass */
+    HAS_STEPS = ALL && DV <= 128, /* code for each kind of tile: with a large O registers would run out */
+    HAS_ROOM = HAS_STEPS && CONSUMERS == 2, /* registers for a bias that comes before S is there */
+    LENDS = QBUF == 1,                      /* O leaves through buffers of K and V */
     OUT_ROWS = LENDS ? 64 : BM,
     OUT_BYTES = 64 * V_BLOCKS * ROW, /* of a consumer */
     /* 65,536 registers, 512 for each lane of four warps: some for the producers, the rest for the consumers */
@@ -502,7 +504,7 @@ DEVICE bool follow_scores(const attn_cuda_args &a, const tile_place &at, bool &h
                           float l[MT][2], float factor[MT][2], tile_extras &x, tile t, int kind) {
     float most[MT][2];
     scores(a, at, kind, t.n, s, x);
-    if (kind == STEP_ANY && agrees(t.partial)) mask_scores(a, at, t.n, s, x);
+    if ((kind == STEP_ANY || kind == STEP_MASK) && agrees(t.partial)) mask_scores(a, at, t.n, s, x);
     bool raise = find_maximum(most, s, m);
     if (raise) has_huge = raise_maximum(factor, most, m, l, at.scale);
     return raise;
@@ -603,33 +605,45 @@ DEVICE void step(const attn_cuda_args &a, const tile_place &at, consumer &me, co
     pack_p(a, p, s, x, kind);
 }
 
-/* Each kind has code of its own, that does not jump over what others need; but with a large O registers would run out. */
+/* S of the first tile of a place. */
+DEVICE void first_step(const attn_cuda_args &a, const tile_place &at, consumer &me, const buffers &b, float s[MT][NT][4],
+                       uint32_t p[PV_STEPS][MT][4], float m[MT][2], float l[MT][2], tile t, int kind) {
+    float factor[MT][2];
+    tile_extras x = {};
+    take_turn(me);
+    begin_qk(s, me.of_q, me.of_k);
+    pass_turn(me);
+    if (ALL) make_extras(a, at, kind, t.n, x);
+    wgmma_wait_group(0);
+    let_go_of_k(b, me, agrees(t.last));
+    follow_scores(a, at, me.has_huge, s, m, l, factor, x, t, kind);
+    exponentials(at, me.has_huge, s, m, l);
+    pack_p(a, p, s, x, kind);
+}
+
+/* Each kind has code of its own, that does not jump over what others need. */
 #define STEP_IF(which)                                                                                                     \
-    if (((ALL && DV <= 128) || which == STEP_PLAIN) && agrees(kind == which))                                              \
+    if ((HAS_STEPS || which == STEP_PLAIN) && agrees(kind == which))                                                       \
         step(a, at, me, b, o, s, p, m, l, t, which);                                                                       \
     else
 /* All tiles of one place. Says whether V held something that is not finite. */
 DEVICE bool walk(const attn_cuda_args &a, const tile_place &at, consumer &me, const buffers &b, float o[MT][DT][4],
                  float m[MT][2], float l[MT][2], uint32_t number) {
-    float s[MT][NT][4], factor[MT][2];
+    float s[MT][NT][4];
     uint32_t p[PV_STEPS][MT][4];
-    tile_extras x = {};
+    const int masked = !ALL || at.step == STEP_PLAIN ? (int)STEP_MASK : (int)STEP_ANY;
     wait_for_k(b, me);
     tile t = tile_here(at, b, me, at.n_last);
-    take_turn(me);
-    begin_qk(s, me.of_q, me.of_k);
-    pass_turn(me);
-    if (ALL) make_extras(a, at, STEP_ANY, t.n, x);
-    wgmma_wait_group(0);
-    let_go_of_k(b, me, agrees(t.last));
-    follow_scores(a, at, me.has_huge, s, m, l, factor, x, t, STEP_ANY);
-    exponentials(at, me.has_huge, s, m, l);
-    pack_p(a, p, s, x, STEP_ANY);
+    if (HAS_STEPS && agrees(masked == STEP_MASK))
+        first_step(a, at, me, b, s, p, m, l, t, STEP_MASK);
+    else
+        first_step(a, at, me, b, s, p, m, l, t, STEP_ANY);
     while (!agrees(t.last)) {
         wait_for_k(b, me);
         t = tile_here(at, b, me, t.n - 1);
-        const int kind = t.partial ? (int)STEP_ANY : ALL ? (int)at.step : (int)STEP_PLAIN;
+        const int kind = t.partial ? masked : ALL ? (int)at.step : (int)STEP_PLAIN;
         STEP_IF(STEP_PLAIN)
+        STEP_IF(STEP_MASK)
         STEP_IF(STEP_CAP)
         STEP_IF(STEP_ALIBI)
         STEP_IF(STEP_BIAS)

@@ -4,7 +4,7 @@
  * 2t, 2t + 1.
  *
  * The kernel's file says before this one: DTYPE, DV, BM, BN (tile), ALL, THREADS (that work on rows; warp w has the rows from
- * MT * 16 * w on), MT, NT, DT, PV_STEPS, EB, PER_CHUNK.
+ * MT * 16 * w on), MT, NT, DT, PV_STEPS, EB, PER_CHUNK, HAS_ROOM.
  */
 #ifndef ATTN_ROWS_CUH
 #define ATTN_ROWS_CUH
@@ -182,6 +182,11 @@ DEVICE void flash_scores(const uint32_t hidden[MT][FLASH_WORDS], float s[MT][NT]
 
 /* -inf where a pair is not allowed. */
 DEVICE void mask_scores(const attn_cuda_args &a, const tile_place &at, int32_t n, float s[MT][NT][4], tile_extras &x) {
+    if (ALL && at.mask.vectors) {
+        if (!FLASH_EARLY) make_hidden(a, at, n, x.hidden);
+        flash_scores(x.hidden, s);
+        return;
+    }
 #pragma unroll
     for (int mt = 0; mt < MT; mt++)
 #pragma unroll
@@ -199,10 +204,6 @@ DEVICE void mask_scores(const attn_cuda_args &a, const tile_place &at, int32_t n
                 for (int c = 0; c < 2; c++) /* first <= key < end in one comparison */
                     if (from + (nt * 8 + c) >= count) s[mt][nt][2 * half + c] = -INFINITY;
         }
-    if (ALL && at.mask.vectors) {
-        if (!FLASH_EARLY) make_hidden(a, at, n, x.hidden);
-        flash_scores(x.hidden, s);
-    }
 }
 
 /* ---- infinities and NaN in V ---- */
