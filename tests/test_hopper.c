@@ -45,7 +45,7 @@ TEST(hopper_lines_have_room_for_their_tiles) {
     } rows[] = {{"fwd_sm90_bf16_d128", 12, (2 * 128 * 128 + 2 * 128 * 256) * 2 + 2048},
                 {"fwd_sm90_f16_d96_all", 12, (2 * 128 * 128 + 2 * 128 * 256) * 2 + 2048},
                 {"fwd_sm90_f16_d64", 16, (2 * 192 * 64 + 2 * 128 * 128) * 2 + 2048},
-                {"fwd_sm90_bf16_d64_all", 12, (2 * 128 * 64 + 2 * 128 * 128) * 2 + 2048},
+                {"fwd_sm90_bf16_d64_all", 16, (2 * 192 * 64 + 2 * 128 * 128) * 2 + 2048},
                 {"fwd_sm90_bf16_d192", 12, (128 * 192 + 2 * 112 * 384) * 2 + 2048},
                 {"fwd_sm90_f16_d256", 12, (128 * 256 + 2 * 80 * 512) * 2 + 2048}};
     for (size_t n = 0; n < sizeof rows / sizeof rows[0]; n++) {
@@ -211,7 +211,7 @@ TEST(hopper_maps_follow_lengths_and_rotation) {
         static const uint64_t q[4][4] = {{64, 51, 4, 1}, {64, 33, 4, 2}, {64, 33, 4, 2}, {64, 1, 1, 1}};
         static const uint64_t k[4][4] = {{64, 95, 2, 1}, {64, 70, 2, 5}, {64, 70, 2, 2}, {64, 1, 1, 1}};
         CHECK(x->a.tma == ATTN_TMA_ALL && (x->a.f.q.data != r.f.q.data) == (way == 2));
-        check_map("q", &x->q, &x->a.f.q, q[way], 128, ATTN_CU_MAP_BF16);
+        check_map("q", &x->q, &x->a.f.q, q[way], 192, ATTN_CU_MAP_BF16);
         check_map("k", &x->k, &r.f.k, k[way], 128, ATTN_CU_MAP_BF16);
         check_map("v", &x->v, &r.f.v, k[way], 128, ATTN_CU_MAP_BF16);
         check_map("o", &x->o, &r.f.o, q[way], 64, ATTN_CU_MAP_BF16);
