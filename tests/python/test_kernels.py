@@ -66,7 +66,7 @@ def test_violations_are_seen(tmp_path, changed, word):
         ("d128", dict(registers=169), "registers"),  # 384 threads
         ("d64", dict(registers=128), None),
         ("d64", dict(registers=129), "registers"),  # 512: three consumers
-        ("d64_all", dict(registers=168), None),
+        ("d96_all", dict(registers=168), None),
         ("d128", dict(shared=33792), None),  # 198,656 bytes of tiles and notes besides
         ("d128", dict(shared=33793), "shared memory"),
         ("d96", dict(shared=33792), None),  # columns come in blocks of 64
