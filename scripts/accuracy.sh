@@ -12,7 +12,8 @@
 #   PYTHON=.venv/bin/python                           one that has torch and pytest (python3)
 #   LIBATTN_LIBRARY=/path/libattn.so                  the library (build/libattn.so)
 #
-# Failures are shown; the logs, a line for each case, are in build/accuracy. The last line says "N passed, N failed, N not
+# Failures are shown, and float32 cases that were unlucky and passed with other data (test_accuracy.py: Unlucky); the logs, a line for
+# each case, are in build/accuracy. The last line says "N passed, N failed, N not
 # reached". Exit status: 1 when a case failed or a process ended before its time, 2 when some were not reached.
 set -u
 cd "$(dirname "$0")/.."
@@ -55,6 +56,8 @@ for log in "${logs[@]}"; do
 done
 read -r cases passed failed <<<"$(sum)"
 missed=$((cases - passed - failed))
+grep -h -o 'unlucky .*' "${logs[@]}"
+echo "$(cat "${logs[@]}" | grep -c 'Warning: unlucky ') of those that passed were unlucky first, and passed with four other draws of data"
 echo "$SECONDS s; logs are in build/accuracy"
 echo "$passed passed, $failed failed, $missed not reached"
 [ $failed = 0 ] && [ $dead = 0 ] && [ "$cases" -gt 0 ] || exit 1

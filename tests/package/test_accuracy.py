@@ -16,6 +16,7 @@ import random
 import sys
 import time
 import traceback
+import warnings
 from typing import NamedTuple, Optional
 
 import libattn
@@ -259,6 +260,7 @@ def hold(function, point, seed):
     out, signs = run(function, point, seed, *inputs, lengths, alibi_slopes=setting.alibi, **options)
     found = [out.detach(), *torch.autograd.grad(out, inputs, d_o)]
 
+    unlucky = []
     for b, (rows, keys) in enumerate(lengths):
         if rows == 0:
             continue
@@ -268,18 +270,45 @@ def hold(function, point, seed):
         for (name, factor), x, part, bar, good in zip(TENSORS, found, have.parts[b], have.measures[b], have.good[b]):
             result = x[part]
             if not any(torch.equal(result, other) for other in good):  # mostly all functions have the same bits
-                assert_close(name, result, bar, factor)
-                good.append(result)
+                try:
+                    assert_close(name, result, bar, factor)
+                    good.append(result)
+                except Unlucky as reason:  # the other tensors are looked at all the same
+                    unlucky.append(str(reason))
+    if unlucky:
+        raise Unlucky("; ".join(unlucky))
 
 
 @pytest.mark.parametrize("function, point", CASES, ids=itertools.starmap(name_of, CASES))
 def test_accuracy(function, point):
-    """Of thousands of cases in float32 a few are Unlucky. Luck does not repeat: they have to pass with other data, four times."""
+    """Of thousands of cases in float32 a few are Unlucky. Luck does not repeat: they have to pass with other data, four times.
+
+    Each of them is told of as a warning, which scripts/accuracy.sh counts.
+    """
     try:
         hold(function, point, SEED)
-    except Unlucky:
+    except Unlucky as reason:
         for seed in range(SEED + 1, SEED + 5):
             hold(function, point, seed)
+        warnings.warn(f"unlucky {name_of(function, point)}: {reason}")
+
+
+@pytest.mark.parametrize("seeds, passes", [([], True), ([0], True), ([0, 3], False)])
+def test_bad_luck_must_not_repeat(monkeypatch, seeds, passes):
+    """A case that is unlucky with its own data passes with a warning; once more, and it fails."""
+
+    def hold(function, point, seed):
+        if seed - SEED in seeds:
+            raise Unlucky("rows")
+
+    monkeypatch.setitem(globals(), "hold", hold)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        if passes:
+            test_accuracy(*CASES[0])
+        else:
+            pytest.raises(Unlucky, test_accuracy, *CASES[0])
+    assert len(told) == (passes and len(seeds))
 
 
 @pytest.mark.parametrize("mask", AXES["mask"])
