@@ -225,7 +225,7 @@ typedef struct attn_problem {
     int32_t rotary_len;        /* ATTN_ROTARY: rows of rotary_cos */
     double scale;              /* ATTN_SCALE: any number from -1e30 to 1e30 */
     double softcap;            /* 0: none; otherwise 1e-30 to 1e30 */
-    double dropout;            /* probability of dropping, 0 <= dropout < 1 */
+    double dropout;            /* probability of dropping, 0 <= dropout < 1; rounded to a multiple of 2^-15 */
 } attn_problem;
 
 /* ---- buffers ------------------------------------------------------------------------------------------------------ */

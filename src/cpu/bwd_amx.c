@@ -237,10 +237,11 @@ static void drop(const strip *s, const item *w) {
     const attn_rows *t = s->panel;
     uint32_t batch_head = (uint32_t)(t->s.b * s->p->heads_q + t->h0), random[4];
     for (int32_t r = 32 * w->n; r < attn__min32(32 * (w->n + 1), s->rows); r++) {
-        for (int32_t j = w->first; j < w->end; j++) { /* first is a multiple of 4 */
+        for (int32_t j = w->first; j < w->end; j++) { /* first is a multiple of 8 */
             uint32_t key = (uint32_t)(s->j0 + w->at + j);
-            if (j % 4 == 0) attn__philox4(&t->dropout, batch_head, (uint32_t)(t->i0 + r), key / 4, random);
-            if (random[j % 4] < t->dropout.threshold) s->m.p[place(r, j)] = 0;
+            if (j % ATTN_PHILOX_KEYS == 0)
+                attn__philox4(&t->dropout, batch_head, (uint32_t)(t->i0 + r), key / ATTN_PHILOX_KEYS, random);
+            if (attn__drops(&t->dropout, random, key)) s->m.p[place(r, j)] = 0;
         }
     }
 }

@@ -266,10 +266,11 @@ static void drop(const item *w, uint16_t *p) {
     const attn_rows *t = w->x->panel;
     uint32_t batch_head = (uint32_t)(t->s.b * t->p->heads_q + t->h0), random[4];
     for (int32_t r = 0; r < w->x->rows; r++) {
-        for (int32_t j = 0; j < w->keys; j++) { /* keys begin at a multiple of 4 */
+        for (int32_t j = 0; j < w->keys; j++) { /* keys begin at a multiple of 8 */
             uint32_t key = (uint32_t)(w->j0 + w->first + j);
-            if (j % 4 == 0) attn__philox4(&t->dropout, batch_head, (uint32_t)(t->i0 + r), key / 4, random);
-            if (random[j % 4] < t->dropout.threshold) p[p_place(w, r, j)] = 0;
+            if (j % ATTN_PHILOX_KEYS == 0)
+                attn__philox4(&t->dropout, batch_head, (uint32_t)(t->i0 + r), key / ATTN_PHILOX_KEYS, random);
+            if (attn__drops(&t->dropout, random, key)) p[p_place(w, r, j)] = 0;
         }
     }
 }

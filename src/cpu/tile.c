@@ -201,9 +201,11 @@ void REAL(tile_narrow_scores)(const attn_rows *t, real *s, const real *q, int32_
 void REAL(tile_drop)(const attn_rows *t, real *p, int32_t j0, int32_t keys) {
     for (int32_t r = 0; r < t->rows; r++) {
         uint32_t batch_head = (uint32_t)(t->s.b * t->p->heads_q + t->h[r]), random[4];
-        for (int32_t j = 0; j < keys; j++) { /* j0 is a multiple of 4 */
-            if (j % 4 == 0) attn__philox4(&t->dropout, batch_head, (uint32_t)t->i[r], (uint32_t)(j0 + j) / 4, random);
-            if (random[j % 4] < t->dropout.threshold) p[(int64_t)j * t->width + r] = 0;
+        for (int32_t j = 0; j < keys; j++) { /* j0 is a multiple of 8 */
+            uint32_t key = (uint32_t)(j0 + j);
+            if (j % ATTN_PHILOX_KEYS == 0)
+                attn__philox4(&t->dropout, batch_head, (uint32_t)t->i[r], key / ATTN_PHILOX_KEYS, random);
+            if (attn__drops(&t->dropout, random, key)) p[(int64_t)j * t->width + r] = 0;
         }
     }
 }

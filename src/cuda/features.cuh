@@ -109,7 +109,7 @@ enum { EARLY = HAS_ROOM ? 2 * MT * NT : 0 }; /* words */
 enum { FLASH_WORDS = (BN / 2 + 31) / 32, FLASH_EARLY = DV <= 128 };
 typedef struct tile_extras {
     uint32_t hidden[MT][FLASH_WORDS]; /* FlashMask: make_hidden */
-    uint32_t kept[MT][2];             /* dropout: bit NT - 1 - nt of a row is element 2t of 8 keys; 16 further 2t + 1 */
+    uint32_t kept[MT][2];             /* dropout: bit 15 - nt of a row is element 2t of 8 keys; 16 further 2t + 1 */
     const uint8_t *bias[MT][2];       /* where the rows' bias of this tile begins, if it is fetched in pairs */
     uint32_t early[EARLY + 1];        /* STEP_BIAS: the first words of it */
 } tile_extras;
@@ -132,28 +132,37 @@ DEVICE const uint8_t *bias_at(const attn_cuda_args &a, const tile_place &at, int
 }
 
 /*
- * Dropout. One call of the generator serves four neighbours of a row, which two lanes share: the even one draws for row g, the odd
- * one for row g + 8, and each gives the other what it needs.
+ * Dropout. One call of the generator serves eight neighbours of a row, which the lanes of a quad share: each draws for one of the two
+ * rows and one half of the tile, both halves of a word at a time, and they exchange bits.
  */
+static_assert(NT % 2 == 0 && NT <= 16, "a tile of keys is two times up to eight draws");
 DEVICE void draw_kept(const attn_cuda_args &a, const tile_place &at, int32_t n, uint32_t kept[MT][2]) {
-    const uint32_t head = (uint32_t)at.s.b * (uint32_t)a.p.heads_q + (uint32_t)at.h;
-    const uint32_t first = (uint32_t)key_of(n, 0, 0) / 4, least = 0 - a.philox.threshold; /* r + least carries: r is kept */
-    const bool odd = threadIdx.x & 1;
+    enum { DRAWS = NT / 2 };
+    const uint32_t head = (uint32_t)at.s.b * (uint32_t)a.p.heads_q + (uint32_t)at.h, ones = ATTN_PHILOX_BITS * 0x10001u;
+    const uint32_t least = (ATTN_PHILOX_BITS + 1 - a.philox.threshold) * 0x10001u; /* added, bit 15 says what is kept */
+    const bool odd = threadIdx.x & 1, second = threadIdx.x & 2;
+    const uint32_t first = (uint32_t)n * NT + (second ? DRAWS : 0);
 #pragma unroll
     for (int mt = 0; mt < MT; mt++) {
         const uint32_t row = (uint32_t)row_of(at, mt, odd);
-        uint32_t bits[4] = {};
+        uint32_t bits[4] = {}; /* of lane e's elements, in the end: bit 15 - k for draw k, 16 further for the second one */
 #pragma unroll 2
-        for (int nt = 0; nt < NT; nt++) {
+        for (int k = DRAWS - 1; k >= 0; k--) {
             uint32_t r[4];
-            attn__philox4(&a.philox, head, row, first + 2 * nt, r);
+            attn__philox4(&a.philox, head, row, first + k, r);
 #pragma unroll
-            for (int e = 0; e < 4; e++) bits[e] = addc(bits[e], r[e], least);
+            for (int e = 0; e < 4; e++) bits[e] = (((r[e] & ones) + least) & ~ones) | bits[e] >> 1;
         }
-        const uint32_t left = bits[0] | bits[1] << 16, right = bits[2] | bits[3] << 16;
-        const uint32_t other = __shfl_xor_sync(~0u, odd ? left : right, 1);
-        kept[mt][0] = odd ? other : left;
-        kept[mt][1] = odd ? right : other;
+        uint32_t both[2]; /* for one of two lanes, all of the row */
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+            const uint32_t own = second ? bits[e + 2] : bits[e];
+            const uint32_t other = __shfl_xor_sync(~0u, second ? bits[e] : bits[e + 2], 2);
+            both[e] = (second ? other : own) | (second ? own : other) >> DRAWS;
+        }
+        const uint32_t own = odd ? both[1] : both[0], other = __shfl_xor_sync(~0u, odd ? both[0] : both[1], 1);
+        kept[mt][0] = odd ? other : own;
+        kept[mt][1] = odd ? own : other;
     }
 }
 
@@ -241,7 +250,7 @@ DEVICE void drop(const tile_extras &x, uint32_t p[4], int mt, int ks) {
     for (int part = 0; part < PARTS; part++)
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            const int bit = NT - 1 - (WIDE ? ks : 2 * ks + part); /* it and that 16 further become the highest of a byte */
+            const int bit = 15 - (WIDE ? ks : 2 * ks + part); /* it and that 16 further become the highest of a byte */
             const uint32_t mask = prmt(x.kept[mt][half] << (7 - bit % 8), 0, bit < 8 ? 0xaa88 : 0xbb99);
             if (WIDE) {
                 if (!(mask & 1)) p[half] = 0;

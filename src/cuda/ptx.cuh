@@ -110,11 +110,6 @@ PTX float rcp_approx(float x) {
     return y;
 }
 
-/* add.cc, addc: twice the bits, and the carry of x + y after them. */
-PTX uint32_t addc(uint32_t bits, uint32_t x, uint32_t y) {
-    asm("{ .reg .u32 sum; add.cc.u32 sum, %1, %2; addc.u32 %0, %0, %0; }" : "+r"(bits) : "r"(x), "r"(y));
-    return bits;
-}
 
 /* Four bytes of y:x, by the digits of `which`; with 8 added a byte is filled with its highest bit. */
 PTX uint32_t prmt(uint32_t x, uint32_t y, uint32_t which) {

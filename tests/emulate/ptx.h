@@ -140,9 +140,6 @@ static inline float ex2_approx(float x) {
     return y < 1.17549435e-38f ? 0 : y; /* .ftz */
 }
 static inline float rcp_approx(float x) { return 1 / x; }
-static inline uint32_t addc(uint32_t bits, uint32_t x, uint32_t y) {
-    return bits + bits + (uint32_t)(((uint64_t)x + y) >> 32);
-}
 static inline uint32_t prmt(uint32_t x, uint32_t y, uint32_t which) {
     const uint64_t both = x | (uint64_t)y << 32;
     uint32_t z = 0;
