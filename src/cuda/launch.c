@@ -6,6 +6,8 @@
 #include "numeric.h"
 
 #include <float.h>
+#include <math.h>
+#include <stdlib.h>
 #include <string.h>
 
 /* Launches a piece with so many warps, each of which works by itself. */
@@ -29,15 +31,30 @@ static int32_t heads_side_by_side(const attn_problem *p) {
 static int64_t blocks_of_hopper(const attn_cuda_run *run) { return run->sms > 0 ? run->sms : 1; }
 
 /*
- * Hopper's blocks take places in turn, forwards and backwards. Under a causal mask each then gets the same sum if a group has an even
- * number of places for every block; about 28 heads are enough for the last group's short rows, and few enough for the cache.
+ * Hopper's blocks take places in turn, forwards and backwards. Under a causal mask, where a group of heads begins with its longest
+ * places, each block gets the same sum, if the group has a multiple of twice as many places as there are blocks. Few heads are one
+ * group; of the sizes that make such a multiple, rounded, that is taken which leaves least over: the slots of its last group, the shortest
+ * ones, that do not go round, and what rounding adds for each group before it, which counts more, as in a simulation of many sizes. Keys of
+ * more heads than MOST would not stay in the cache.
  */
 static int32_t heads_of_hopper(const attn_problem *p, int64_t row_tiles, int64_t blocks) {
-    enum { HEADS = 28 };
-    int64_t heads = (int64_t)p->batch * p->heads_q, even = 2 * blocks, rounds = (HEADS * row_tiles + even / 2) / even;
+    enum { MOST = 48 };
+    const int64_t heads = (int64_t)p->batch * p->heads_q, even = 2 * blocks;
     if (!(p->flags & ATTN_CAUSAL) || heads == 0 || row_tiles == 0) return 1;
-    int64_t group = (even * (rounds ? rounds : 1) + row_tiles / 2) / row_tiles;
-    return (int32_t)(group < 1 ? 1 : group < heads ? group : heads);
+    if (heads <= MOST) return (int32_t)heads;
+    int64_t best = (even + row_tiles / 2) / row_tiles;
+    if (best > MOST) return (int32_t)(best < heads ? best : heads);
+    double least = INFINITY;
+    for (int64_t group = 1; group <= MOST; group++) {
+        const int64_t rounds = (group * row_tiles + even / 2) / even, last = heads % group ? heads % group : group;
+        if (rounds == 0 || (even * rounds + row_tiles / 2) / row_tiles != group) continue;
+        const double off = (double)llabs(group * row_tiles - even * rounds) / (double)group;
+        const double over = (double)(last * row_tiles % even) / (double)last + 4 * off * (double)((heads - 1) / group);
+        if (over > least) continue;
+        least = over;
+        best = group;
+    }
+    return (int32_t)best;
 }
 
 static attn_cuda_args make_args(const attn_cuda_run *run, const attn_plan *plan, const attn_buffers *f) {

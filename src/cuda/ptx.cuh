@@ -110,7 +110,6 @@ PTX float rcp_approx(float x) {
     return y;
 }
 
-
 /* Four bytes of y:x, by the digits of `which`; with 8 added a byte is filled with its highest bit. */
 PTX uint32_t prmt(uint32_t x, uint32_t y, uint32_t which) {
     uint32_t z;
