@@ -396,7 +396,7 @@ TEST(cuda_device_status_says_what_was_out_of_range) {
 typedef struct feature {
     const char *name;
     bool all;     /* beyond what the plain kernels do */
-    bool lengths; /* beyond what the plain ones of Hopper do */
+    bool lengths; /* beyond what the plain ones of Hopper do, but not its OWN ones */
     int32_t rows; /* 0: 100 */
     uint32_t flags;
     double scale, softcap, dropout;
@@ -405,12 +405,13 @@ typedef struct feature {
 } feature;
 
 /* The last row of the least dim that fits; fwd_any when no other does. */
-static const attn_cuda_entry *best_row(attn_dtype tile, int32_t dim, bool all, const feature *x) {
+static const attn_cuda_entry *best_row(attn_dtype tile, int32_t dim, bool odd, const feature *x) {
     const attn_cuda_entry *best = &attn__cuda_entries[ATTN_ENTRY_fwd_any];
     for (int n = 0; n < ATTN_ENTRIES; n++) {
         const attn_cuda_entry *e = &attn__cuda_entries[n];
         bool has_code = e->hopper ? stub.arch[0] == 90 : e->arch <= stub.arch[0];
-        bool takes = e->all || (!all && !(e->hopper && x->lengths));
+        bool is_plain = !x->all && !odd && !(e->hopper && x->lengths);
+        bool takes = e->takes == ATTN_TAKES_ALL || (e->takes == ATTN_TAKES_OWN && !x->all) || is_plain;
         bool fits = e->dtype == tile && e->dim >= dim && takes && has_code &&
                     e->shared_bytes <= (size_t)stub.shared_bytes[0] && n != ATTN_ENTRY_fwd_any;
         if (fits && e->dim <= best->dim) best = e;
@@ -439,11 +440,11 @@ static void check_choice(attn_context *context, attn_dtype q, attn_dtype kv, att
     test_context("%s/%s, dim %d, %s", attn_dtype_name(q), attn_dtype_name(kv), dim, x->name);
     if (!CHECK_OK(attn_plan_create(&plan, context, &p))) return;
     bool out_differs = attn_dtype_size(q) == 1 || (x->out_dtype && x->out_dtype != q);
-    bool all = x->all || kv != q || out_differs || dim * attn_dtype_size(q) % 16;
-    const attn_cuda_entry *want = best_row(tile, dim, all, x);
+    bool odd = x->page_size || kv != q || out_differs || dim * attn_dtype_size(q) % 16;
+    const attn_cuda_entry *want = best_row(tile, dim, odd, x);
     const attn_cuda_entry *e = entry_named(attn_plan_kernel(plan));
     CHECK_SAY(e == want, "%s instead of %s", e->name, want->name);
-    CHECK(e->all || !x->all);
+    CHECK(e->takes == ATTN_TAKES_ALL || !x->all);
     attn_plan_destroy(plan);
 }
 
@@ -475,7 +476,7 @@ TEST(cuda_chooses_the_kernel_by_dtype_dim_and_feature) {
         {"softcap", .all = true, .softcap = 30},
         {"dropout", .all = true, .dropout = 0.1},
         {"flashmask", .all = true, .flags = ATTN_CAUSAL, .vectors = 1},
-        {"pages", .all = true, .page_size = 16},
+        {"pages", .page_size = 16},
         {"negative scale", .all = true, .flags = ATTN_SCALE, .scale = -1},
         {"scale that is zero in float", .all = true, .flags = ATTN_SCALE, .scale = 1e-60},
         {"out", .out_dtype = ATTN_F32},

@@ -11,8 +11,8 @@
 
 /* ---- the table ---- */
 
-/* Of a dtype and dim there is a plain kernel and one for every feature, which give the same bits and run on the same GPUs. */
-TEST(hopper_lines_come_in_pairs) {
+/* Of a dtype and dim there is a kernel of each kind, which give the same bits and run on the same GPUs. */
+TEST(hopper_lines_come_in_threes) {
     int lines = 0;
     for (int n = 0; n < ATTN_ENTRIES; n++) {
         const attn_cuda_entry *e = &attn__cuda_entries[n];
@@ -23,17 +23,17 @@ TEST(hopper_lines_come_in_pairs) {
             if (x->dtype != e->dtype || x->dim != e->dim) continue;
             portable += !x->hopper;
             CHECK_SAY(!x->hopper || x->bn == e->bn, "%s has other tiles than %s", x->name, e->name);
-            if (!x->hopper || x->all == e->all) continue;
+            if (!x->hopper || x->takes == e->takes) continue;
             others++;
             /* otherwise a GPU might have room for the plain one alone, and give other bits for the rest */
-            CHECK_SAY(e->all || x->shared_bytes <= e->shared_bytes, "%s wants more memory than %s", x->name, e->name);
+            CHECK_SAY(e->takes > x->takes || x->shared_bytes <= e->shared_bytes, "%s wants more memory than %s", x->name, e->name);
         }
-        CHECK_SAY(others == 1 && portable > 0, "%s", e->name);
+        CHECK_SAY(others == 2 && portable > 0, "%s", e->name);
         CHECK_SAY(e->arch == 90 && e->dim_v == e->dim && e->dim % 16 == 0 && e->shared_bytes <= 232448, "%s", e->name);
         CHECK_SAY(e->bm <= 256 && e->bn <= 256 && e->bn % 16 == 0 && e->warps * 32 == 128 + 2 * e->bm, "%s", e->name);
         lines++;
     }
-    CHECK_SAY(lines == 20, "%d lines", lines); /* two dtypes, five dims */
+    CHECK_SAY(lines == 30, "%d lines", lines); /* two dtypes, five dims */
 }
 
 /* Rows are held in blocks of 64 columns: those of dim 96 take as much room as 128. Notes come on top. */
@@ -55,8 +55,8 @@ TEST(hopper_lines_have_room_for_their_tiles) {
     }
 }
 
-/* The name of the plan's kernel, and of the one for rows that are not aligned. */
-static void check_names(attn_context *context, attn_problem p, const char *name, const char *all) {
+/* The name of the plan's kernel, of the one for rows that are not aligned, and of that with a feature. */
+static void check_names(attn_context *context, attn_problem p, const char *name, const char *odd, const char *all) {
     attn_plan *plan;
     for (int way = 0; way < 2; way++) {
         if (way) {
@@ -66,8 +66,9 @@ static void check_names(attn_context *context, attn_problem p, const char *name,
         if (!CHECK_OK(attn_plan_create(&plan, context, &p))) return;
         const char *want = way ? all : name;
         CHECK_SAY(strcmp(attn_plan_kernel(plan), want) == 0, "%s instead of %s", attn_plan_kernel(plan), want);
-        CHECK_SAY(strcmp(attn__cuda_entries[plan->gpu_kernel[0][1]].name, all) == 0, "%s instead of %s for odd rows",
-                  attn__cuda_entries[plan->gpu_kernel[0][1]].name, all);
+        if (!way) want = odd;
+        CHECK_SAY(strcmp(attn__cuda_entries[plan->gpu_kernel[0][1]].name, want) == 0, "%s instead of %s for odd rows",
+                  attn__cuda_entries[plan->gpu_kernel[0][1]].name, want);
         attn_plan_destroy(plan);
     }
 }
@@ -90,15 +91,15 @@ TEST(hopper_serves_its_dims_on_sm_90_alone) {
         for (size_t n = 0; n < sizeof rows / sizeof rows[0]; n++) {
             for (int half = 0; half < 2; half++) {
                 attn_problem p = problem(half ? ATTN_F16 : ATTN_BF16, 2, 4, 2, 100, 300, rows[n].qk);
-                char name[2][64];
-                bool aligned = rows[n].qk % 8 == 0 && rows[n].v % 8 == 0 && rows[n].bucket != 512;
+                char name[3][64];
+                const bool aligned = rows[n].qk % 8 == 0 && rows[n].v % 8 == 0, hopper = rows[n].hopper && archs[a] == 90;
+                const char *const kinds[] = {"", hopper ? "_own" : "_all", "_all"};
                 p.dim_v = rows[n].v;
                 test_context("sm_%d, %s, dims %d and %d", archs[a], half ? "f16" : "bf16", p.dim_qk, p.dim_v);
-                for (int all = 0; all < 2; all++)
-                    snprintf(name[all], sizeof name[all], "fwd_sm%d_%s_d%d%s", rows[n].hopper && archs[a] == 90 ? 90 : 80,
-                             half ? "f16" : "bf16", rows[n].bucket,
-                             (all || !aligned) && rows[n].bucket != 512 ? "_all" : "");
-                check_names(context, p, name[0], name[1]);
+                for (int kind = 0; kind < 3; kind++)
+                    snprintf(name[kind], sizeof name[kind], "fwd_sm%d_%s_d%d%s", hopper ? 90 : 80, half ? "f16" : "bf16",
+                             rows[n].bucket, rows[n].bucket == 512 ? "" : kinds[kind ? kind : !aligned]);
+                check_names(context, p, name[0], name[1], name[2]);
             }
         }
         attn_context_destroy(context);
@@ -206,7 +207,7 @@ TEST(hopper_maps_follow_lengths_and_rotation) {
         attn_context *context = cuda_context();
         if (way == 3) r.f.q.stride[0] = r.f.k.stride[1] = r.f.o.stride[2] = -7; /* not looked at */
         CHECK_OK(rig_plan_and_run(context, &r, 0, NULL));
-        const attn_cuda_args90 *x = hopper_launch("fwd_sm90_bf16_d64_all", &l);
+        const attn_cuda_args90 *x = hopper_launch("fwd_sm90_bf16_d64_own", &l);
         if (!x) return;
         static const uint64_t q[4][4] = {{64, 51, 4, 1}, {64, 33, 4, 2}, {64, 33, 4, 2}, {64, 1, 1, 1}};
         static const uint64_t k[4][4] = {{64, 95, 2, 1}, {64, 70, 2, 5}, {64, 70, 2, 2}, {64, 1, 1, 1}};
@@ -222,13 +223,13 @@ TEST(hopper_maps_follow_lengths_and_rotation) {
     }
 }
 
-/* Runs the plan; the kernel for every feature must be taken, with these maps and no others. */
+/* Runs the plan; the kernel that does without maps must be taken, with these maps and no others. */
 static void check_without(attn_plan *plan, const attn_buffers *f, int32_t tma) {
     const stub_launch *l;
     static const attn_tensor_map none;
     stub_forget();
     CHECK_OK(attn_run(plan, f, NULL));
-    const attn_cuda_args90 *x = hopper_launch("fwd_sm90_bf16_d64_all", &l);
+    const attn_cuda_args90 *x = hopper_launch("fwd_sm90_bf16_d64_own", &l);
     if (!x) return;
     CHECK_SAY(x->a.tma == tma, "bits %d instead of %d", x->a.tma, tma);
     CHECK((tma & ATTN_TMA_Q) || memcmp(&x->q, &none, sizeof none) == 0);
@@ -294,7 +295,7 @@ TEST(hopper_survives_each_map_that_fails) {
         if (!failed || strcmp(failed, "cuTensorMapEncodeTiled") != 0) continue;
         const stub_launch *l;
         CHECK_OK(status);
-        const attn_cuda_args90 *x = hopper_launch("fwd_sm90_bf16_d64_all", &l);
+        const attn_cuda_args90 *x = hopper_launch("fwd_sm90_bf16_d64_own", &l);
         CHECK(x && x->a.tma == ATTN_TMA_ALL); /* the second time it worked */
         found++;
     }
@@ -325,7 +326,7 @@ TEST(hopper_maps_only_what_is_of_its_dtype) {
         if (!rig_make_on(&r, 0)) return;
         attn_context *context = cuda_context();
         CHECK_OK(rig_plan_and_run(context, &r, 0, NULL));
-        const attn_cuda_args90 *x = hopper_launch("fwd_sm90_f16_d128_all", &l);
+        const attn_cuda_args90 *x = hopper_launch("fwd_sm90_f16_d128_own", &l);
         CHECK_SAY(x && x->a.tma == ways[way].tma, "bits %d", x ? x->a.tma : -1);
         CHECK_SAY(x && x->a.box == 128, "boxes of %d rows", x ? x->a.box : -1);
         attn_context_destroy(context);
@@ -354,7 +355,7 @@ TEST(hopper_maps_pages_of_whole_boxes) {
         if (!rig_make_on(&r, 0)) return;
         attn_context *context = cuda_context();
         CHECK_OK(rig_plan_and_run(context, &r, 0, NULL));
-        snprintf(name, sizeof name, "fwd_sm90_f16_d%d_all", ways[way].dim);
+        snprintf(name, sizeof name, "fwd_sm90_f16_d%d_own", ways[way].dim);
         const attn_cuda_args90 *x = hopper_launch(name, &l);
         if (!x) return;
         CHECK_SAY(x->a.tma == (maps ? ATTN_TMA_ALL : ATTN_TMA_Q | ATTN_TMA_O), "bits %d", x->a.tma);
@@ -396,7 +397,7 @@ TEST(hopper_blocks_share_the_work) {
         int sms;
         int64_t work;
         unsigned blocks;
-        bool all;
+        bool own;
     } cases[] = {
         {2, 4, 33, 65, 0, 132, 8, 8, false},                          /* a tile of each head */
         {1, 1, 17, 1, 0, 132, 1, 1, false},                           /* the least that there can be */
@@ -420,7 +421,7 @@ TEST(hopper_blocks_share_the_work) {
         stub.sms = cases[n].sms;
         attn_context *context = cuda_context();
         const attn_cuda_args *a =
-            run_work(context, &p, cases[n].all ? "fwd_sm90_bf16_d64_all" : "fwd_sm90_bf16_d64", &blocks);
+            run_work(context, &p, cases[n].own ? "fwd_sm90_bf16_d64_own" : "fwd_sm90_bf16_d64", &blocks);
         if (!a) return;
         CHECK_SAY(a->work == cases[n].work, "%lld pieces", (long long)a->work);
         CHECK_SAY(blocks == cases[n].blocks, "%u blocks", blocks);

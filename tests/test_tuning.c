@@ -91,24 +91,27 @@ TEST(tuning_file_changes_the_choice) {
     check_plan(context, &other, "fwd_sm90_bf16_d64", false);
     p.dim_qk = p.dim_v = 120; /* the table's dim counts */
     check_plan(context, &p, "fwd_sm90_bf16_d128_all", true);
-    p.page_size = 16; /* every feature: the line is for plain */
+    p.page_size = 16; /* the line is for plain */
     p.num_pages = 20;
-    check_plan(context, &p, "fwd_sm90_bf16_d128_all", false);
+    check_plan(context, &p, "fwd_sm90_bf16_d128_own", false);
     p.page_size = p.num_pages = 0;
     attn_context_destroy(context);
     CHECK_OK(create_with(&context, "sm_90 bf16 d128 plain fwd_sm90_bf16_d128\n"));
     check_plan(context, &p, "fwd_sm90_bf16_d128", true);
     p.max_q = ATTN_CUDA_SPLIT_ROWS; /* short ones are not plain to Hopper's kernels: the line is not for them */
-    check_plan(context, &p, "fwd_sm90_bf16_d128_all", false);
+    check_plan(context, &p, "fwd_sm90_bf16_d128_own", false);
     p.max_q = 100;
     p.flags = ATTN_USED_KV;
-    check_plan(context, &p, "fwd_sm90_bf16_d128_all", false);
+    check_plan(context, &p, "fwd_sm90_bf16_d128_own", false);
     p.flags = 0;
     attn_context_destroy(context);
-    CHECK_OK(create_with(&context, "sm_90 bf16 d128 all fwd_sm90_bf16_d128_all\n"));
+    CHECK_OK(create_with(&context, "sm_90 bf16 d128 own fwd_sm90_bf16_d128_all\n"));
     p.flags = ATTN_USED_KV;
     check_plan(context, &p, "fwd_sm90_bf16_d128_all", true);
     p.softcap = 3;
+    check_plan(context, &p, "fwd_sm90_bf16_d128_all", false);
+    attn_context_destroy(context);
+    CHECK_OK(create_with(&context, "sm_90 bf16 d128 all fwd_sm90_bf16_d128_all\n"));
     check_plan(context, &p, "fwd_sm90_bf16_d128_all", true);
     p.flags = 0;
     attn_context_destroy(context);
@@ -138,6 +141,8 @@ TEST(tuning_file_with_a_bad_line_is_refused) {
         {"sm_90 bf16 d64 plain fwd_sm80_bf16_d64\n",
          "/tuning:1: kernel=fwd_sm80_bf16_d64: is of another family than fwd_sm90_bf16_d64: results would change"},
         {"sm_90 bf16 d128 all fwd_sm80_bf16_d128_all\n", "kernel=fwd_sm80_bf16_d128_all: has tiles of 64 keys, fwd_sm90"},
+        {"sm_90 bf16 d128 own fwd_sm90_bf16_d128\n", "kernel=fwd_sm90_bf16_d128: does not take every feature; want plain"},
+        {"sm_90 bf16 d128 all fwd_sm90_bf16_d128_own\n", "fwd_sm90_bf16_d128_own: does not take every feature; want own"},
         {"sm_90 bf16 d576 plain fwd_any\n", "/tuning:1: kernel=fwd_any: is not for"},
         {"sm_90 bf16 d128 plain append\n", "/tuning:1: kernel=append"},
         {"sm_90 bf16 d128 plain fwd_sm90_bf16_d128\nsm_90 bf16 d128 plain fwd_sm90_bf16_d128\n",
@@ -357,6 +362,7 @@ TEST(tune_marks_what_is_wrong_and_writes_what_is_fastest) {
     get_file("tuning", text, sizeof text);
     CHECK_SAY(strncmp(text, "# libattn ", 10) == 0 && strstr(text, "Stub, driver for CUDA 13.0, "), "%s", text);
     CHECK(strstr(text, "sm_90 bf16 d128 plain fwd_sm90_bf16_d128_all # "));
+    CHECK(strstr(text, "sm_90 bf16 d128 own   fwd_sm90_bf16_d128_all # "));
     CHECK(strstr(text, "sm_90 bf16 d128 all   fwd_sm90_bf16_d128_all # "));
     setenv("ATTN_TUNING", file, 1);
     CHECK_OK(create_cuda(&context));
@@ -384,7 +390,7 @@ TEST(tune_leaves_out_kernels_that_do_not_take_the_problem) {
         CHECK_SAY((strstr(text, "fwd_sm90_bf16_d128 ") != NULL) == takes, "%s", text);
         CHECK_SAY(strstr(text, "fwd_sm90_bf16_d128_all ") && strstr(text, "fwd_sm80_bf16_d128 "), "%s", text);
         get_file("tuning", text, sizeof text);
-        CHECK_SAY((strstr(text, " plain ") != NULL) == takes && strstr(text, " all "), "%s", text);
+        CHECK_SAY((strstr(text, " plain ") != NULL) == takes && strstr(text, " own ") && strstr(text, " all "), "%s", text);
         end();
     }
 }

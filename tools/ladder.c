@@ -122,7 +122,7 @@ void ladder_add_library(ladder *l) {
 #define PIECE(...)
 #define FWD(id, least, type, ...)                                                                                          \
     {.name = #id, .arch = (least), .dtype = ATTN_##type, .knob = {__VA_ARGS__}, .entry = ATTN_ENTRY_##id},
-#define FWD90(id, type, most, v, n, consumers, stages, qbuf, every)                                                        \
+#define FWD90(id, type, most, v, n, consumers, stages, qbuf, takes)                                                        \
     {.name = #id,                                                                                                          \
      .arch = 90,                                                                                                           \
      .dtype = ATTN_##type,                                                                                                 \
@@ -132,7 +132,7 @@ void ladder_add_library(ladder *l) {
               [KNOB_bn] = (n),                                                                                             \
               [KNOB_warps] = 4 * ((consumers) + 1),                                                                        \
               [KNOB_ctas] = 1,                                                                                             \
-              [KNOB_all] = (every)},                                                                                       \
+              [KNOB_all] = ATTN_TAKES_##takes == ATTN_TAKES_ALL},                                                          \
      .entry = ATTN_ENTRY_##id,                                                                                             \
      .hopper = true},
 #include "cuda/variants.def"
@@ -158,7 +158,7 @@ attn_cuda_entry rung_entry(const rung *r) {
         .bm = k[KNOB_bm],
         .bn = k[KNOB_bn],
         .warps = k[KNOB_warps],
-        .all = k[KNOB_all],
+        .takes = k[KNOB_all] ? ATTN_TAKES_ALL : ATTN_TAKES_PLAIN,
         .shared_bytes = ATTN_TILE_BYTES(r->dtype, k[KNOB_bm], k[KNOB_bn], k[KNOB_dim], k[KNOB_dimv], k[KNOB_eager])};
 }
 
@@ -166,7 +166,7 @@ void ladder_keep(ladder *l, const attn_cuda_entry *like, const attn_problem *p, 
     int kept = 0;
     for (int n = 0; n < l->count; n++) {
         attn_cuda_entry e = rung_entry(&l->at[n]);
-        if (e.dtype == like->dtype && e.dim == like->dim && attn__cuda_takes(&e, p) && attn__cuda_runs_on(&e, gpu))
+        if (e.dtype == like->dtype && e.dim == like->dim && attn__cuda_serves(&e, p, true) && attn__cuda_runs_on(&e, gpu))
             l->at[kept++] = l->at[n];
     }
     l->count = kept;

@@ -402,11 +402,11 @@ typedef struct outcome {
 } outcome;
 
 /* The fastest of the library's kernels that may stand in for its choice; -1: none is right. */
-static int fastest(const race *r, bool all) {
+static int fastest(const race *r, attn_cuda_takes wanted) {
     int best = -1;
     for (int n = 0; n < r->ladder.count; n++) {
         const candidate *c = &r->candidates[n];
-        bool may = r->ladder.at[n].entry >= 0 && c->right && (c->entry.all || !all) && has_same_tiles(r, c);
+        bool may = r->ladder.at[n].entry >= 0 && c->right && c->entry.takes >= wanted && has_same_tiles(r, c);
         if (may && (best < 0 || c->ms < r->candidates[best].ms)) best = n;
     }
     return best;
@@ -414,14 +414,15 @@ static int fastest(const race *r, bool all) {
 
 /* What was measured on a problem for kernels that take every feature says nothing of plain ones. */
 static void note_fastest(const race *r, outcome *out, bool json) {
-    for (int all = attn__cuda_wants_all(&r->problem, attn__cuda_entries[r->slot].hopper); all < 2; all++) {
-        int best = fastest(r, all);
+    const bool hopper = attn__cuda_entries[r->slot].hopper;
+    for (attn_cuda_takes wanted = attn__cuda_wants(&r->problem, hopper, true); wanted <= ATTN_TAKES_ALL; wanted++) {
+        int best = hopper || wanted != ATTN_TAKES_OWN ? fastest(r, wanted) : -1;
         if (best < 0) continue;
         const candidate *c = &r->candidates[best];
-        if (!json) printf("fastest %-5s %s\n", all ? "all" : "plain", c->entry.name);
+        if (!json) printf("fastest %-5s %s\n", attn__cuda_takes_name[wanted], c->entry.name);
         int length =
             snprintf(out->text + out->used, MOST_TEXT - out->used, "sm_%d %s d%d %-5s %s # %.1f TFLOP/s\n", r->gpu->arch,
-                     attn_dtype_name(c->entry.dtype), c->entry.dim, all ? "all" : "plain", c->entry.name, tflops(r, c));
+                     attn_dtype_name(c->entry.dtype), c->entry.dim, attn__cuda_takes_name[wanted], c->entry.name, tflops(r, c));
         if ((size_t)length < MOST_TEXT - out->used) out->used += (size_t)length;
     }
 }

@@ -34,6 +34,9 @@ enum {
     ATTN_TMA_ALL = 7
 };
 
+/* What a forward kernel takes, each with what comes before it: variants.def says what that is. */
+typedef enum attn_cuda_takes { ATTN_TAKES_PLAIN, ATTN_TAKES_OWN, ATTN_TAKES_ALL } attn_cuda_takes;
+
 /* Flags with which sequences have lengths, rows or keys of their own. */
 #define ATTN_OWN_LENGTHS                                                                                                   \
     (ATTN_BATCH_INDEX | ATTN_VARLEN_Q | ATTN_USED_Q | ATTN_VARLEN_KV | ATTN_USED_KV | ATTN_APPEND | ATTN_LEFTPAD)

@@ -25,7 +25,7 @@ const attn_cuda_entry attn__cuda_entries[ATTN_ENTRIES] = {
                             .bm = ONLY_ANY(entry, ATTN_ANY_ROWS),                                                          \
                             .bn = ONLY_ANY(entry, ATTN_ANY_COLS),                                                          \
                             .warps = ONLY_ANY(entry, ATTN_ANY_ROWS),                                                       \
-                            .all = ONLY_ANY(entry, 1)},
+                            .takes = ONLY_ANY(entry, ATTN_TAKES_ALL)},
 #include "variants.def"
 #undef FWD
 #undef FWD90
@@ -40,9 +40,9 @@ const attn_cuda_entry attn__cuda_entries[ATTN_ENTRIES] = {
                          .bm = m,                                                                                          \
                          .bn = n,                                                                                          \
                          .warps = w,                                                                                       \
-                         .all = every,                                                                                     \
+                         .takes = every ? ATTN_TAKES_ALL : ATTN_TAKES_PLAIN,                                               \
                          .shared_bytes = ATTN_TILE_BYTES(ATTN_##type, m, n, most, v, eager)},
-#define FWD90(id, type, most, v, n, consumers, stages, qbuf, every)                                                        \
+#define FWD90(id, type, most, v, n, consumers, stages, qbuf, kind)                                                         \
     [ATTN_ENTRY_##id] = {.name = #id,                                                                                      \
                          .file = #id,                                                                                      \
                          .hopper = true,                                                                                   \
@@ -53,7 +53,7 @@ const attn_cuda_entry attn__cuda_entries[ATTN_ENTRIES] = {
                          .bm = 64 * (consumers),                                                                           \
                          .bn = n,                                                                                          \
                          .warps = 4 * ((consumers) + 1), /* the producer's four besides */                                 \
-                         .all = every,                                                                                     \
+                         .takes = ATTN_TAKES_##kind,                                                                       \
                          .shared_bytes = ATTN_HOPPER_BYTES(64 * (consumers), n, most, v, stages, qbuf)},
 #define PIECE(...)
 #include "variants.def"
@@ -148,33 +148,33 @@ static attn_dtype tile_dtype(const attn_problem *p) {
 }
 
 /*
- * More than causal, window, sink and lengths; rows that are not whole pieces of 16 bytes; a scale that is not positive, as the float
- * that kernels multiply with. Hopper's plain kernels work all sequences alike: no lengths of their own, no split.
+ * A scale that is not positive, as the float that kernels multiply with, is a feature. Plain kernels want rows that are whole pieces of
+ * 16 bytes, side by side; Hopper's besides that all sequences are alike: no lengths of their own, no split.
  */
-bool attn__cuda_wants_all(const attn_problem *p, bool hopper) {
-    int32_t piece = 16 / (int32_t)attn_dtype_size(p->dtype);
-    if (p->dim_qk % piece || p->dim_v % piece || !(attn__scale_log2(p) > 0)) return true;
-    if (hopper && ((p->flags & ATTN_OWN_LENGTHS) || p->max_q <= ATTN_CUDA_SPLIT_ROWS)) return true;
-    return (p->flags & (ATTN_ALIBI | ATTN_BIAS | ATTN_DESCALE)) || p->softcap > 0 || p->dropout > 0 ||
-           p->flashmask_vectors || p->page_size || p->kv_dtype != p->dtype || p->out_dtype != p->dtype;
+attn_cuda_takes attn__cuda_wants(const attn_problem *p, bool hopper, bool aligned) {
+    const int32_t piece = 16 / (int32_t)attn_dtype_size(p->dtype);
+    const bool odd = !aligned || p->dim_qk % piece || p->dim_v % piece || p->page_size || p->kv_dtype != p->dtype ||
+                     p->out_dtype != p->dtype;
+    const bool own = (p->flags & ATTN_OWN_LENGTHS) || p->max_q <= ATTN_CUDA_SPLIT_ROWS;
+    if ((p->flags & (ATTN_ALIBI | ATTN_BIAS | ATTN_DESCALE)) || p->softcap > 0 || p->dropout > 0 ||
+        p->flashmask_vectors || !(attn__scale_log2(p) > 0))
+        return ATTN_TAKES_ALL;
+    if (hopper) return odd || own ? ATTN_TAKES_OWN : ATTN_TAKES_PLAIN;
+    return odd ? ATTN_TAKES_ALL : ATTN_TAKES_PLAIN;
 }
 
-bool attn__cuda_takes(const attn_cuda_entry *e, const attn_problem *p) {
-    return e->all || !attn__cuda_wants_all(p, e->hopper);
+bool attn__cuda_serves(const attn_cuda_entry *e, const attn_problem *p, bool aligned) {
+    return e->takes >= attn__cuda_wants(p, e->hopper, aligned);
 }
 
-/*
- * Of the rows that take the problem that of the least dim, and of several the last; fwd_any, the largest, takes them all. `all`: one
- * that takes every feature, whatever the problem wants.
- */
-static const attn_kernel *choose(const attn_problem *p, const attn_gpu *gpu, bool all) {
+/* Of the rows that take the problem that of the least dim, and of several the last; fwd_any, the largest, takes them all. */
+static const attn_kernel *choose(const attn_problem *p, const attn_gpu *gpu, bool aligned) {
     const attn_kernel *chosen = &kernels[0];
     int32_t dim = p->dim_qk > p->dim_v ? p->dim_qk : p->dim_v;
     for (int32_t n = 0; n < KERNELS; n++) {
         const attn_cuda_entry *e = kernels[n].impl;
         bool any = e == &attn__cuda_entries[ATTN_ENTRY_fwd_any];
-        bool takes = attn__cuda_takes(e, p) && (e->all || !all);
-        bool fits = any || (e->dtype == tile_dtype(p) && e->dim >= dim && takes);
+        bool fits = any || (e->dtype == tile_dtype(p) && e->dim >= dim && attn__cuda_serves(e, p, aligned));
         if (kernels[n].op != p->op || !fits || !attn__cuda_runs_on(e, gpu)) continue;
         if (chosen->op != p->op || e->dim <= ((const attn_cuda_entry *)chosen->impl)->dim) chosen = &kernels[n];
     }
@@ -184,10 +184,10 @@ static const attn_kernel *choose(const attn_problem *p, const attn_gpu *gpu, boo
 static int entry_of(const attn_kernel *k) { return (int)((const attn_cuda_entry *)k->impl - attn__cuda_entries); }
 
 /* The same with the last word to the tuning file; *tuned is set when it had one. */
-static const attn_kernel *choose_tuned(const attn_plan *plan, const attn_gpu *gpu, bool all, bool *tuned) {
-    const attn_kernel *chosen = choose(&plan->problem, gpu, all);
+static const attn_kernel *choose_tuned(const attn_plan *plan, const attn_gpu *gpu, bool aligned, bool *tuned) {
+    const attn_kernel *chosen = choose(&plan->problem, gpu, aligned);
     const attn_cuda_entry *e = chosen->impl;
-    int entry = attn__cuda_tuned(plan->context->cuda, gpu, e, all || attn__cuda_wants_all(&plan->problem, e->hopper));
+    int entry = attn__cuda_tuned(plan->context->cuda, gpu, e, attn__cuda_wants(&plan->problem, e->hopper, aligned));
     for (int32_t n = 0; n < KERNELS && entry >= 0; n++) {
         if (entry_of(&kernels[n]) == entry) chosen = &kernels[n];
     }
@@ -208,9 +208,9 @@ static attn_status choose_kernels(attn_plan *plan, uint32_t *gpus, bool *tuned) 
         plan->gpu_kernel[n][0] = plan->gpu_kernel[n][1] = -1;
         if (gpu->arch < ATTN_LEAST_ARCH) continue;
         *gpus |= UINT32_C(1) << n;
-        const attn_kernel *k = choose_tuned(plan, gpu, false, tuned);
+        const attn_kernel *k = choose_tuned(plan, gpu, true, tuned);
         plan->gpu_kernel[n][0] = (int16_t)entry_of(k);
-        plan->gpu_kernel[n][1] = (int16_t)entry_of(choose_tuned(plan, gpu, true, tuned));
+        plan->gpu_kernel[n][1] = (int16_t)entry_of(choose_tuned(plan, gpu, false, tuned));
         if (!plan->kernel || gpu->device == device) plan->kernel = k;
     }
     return ATTN_OK;
@@ -399,7 +399,7 @@ static void choose_here(attn_cuda_run *run, const int16_t choice[2], const attn_
     run->forward = choice[run->vector_ok ? 0 : 1];
     attn__cuda_map(run, plan, f);
     const attn_cuda_entry *e = &run->entries[run->forward];
-    if (!e->hopper || e->all || run->tma == ATTN_TMA_ALL) return;
+    if (!e->hopper || e->takes != ATTN_TAKES_PLAIN || run->tma == ATTN_TMA_ALL) return;
     run->forward = choice[1]; /* it does without maps; the tile of q, and so the map, may be another one */
     attn__cuda_map(run, plan, f);
 }

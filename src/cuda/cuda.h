@@ -56,7 +56,7 @@ typedef struct attn_cuda_entry {
     int32_t dim_v;    /* dims of V that a block computes; fwd_any: all of them */
     int32_t bm, bn;   /* tile; fwd_any: ATTN_ANY_ROWS, ATTN_ANY_COLS */
     int32_t warps;
-    bool all;            /* takes every feature, and rows of any alignment */
+    attn_cuda_takes takes;
     size_t shared_bytes; /* dynamic shared memory */
 } attn_cuda_entry;
 
@@ -90,11 +90,11 @@ static inline bool attn__cuda_runs_on(const attn_cuda_entry *e, const attn_gpu *
 /* Do blocks of Hopper's kernels take their work from a counter, the plan's CUDA_COUNTER? */
 bool attn__cuda_counts(const attn_problem *p);
 
-/* Does the problem ask for more than a plain kernel of the family does? Then one with `all` has to work it. */
-bool attn__cuda_wants_all(const attn_problem *p, bool hopper);
+/* What a kernel of the family has to take for this problem. aligned: rows of its tensors start at multiples of 16 bytes. */
+attn_cuda_takes attn__cuda_wants(const attn_problem *p, bool hopper, bool aligned);
 
 /* Does a line do all that the problem asks for, its dtype and dims apart? */
-bool attn__cuda_takes(const attn_cuda_entry *e, const attn_problem *p);
+bool attn__cuda_serves(const attn_cuda_entry *e, const attn_problem *p, bool aligned);
 
 /* ---- images (images.c) ---- */
 
@@ -111,7 +111,7 @@ typedef struct attn_cuda_tuned {
     int32_t arch; /* of the GPU, exactly */
     attn_dtype dtype;
     int32_t dim;   /* of the table's lines, not of the problem */
-    bool all;      /* for problems with attn__cuda_wants_all, or rows that are not aligned */
+    attn_cuda_takes wanted; /* of a kernel: attn__cuda_wants */
     int32_t entry; /* the kernel to take */
     int32_t line;  /* where it stands */
 } attn_cuda_tuned;
@@ -128,7 +128,10 @@ typedef struct attn_cuda_tuning {
 attn_status attn__cuda_tuning_read(attn_cuda *cuda);
 
 /* What the file says instead of this entry on this GPU; -1: nothing. */
-int attn__cuda_tuned(const attn_cuda *cuda, const attn_gpu *gpu, const attn_cuda_entry *instead_of, bool all);
+int attn__cuda_tuned(const attn_cuda *cuda, const attn_gpu *gpu, const attn_cuda_entry *instead_of, attn_cuda_takes wanted);
+
+/* The words for it in the file. */
+extern const char *const attn__cuda_takes_name[];
 
 /* ---- pointers (pointers.c) ---- */
 

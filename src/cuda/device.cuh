@@ -66,10 +66,15 @@ DEVICE attn_seq sequence(const attn_cuda_args &a, int32_t b) {
     return s;
 }
 
-/* The page of cache position `at`; a number out of range counts as 0, or the last one. */
-DEVICE int32_t page_of(const attn_cuda_args &a, const attn_seq &s, int32_t at) {
-    int32_t page = a.f.page_table[s.slot * attn__pages_per_slot(&a.p, &a.f) + at / a.p.page_size];
+/* The page of cache position `at`, as it stands in the table; a number out of range counts as 0, or the last one. */
+DEVICE int32_t page_in_table(const attn_cuda_args &a, const attn_seq &s, int32_t at) {
+    return a.f.page_table[s.slot * attn__pages_per_slot(&a.p, &a.f) + at / a.p.page_size];
+}
+DEVICE int32_t checked_page(const attn_cuda_args &a, const attn_seq &s, int32_t page) {
     return clamped(a, page, 0, a.p.num_pages - 1, ATTN_FLAW_PAGE_TABLE, s.b);
+}
+DEVICE int32_t page_of(const attn_cuda_args &a, const attn_seq &s, int32_t at) {
+    return checked_page(a, s, page_in_table(a, s, at));
 }
 
 /* Element offset of cache position `at` in k or v, as attn__kv_offset. */

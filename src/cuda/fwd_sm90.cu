@@ -45,7 +45,7 @@
 
 #define PIECE(...)
 #define FWD(...)
-#define FWD90(name, dtype, dim, dimv, bn, consumers, stages, qbuf, all)                                                    \
+#define FWD90(name, dtype, dim, dimv, bn, consumers, stages, qbuf, takes)                                                  \
     enum {                                                                                                                 \
         name##_DTYPE = ATTN_##dtype,                                                                                       \
         name##_DIM = dim,                                                                                                  \
@@ -54,7 +54,7 @@
         name##_CONSUMERS = consumers,                                                                                      \
         name##_STAGES = stages,                                                                                            \
         name##_QBUF = qbuf,                                                                                                \
-        name##_ALL = all                                                                                                   \
+        name##_TAKES = ATTN_TAKES_##takes                                                                                  \
     };
 #ifndef VARIANTS
 #define VARIANTS "variants.def"
@@ -75,7 +75,8 @@ enum {
     CONSUMERS = K(CONSUMERS),
     STAGES = K(STAGES),
     QBUF = K(QBUF),
-    ALL = K(ALL),
+    OWN = K(TAKES) >= ATTN_TAKES_OWN, /* sequences and addresses of their own: the scheduler tells of places */
+    ALL = K(TAKES) == ATTN_TAKES_ALL,
     BM = 64 * CONSUMERS,
     THREADS = 128 * CONSUMERS, /* that work on rows */
     MT = 1,
@@ -93,8 +94,7 @@ enum {
     TILES = 2 * STAGES, /* notes on tiles */
     ERRANDS = 4,
     PLACES = 2,
-    HANDS = ALL ? 64 : 96,        /* threads */
-    LOT = 1,                      /* places that a block takes at a time, where they are not shared out beforehand */
+    HANDS = OWN ? 64 : 96,        /* threads */
     LOTS = 128,                   /* of a pass */
     HAS_STEPS = ALL && DV <= 128, /* code for each kind of tile: with a large O registers would run out */
     HAS_ROOM = HAS_STEPS && CONSUMERS == 2, /* registers for a bias that comes before S is there */
@@ -103,7 +103,7 @@ enum {
     OUT_BYTES = 64 * V_BLOCKS * ROW, /* of a consumer */
     /* 65,536 registers, 512 for each lane of four warps: some for the producers, the rest for the consumers */
     PRODUCER_REGISTERS = CONSUMERS == 3           ? 32
-                         : DV > (ALL ? 128 : 192) ? 40
+                         : DV > (OWN ? 128 : 192) ? 40
                                                   : 56,
     CONSUMER_REGISTERS = ((CONSUMERS == 3 ? 512 : 504) - PRODUCER_REGISTERS) / CONSUMERS / 8 * 8
 };
@@ -205,7 +205,7 @@ DEVICE void make_barriers(const buffers &b) {
         mbarrier_init(BARRIER(b, place_full, n), 1);
         mbarrier_init(BARRIER(b, place_empty, n), THREADS + 32);
     }
-    mbarrier_init(BARRIER(b, pass, 0), THREADS + (ALL ? 64 : 32));
+    mbarrier_init(BARRIER(b, pass, 0), THREADS + (OWN ? 64 : 32));
     for (int n = 0; n < 2; n++) b.notes->dirty[n] = b.notes->again[n] = 0;
     fence_mbarrier_init();
 }
@@ -236,7 +236,7 @@ DEVICE outlook look(const attn_cuda_args &a, const tile_place &at, int32_t top) 
 /* The next tile; n is -1 when there is none. In plain lines all are wanted, one after the other. */
 DEVICE tile next_tile_of(const attn_cuda_args &a, const tile_place &at, outlook &o) {
     tile t = {-1, false, false};
-    if (ALL) {
+    if (OWN) {
         while (!o.wanted && o.top - 32 >= at.n_first) o = look(a, at, o.top - 32);
         if (o.wanted) {
             const int bit = __ffs(o.wanted) - 1;
@@ -284,7 +284,7 @@ DEVICE uint32_t new_errand(const buffers &b, loader &me, const stroll &s, const 
     e.empty = empty;
     e.parity = parity;
     e.q = what == ERRAND_Q ? me.q : turned_back(me.q, QBUF);
-    if (ALL && what != ERRAND_END) {
+    if (OWN && what != ERRAND_END) {
         e.row = what == ERRAND_Q ? at.row : at.s.leftpad + n * BN;
         e.left = what == ERRAND_Q ? at.rows : at.s.sk - n * BN;
         e.head = what == ERRAND_Q ? at.h : at.kv_head;
@@ -302,7 +302,7 @@ DEVICE void load_q(const attn_cuda_args90 &x, const buffers &b, loader &me, cons
     const bool packed = a.p.flags & ATTN_VARLEN_Q;
     mbarrier_wait_parity(empty, me.q.parity ^ 1);
     b.notes->is_seen[me.q.at] = is_seen;
-    if (ALL && !(a.tma & ATTN_TMA_Q)) {
+    if (OWN && !(a.tma & ATTN_TMA_Q)) {
         mbarrier_arrive(new_errand(b, me, s, at, ERRAND_Q, CLEAN_NOTHING, 0, to, full, empty, me.q.parity ^ 1));
         return;
     }
@@ -310,31 +310,43 @@ DEVICE void load_q(const attn_cuda_args90 &x, const buffers &b, loader &me, cons
     fetch_box(&x.q, to, full, QK_BLOCKS, BM, (int)(packed ? at.s.q_row : 0) + at.row, at.h, packed ? 0 : at.s.b);
 }
 
-/* Where the box of K and V that this lane fetches lies: in a page that is not there, and so zero, if the sequence ends before. */
+/* First key, in tile n, of the box of K and V that this lane fetches. */
+DEVICE int32_t key_of_box(const attn_cuda_args &a, int32_t n) {
+    return n * BN + (OWN ? (int32_t)(threadIdx.x & 31) * a.box : 0);
+}
+
+/* Its page, as it stands in the table; asked for a tile ahead. One that is not there, and so zero, if the sequence ends before. */
+DEVICE int32_t page_of_box(const attn_cuda_args &a, const tile_place &at, int32_t n) {
+    if (!OWN || !a.p.page_size || n < 0) return 0;
+    const int32_t from = key_of_box(a, n);
+    return (threadIdx.x & 31) * a.box < BN && from < at.s.sk ? page_in_table(a, at.s, at.s.leftpad + from) : a.p.num_pages;
+}
+
+/* Where it lies. */
 typedef struct box {
     int32_t row, batch;
 } box;
-DEVICE box find_box(const attn_cuda_args &a, const tile_place &at, int32_t n) {
-    const int32_t from = n * BN + (ALL ? (int32_t)(threadIdx.x & 31) * a.box : 0), position = at.s.leftpad + from;
+DEVICE box find_box(const attn_cuda_args &a, const tile_place &at, int32_t n, int32_t page) {
+    const int32_t from = key_of_box(a, n), position = at.s.leftpad + from;
     if (a.p.flags & ATTN_VARLEN_KV) return {(int32_t)at.s.kv_row + position, 0};
-    if (!ALL || !a.p.page_size) return {position, at.s.slot};
-    return {position % a.p.page_size, from < at.s.sk ? page_of(a, at.s, position) : a.p.num_pages};
+    if (!OWN || !a.p.page_size) return {position, at.s.slot};
+    return {position % a.p.page_size, from < at.s.sk ? checked_page(a, at.s, page) : page};
 }
 
 /* The whole warp: a lane for each box. */
 DEVICE void load_kv(const attn_cuda_args90 &x, const buffers &b, loader &me, const tile_place &at, const stroll &stroll,
-                    tile t) {
+                    tile t, int32_t page) {
     const attn_cuda_args &a = x.a;
-    const int lane = threadIdx.x & 31, boxes = ALL ? BN / a.box : 1;
+    const int lane = threadIdx.x & 31, boxes = OWN ? BN / a.box : 1;
     const uint32_t s = me.kv.at, k = b.k + s * K_BYTES, v = b.v + s * V_BYTES;
     const uint32_t k_full = BARRIER(b, k_full, s), v_full = BARRIER(b, v_full, s);
     const uint32_t k_empty = BARRIER(b, k_empty, s), v_empty = BARRIER(b, v_empty, s), parity = me.kv.parity ^ 1;
-    const bool gathers = ALL && (!(a.tma & ATTN_TMA_KV) || (a.p.page_size && at.s.leftpad % a.box));
-    const bool ends = ALL && t.n * BN + BN > at.s.sk; /* what comes then may be anything */
+    const bool gathers = OWN && (!(a.tma & ATTN_TMA_KV) || (a.p.page_size && at.s.leftpad % a.box));
+    const bool ends = OWN && t.n * BN + BN > at.s.sk; /* what comes then may be anything */
     const int clean = stroll.careful && t.partial ? CLEAN_ALL : ends ? CLEAN_END : CLEAN_NOTHING;
-    const uint32_t at_box = lane * (ALL ? a.box : 0) * ROW;
+    const uint32_t at_box = lane * (OWN ? a.box : 0) * ROW;
     box from = {};
-    if (!gathers && lane < boxes) from = find_box(a, at, t.n);
+    if (!gathers && lane < boxes) from = find_box(a, at, t.n, page);
     if (lane == 0) {
         mbarrier_wait_parity(k_empty, parity);
         b.notes->tiles[me.tile % TILES] = tile_word(t);
@@ -357,7 +369,7 @@ DEVICE void load_kv(const attn_cuda_args90 &x, const buffers &b, loader &me, con
         else
             expect(full, V_BYTES);
     }
-    if (ALL) full = __shfl_sync(~0u, full, 0);
+    if (OWN) full = __shfl_sync(~0u, full, 0);
     if (!gathers && lane < boxes) fetch_box(&x.v, v + at_box, full, V_BLOCKS, BN, from.row, at.kv_head, from.batch);
 }
 
@@ -378,13 +390,16 @@ DEVICE void load_place(const attn_cuda_args90 &x, const buffers &b, loader &me, 
     tile t = next_tile_of(a, at, o);
     if (first) load_q(x, b, me, s, at, t.n >= 0);
     turn_ring(me.q, QBUF);
+    int32_t page = page_of_box(a, at, t.n);
     while (t.n >= 0) {
         const tile next = next_tile_of(a, at, o);
+        const int32_t next_page = page_of_box(a, at, next.n);
         t.last = next.n < 0;
-        load_kv(x, b, me, at, s, t);
+        load_kv(x, b, me, at, s, t, page);
         turn_ring(me.kv, STAGES);
         me.tile++;
         t = next;
+        page = next_page;
     }
     if (LENDS) {
         if (first) lend(b, me);
@@ -469,12 +484,12 @@ DEVICE void run_errands(const attn_cuda_args &a, const buffers &b) {
         mbarrier_wait_parity(e.empty, e.parity);
         if (!LENDS)
             mbarrier_wait_parity(BARRIER(b, q_empty, e.q.at), e.q.parity ^ 1); /* else Q may be empty again by now */
-        if (ALL && e.what == ERRAND_Q) gather_tile(a, e, a.f.q, true, BM, QK_BLOCKS, a.p.dim_qk, hand);
-        if (ALL && e.what == ERRAND_K) gather_tile(a, e, a.f.k, false, BN, QK_BLOCKS, a.p.dim_qk, hand);
-        if (ALL && e.what == ERRAND_V) gather_tile(a, e, a.f.v, false, BN, V_BLOCKS, a.p.dim_v, hand);
-        if (ALL && e.what == ERRAND_CLEAN) clean_end(e, hand);
+        if (OWN && e.what == ERRAND_Q) gather_tile(a, e, a.f.q, true, BM, QK_BLOCKS, a.p.dim_qk, hand);
+        if (OWN && e.what == ERRAND_K) gather_tile(a, e, a.f.k, false, BN, QK_BLOCKS, a.p.dim_qk, hand);
+        if (OWN && e.what == ERRAND_V) gather_tile(a, e, a.f.v, false, BN, V_BLOCKS, a.p.dim_v, hand);
+        if (OWN && e.what == ERRAND_CLEAN) clean_end(e, hand);
         if (e.clean == CLEAN_ALL) {
-            if (ALL) bar_sync(BARRIER_HANDS, HANDS);
+            if (OWN) bar_sync(BARRIER_HANDS, HANDS);
             clean_v(b, e, hand);
         }
         fence_proxy_async();
@@ -537,14 +552,19 @@ DEVICE void pack_p(const attn_cuda_args &a, uint32_t p[PV_STEPS][MT][4], float s
     for (int ks = 0; ks < PV_STEPS; ks++) drop(x, p[ks][0], 0, ks);
 }
 
+/* Is a key of tile n hidden from one of the consumer's rows, FlashMask aside? */
+DEVICE bool hides(const consumer &me, int32_t n) { return n * BN < me.all_from || n * BN + BN > me.all_to; }
+
 /* The tile at hand: in plain lines they simply come one after the other. */
 DEVICE tile tile_here(const tile_place &at, const buffers &b, const consumer &me, int32_t n) {
-    if (ALL) { /* one lane of each warp reads it, that which arrives in let_go_of_k */
+    if (OWN) { /* one lane of each warp reads it, that which arrives in let_go_of_k */
         uint32_t word = 0;
         if ((threadIdx.x & 31) == 0) word = b.notes->tiles[me.tile % TILES];
-        return tile_of(__shfl_sync(~0u, word, 0));
+        tile t = tile_of(__shfl_sync(~0u, word, 0));
+        t.partial = t.partial && ((ALL && at.mask.vectors) || hides(me, t.n));
+        return t;
     }
-    return {n, n * BN < me.all_from || n * BN + BN > me.all_to, n == at.n_first};
+    return {n, hides(me, n), n == at.n_first};
 }
 
 DEVICE void wait_for_k(const buffers &b, const consumer &me) {
@@ -562,8 +582,8 @@ DEVICE void turn_v(const buffers &b, consumer &me) {
 DEVICE void arrive_for(uint32_t empty, int threads) {
     if (threadIdx.x % threads == 0) mbarrier_arrive_count(empty, threads);
 }
-DEVICE void arrive_by_warps(uint32_t empty) { arrive_for(empty, ALL ? 32 : 128); }
-DEVICE void arrive_by_threads(uint32_t empty) { arrive_for(empty, ALL ? 1 : 128); }
+DEVICE void arrive_by_warps(uint32_t empty) { arrive_for(empty, OWN ? 32 : 128); }
+DEVICE void arrive_by_threads(uint32_t empty) { arrive_for(empty, OWN ? 1 : 128); }
 DEVICE void let_go_of_k(const buffers &b, consumer &me, bool last) {
     arrive_by_warps(BARRIER(b, k_empty, me.k.at));
     if (LENDS && last) arrive_by_threads(BARRIER(b, q_empty, me.q.at));
@@ -684,7 +704,7 @@ DEVICE void store_o(const attn_cuda_args90 &x, const buffers &b, const tile_plac
                          : me.number == 0 ? b.k + me.k.at * K_BYTES
                                           : b.v + me.v.at * V_BYTES + (me.number - 1) * OUT_BYTES;
     if (LENDS) wait_for_k(b, me);
-    if (ALL && (at.split || !a.vector_ok || a.p.out_dtype != (attn_dtype)DTYPE || a.p.dim_v % PER_CHUNK)) {
+    if (OWN && (at.split || !a.vector_ok || a.p.out_dtype != (attn_dtype)DTYPE || a.p.dim_v % PER_CHUNK)) {
         const uint32_t rows = out + first * ROW;
 #pragma unroll
         for (int half = 0; half < 2; half++) {
@@ -707,7 +727,7 @@ DEVICE void store_o(const attn_cuda_args90 &x, const buffers &b, const tile_plac
         for (int dt = 0; dt < DT; dt++)
             st_shared_b32(piece_at(out, OUT_ROWS, first + half * 8 + (lane >> 2), dt) + (lane & 3) * 4,
                           pack(o[0][dt][2 * half], o[0][dt][2 * half + 1]));
-    if (!ALL || ((a.tma & ATTN_TMA_O) && row0 + 64 <= at.rows)) {
+    if (!OWN || ((a.tma & ATTN_TMA_O) && row0 + 64 <= at.rows)) {
         const bool packed = a.p.flags & ATTN_VARLEN_Q;
         fence_proxy_async();
         bar_sync(BARRIER_STORE + me.number, 128);
@@ -776,9 +796,13 @@ DEVICE void work_at(const attn_cuda_args90 &x, const buffers &b, consumer &me, c
     bool dirty = false;
     me.has_huge = true;
     me.of_q = wgmma_k_major(b.q + me.q.at * Q_BYTES + me.number * 64 * ROW);
-    if (!ALL) attn__mask_rows_all(&at.mask, row0, attn__min32(row0 + 64, at.s.sq), &me.all_from, &me.all_to);
+    attn__mask_rows_all(&at.mask, row0, attn__min32(row0 + 64, at.s.sq), &me.all_from, &me.all_to);
+    if (OWN && CLIPS) {
+        me.all_from = attn__max32(me.all_from, at.from);
+        me.all_to = attn__min32(me.all_to, at.to);
+    }
     mbarrier_wait_parity(BARRIER(b, q_full, me.q.at), me.q.parity);
-    if (says(ALL ? b.notes->is_seen[me.q.at] : at.n_last >= 0))
+    if (says(OWN ? b.notes->is_seen[me.q.at] : at.n_last >= 0))
         dirty = walk(a, at, me, b, o, m, l, s.number);
     else if (LENDS)
         arrive_by_threads(BARRIER(b, q_empty, me.q.at));
@@ -806,7 +830,7 @@ DEVICE void consume(const attn_cuda_args90 &x, const buffers &b) {
     me.of_k = wgmma_k_major(b.k);
     me.of_v = wgmma_mn_major(b.v, BN * ROW);
     if (me.number == CONSUMERS - 1) bar_arrive(BARRIER_TURN, 256);       /* the first turn is the first consumer's */
-    const bool masks = ALL || (a.p.flags & (ATTN_CAUSAL | ATTN_WINDOW)); /* other than by the end of the tensor */
+    const bool masks = OWN || (a.p.flags & (ATTN_CAUSAL | ATTN_WINDOW)); /* other than by the end of the tensor */
     stroll s = start_stroll(a);
     tile_place own;
     do {
@@ -825,7 +849,7 @@ KERNEL __launch_bounds__(THREADS + 128, 1) VARIANT(const __grid_constant__ attn_
         setmaxnreg_dec(PRODUCER_REGISTERS);
         if (threadIdx.x < THREADS + 32)
             load(x, b);
-        else if (ALL && threadIdx.x < THREADS + 64)
+        else if (OWN && threadIdx.x < THREADS + 64)
             schedule(x.a, b);
         else
             run_errands(x.a, b);

@@ -88,7 +88,7 @@ static attn_cuda_args make_args(const attn_cuda_run *run, const attn_plan *plan,
     a.vector_ok = run->vector_ok;
     a.tma = run->tma;
     a.box = run->box;
-    if (forward->hopper && forward->all && attn__cuda_counts(p)) a.counter = attn__part(plan, f, CUDA_COUNTER);
+    if (forward->hopper && forward->takes != ATTN_TAKES_PLAIN && attn__cuda_counts(p)) a.counter = attn__part(plan, f, CUDA_COUNTER);
     a.by_group = attn__divider(a.group);
     a.by_each = attn__divider(attn__max32(a.group * a.slots, 1));
     a.by_heads = attn__divider(p->heads_q);
@@ -124,7 +124,7 @@ static attn_status launch_hopper(const attn_cuda_run *run, const attn_cuda_args 
     x.o = run->map_o;
     x.a = *a;
     x.a.work = groups * a->group * a->slots; /* batch * heads_q is below 2^31 */
-    RETURN_IF(!forward->all && a->tma != ATTN_TMA_ALL, ATTN_DEVICE,
+    RETURN_IF(forward->takes == ATTN_TAKES_PLAIN && a->tma != ATTN_TMA_ALL, ATTN_DEVICE,
               "kernel=%s: wants maps of all tensors, and the driver made none for some (bits %d)", forward->name, a->tma);
     if (x.a.work > INT32_MAX) x.a.counter = NULL; /* it has 32 bits */
     if (x.a.counter)

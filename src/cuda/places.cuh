@@ -3,14 +3,13 @@
  *
  * They are counted as [groups of heads][slot][head]. Where lengths are all alike (plain lines) blocks take them in turn, forwards
  * and backwards: the long ones, which come first, and the short ones then add up to the same for each. Otherwise a scheduler takes
- * them, so too, or, where there is a counter, the next one, ahead of time; it finds out what there is to do and tells of it
- * in shared memory.
+ * them, so too, or, where there is a counter, the next one of [sequence][slot][head], ahead of time; it finds out what there is to do
+ * and tells of it in shared memory.
  *
- * A pass is all that a block does, or, in lines for every feature, LOTS: of 32 places, or of those taken from the counter, which are
- * noted. After it everybody meets, and it is done again if some
- * consumer has asked for that.
+ * A pass is all that a block does, or, in the other lines, LOTS: of 32 places, or of those taken from the counter, which are noted.
+ * After it everybody meets, and it is done again if some consumer has asked for that.
  *
- * The kernel's file says before this one what rows.cuh wants, and: shared_notes, buffers, BARRIER, ring, PLACES, LOT, LOTS, TELL_....
+ * The kernel's file says before this one what rows.cuh wants, and: OWN, shared_notes, buffers, BARRIER, ring, PLACES, LOTS, TELL_....
  */
 #ifndef ATTN_PLACES_CUH
 #define ATTN_PLACES_CUH
@@ -21,7 +20,7 @@
  * a tile it sees by itself.
  */
 DEVICE bool says(bool x) { return __any_sync(~0u, x); }
-DEVICE bool agrees(bool x) { return ALL ? says(x) : x; }
+DEVICE bool agrees(bool x) { return OWN ? says(x) : x; }
 
 /* Everybody who is through with a pass meets here. Is it to be done again? */
 DEVICE bool goes_again(const buffers &b, uint32_t pass) {
@@ -89,31 +88,78 @@ DEVICE bool plain_place(const attn_cuda_args &a, const path &w, tile_place &at) 
 
 /* ---- the others: the scheduler, one warp ---- */
 
-/* Lot k of a pass, `before` it having been others: this lane's place, or one past the end. */
-DEVICE int64_t place_of(const attn_cuda_args &a, const buffers &b, int64_t before, int k, bool again) {
-    const uint32_t lane = threadIdx.x & 31;
-    if (!a.counter) {
-        const int64_t i = (before + k) * 32 + lane;
-        return i * gridDim.x + (i & 1 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
-    }
-    if (lane == 0 && !again)
-        b.notes->lots[k] = before + k == 0 ? blockIdx.x * LOT : (gridDim.x * LOT + atomicAdd(a.counter, (uint32_t)LOT));
-    __syncwarp();
-    return lane < LOT ? (int64_t)b.notes->lots[k] + lane : INT64_MAX;
-}
-
-/* One to a lane: is there anything to do? Padding is filled on the way. */
-DEVICE bool find(const attn_cuda_args &a, tile_place &at, int64_t n) {
-    const uint32_t each = (uint32_t)a.group * (uint32_t)a.slots;
-    const int64_t group = n <= INT32_MAX ? attn__divide((uint32_t)n, a.by_each) : n / each;
-    at.pad_from = at.pad_to = 0;
-    const bool found = n < a.work && find_place(a, at, group * a.group, (uint32_t)(n - group * each));
+/* Padding that these lanes' places have is filled, by all lanes. */
+DEVICE void fill_padding(const attn_cuda_args &a, const tile_place &at) {
     for (uint32_t left = __ballot_sync(~0u, at.pad_from < at.pad_to); left; left &= left - 1) {
         const int from = __ffs(left) - 1;
         fill_rows(a, __shfl_sync(~0u, at.s.b, from), __shfl_sync(~0u, at.h, from), __shfl_sync(~0u, at.pad_from, from),
                   __shfl_sync(~0u, at.pad_to, from), threadIdx.x & 31, 32);
     }
-    return found;
+}
+
+/* In turn: lot k of a pass, `before` it having been others, a place to each lane. Is there anything to do? */
+DEVICE bool find_in_turn(const attn_cuda_args &a, tile_place &at, int64_t before, int k, bool &last) {
+    const uint32_t each = (uint32_t)a.group * (uint32_t)a.slots;
+    const int64_t i = (before + k) * 32 + (threadIdx.x & 31);
+    const int64_t n = i * gridDim.x + (i & 1 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
+    const int64_t group = n <= INT32_MAX ? attn__divide((uint32_t)n, a.by_each) : n / each;
+    last = !__any_sync(~0u, n < a.work);
+    at.pad_from = at.pad_to = 0;
+    return n < a.work && find_place(a, at, group * a.group, (uint32_t)(n - group * each));
+}
+
+/*
+ * With a counter places are [sequence][slot][head], and those that packed sequences do not have are not counted. The scheduler
+ * stands at 32 sequences, one to a lane.
+ */
+typedef struct tally {
+    int32_t b;     /* of the first lane */
+    int32_t slots; /* of the lane's sequence */
+    uint32_t end;  /* number of its last place, and one */
+} tally;
+
+/* Row tiles of a sequence, or chunks; of a padded batch all that any may have: somebody has to fill what is padding. */
+DEVICE int32_t slots_of(const attn_cuda_args &a, int32_t b) {
+    if (b >= a.p.batch) return 0;
+    if (!(a.p.flags & ATTN_VARLEN_Q)) return a.slots;
+    const attn_seq s = sequence_at(a, b);
+    if (s.sq == 0) return 0;
+    return is_split(a, s) ? attn__max32(1, (s.sk + ATTN_CUDA_CHUNK - 1) / ATTN_CUDA_CHUNK) : (s.sq + BM - 1) / BM;
+}
+DEVICE tally tally_from(const attn_cuda_args &a, int32_t b, uint32_t before) {
+    tally t = {b, slots_of(a, b + (int32_t)(threadIdx.x & 31)), 0};
+    t.end = (uint32_t)t.slots * (uint32_t)a.p.heads_q;
+#pragma unroll
+    for (int by = 1; by < 32; by *= 2) {
+        const uint32_t others = __shfl_up_sync(~0u, t.end, by);
+        if ((threadIdx.x & 31) >= by) t.end += others;
+    }
+    t.end += before;
+    return t;
+}
+
+/* The next one: its number is noted, for the case that the pass is done again. The first lane gets it. */
+DEVICE bool find_next(const attn_cuda_args &a, const buffers &b, tile_place &at, tally &t, int64_t before, int k, bool again,
+                      bool &last) {
+    const int lane = threadIdx.x & 31;
+    if (lane == 0 && !again) b.notes->lots[k] = before + k == 0 ? blockIdx.x : gridDim.x + atomicAdd(a.counter, 1u);
+    __syncwarp();
+    const uint32_t n = b.notes->lots[k];
+    uint32_t here;
+    for (;;) {
+        here = __ballot_sync(~0u, n < t.end);
+        last = !here && t.b + 32 >= a.p.batch;
+        if (here || last) break;
+        t = tally_from(a, t.b + 32, __shfl_sync(~0u, t.end, 31));
+    }
+    at.pad_from = at.pad_to = 0;
+    if (last) return false;
+    const int whose = __ffs(here) - 1;
+    const int32_t slots = __shfl_sync(~0u, t.slots, whose);
+    const uint32_t heads = (uint32_t)a.p.heads_q, index = n + (uint32_t)slots * heads - __shfl_sync(~0u, t.end, whose);
+    const int32_t slot = (int32_t)attn__divide(index, a.by_heads);
+    return lane == 0 && see_place(a, at, t.b + whose, (int32_t)(index - (uint32_t)slot * heads), slot,
+                                  (a.p.flags & ATTN_VARLEN_Q ? slots : a.row_tiles) - 1 - slot);
 }
 
 /* One lane tells of its place, or of an end. */
@@ -129,10 +175,13 @@ DEVICE bool tell_pass(const attn_cuda_args &a, const buffers &b, ring &r, int64_
     const int lane = threadIdx.x & 31;
     bool last = false;
     tile_place at;
+    at.dv0 = 0;
+    tally t = {};
+    if (a.counter) t = tally_from(a, 0, 0);
     for (int k = 0; k < LOTS && !last; k++) {
-        const int64_t n = place_of(a, b, before, k, again);
-        last = !__any_sync(~0u, n < a.work);
-        for (uint32_t left = __ballot_sync(~0u, !last && find(a, at, n)); left; left &= left - 1) {
+        const bool found = a.counter ? find_next(a, b, at, t, before, k, again, last) : find_in_turn(a, at, before, k, last);
+        fill_padding(a, at);
+        for (uint32_t left = __ballot_sync(~0u, found); left; left &= left - 1) {
             if (lane == __ffs(left) - 1) tell(b, r, TELL_PLACE, at);
             __syncwarp();
             turn_ring(r, PLACES);
@@ -167,13 +216,13 @@ typedef struct stroll {
 } stroll;
 DEVICE stroll start_stroll(const attn_cuda_args &a) {
     stroll s = {};
-    if (!ALL) s.w = first_path(a);
+    if (!OWN) s.w = first_path(a);
     return s;
 }
 
 /* Each thread lets go of what it was told. */
 DEVICE void go_on(const attn_cuda_args &a, const buffers &b, stroll &s) {
-    if (ALL) {
+    if (OWN) {
         mbarrier_arrive(BARRIER(b, place_empty, s.r.at));
         turn_ring(s.r, PLACES);
     } else {
@@ -186,22 +235,22 @@ DEVICE void leave_place(const attn_cuda_args &a, const buffers &b, stroll &s) {
 }
 /* Is there another place in this pass? `own` has room for it. */
 DEVICE bool at_place(const attn_cuda_args &a, const buffers &b, const stroll &s, tile_place &own) {
-    if (!ALL) return plain_place(a, s.w, own);
+    if (!OWN) return plain_place(a, s.w, own);
     mbarrier_wait_parity(BARRIER(b, place_full, s.r.at), s.r.parity);
     return says(b.notes->told[s.r.at] == TELL_PLACE);
 }
 /* Is there another pass, or this one again? */
 DEVICE bool start_again(const attn_cuda_args &a, const buffers &b, stroll &s) {
-    const bool last = !ALL || says(b.notes->told[s.r.at] == TELL_LAST);
+    const bool last = !OWN || says(b.notes->told[s.r.at] == TELL_LAST);
     go_on(a, b, s);
     s.careful = !s.careful && goes_again(b, s.pass);
     if (!s.careful) {
         s.pass++;
         return !last;
     }
-    if (!ALL) s.w = first_path(a);
+    if (!OWN) s.w = first_path(a);
     return true;
 }
-#define PLACE(b, s, own) (ALL ? (b).notes->places[(s).r.at] : (own))
+#define PLACE(b, s, own) (OWN ? (b).notes->places[(s).r.at] : (own))
 
 #endif

@@ -78,29 +78,12 @@ DEVICE attn_seq sequence_at(const attn_cuda_args &a, int32_t b) {
     return s;
 }
 
-/*
- * Work is ordered for the L2 cache: `group` heads at a time, from head `first` on; among them the last rows, which see the most
- * keys under a causal mask, come first: number `index` of the group. Returns false when there is nothing to do there.
- */
-DEVICE bool find_place(const attn_cuda_args &a, tile_place &at, int64_t first, uint32_t index) {
-    at.pad_from = at.pad_to = 0;
-    int64_t left = (int64_t)a.p.batch * a.p.heads_q - first, bh;
-    if (left <= 0) return false;
-    uint32_t size = left < a.group ? (uint32_t)left : (uint32_t)a.group, part = 0;
-    if (a.dv_blocks > 1) {
-        part = index % a.dv_blocks;
-        index /= a.dv_blocks;
-    }
-    at.dv0 = (int32_t)part * DV;
-    int32_t slot = (int32_t)(size == (uint32_t)a.group ? attn__divide(index, a.by_group) : index / size);
-    if (slot >= a.slots) return false;
-    bh = first + (index - slot * size);
-    int32_t batch = bh <= INT32_MAX ? (int32_t)attn__divide((uint32_t)bh, a.by_heads) : (int32_t)(bh / a.p.heads_q);
-    at.h = (int32_t)(bh - (int64_t)batch * a.p.heads_q);
+/* Row tile `tile` of a sequence and head, or chunk `slot` of its keys. Returns false when there is nothing to do there. */
+DEVICE bool see_place(const attn_cuda_args &a, tile_place &at, int32_t batch, int32_t head, int32_t slot, int32_t tile) {
+    at.h = head;
     at.kv_head = (int32_t)attn__divide((uint32_t)at.h, a.by_share);
     at.s = sequence_at(a, batch);
     at.split = is_split(a, at.s);
-    int32_t tile = a.row_tiles - 1 - slot;
     bool padded = !(a.p.flags & ATTN_VARLEN_Q) && at.dv0 == 0;
     if (padded && tile >= 0) {
         at.pad_from = attn__max32(at.s.sq, tile * BM);
@@ -137,6 +120,27 @@ DEVICE bool find_place(const attn_cuda_args &a, tile_place &at, int64_t first, u
     }
     at.least = !ALL ? a.least : at.scale > 1 ? -FLT_MAX / at.scale : -FLT_MAX;
     return true;
+}
+
+/*
+ * Work is ordered for the L2 cache: `group` heads at a time, from head `first` on; among them the last rows, which see the most
+ * keys under a causal mask, come first: number `index` of the group. Returns false when there is nothing to do there.
+ */
+DEVICE bool find_place(const attn_cuda_args &a, tile_place &at, int64_t first, uint32_t index) {
+    at.pad_from = at.pad_to = 0;
+    int64_t left = (int64_t)a.p.batch * a.p.heads_q - first, bh;
+    if (left <= 0) return false;
+    uint32_t size = left < a.group ? (uint32_t)left : (uint32_t)a.group, part = 0;
+    if (a.dv_blocks > 1) {
+        part = index % a.dv_blocks;
+        index /= a.dv_blocks;
+    }
+    at.dv0 = (int32_t)part * DV;
+    int32_t slot = (int32_t)(size == (uint32_t)a.group ? attn__divide(index, a.by_group) : index / size);
+    if (slot >= a.slots) return false;
+    bh = first + (index - slot * size);
+    int32_t batch = bh <= INT32_MAX ? (int32_t)attn__divide((uint32_t)bh, a.by_heads) : (int32_t)(bh / a.p.heads_q);
+    return see_place(a, at, batch, (int32_t)(bh - (int64_t)batch * a.p.heads_q), slot, a.row_tiles - 1 - slot);
 }
 
 DEVICE const attn_flash_range *range_of(const attn_cuda_args &a, const tile_place &at, int32_t n) {

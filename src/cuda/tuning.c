@@ -2,11 +2,11 @@
  * The tuning file: which kernel was measured to be the fastest, on this kind of GPU, for a dtype and a dim of the table.
  *
  *     # a comment, up to the end of the line
- *     sm_90 bf16 d128 plain fwd_sm80_bf16_d128
- *     sm_90 bf16 d128 all   fwd_sm80_bf16_d128_all
+ *     sm_90 bf16 d128 plain fwd_sm90_bf16_d128
+ *     sm_90 bf16 d128 own   fwd_sm90_bf16_d128_own
+ *     sm_90 bf16 d128 all   fwd_sm90_bf16_d128_all
  *
- * `plain` is for what a line of variants.def with all = 0 takes, `all` for everything else. `attn tune --write` makes such files, and
- * the environment's ATTN_TUNING names one, by its absolute path (a relative one would be whatever lies in the current
+ * plain, own, all: what a line of variants.def has to take (`own`: Hopper's only). `attn tune --write` makes such files, and the environment's ATTN_TUNING names one, by its absolute path (a relative one would be whatever lies in the current
  * directory). A context reads it once, when it is made, so plans may be made by many threads.
  *
  * A file can make a run faster or slower, never different: it chooses among lines of the same family (FWD or FWD90), dtype, dim
@@ -21,6 +21,8 @@
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
+
+const char *const attn__cuda_takes_name[] = {"plain", "own", "all"};
 
 /* "FILE:LINE: ..." */
 static attn_status fail_at(const attn_cuda_tuning *t, int32_t number, const char *format, ...)
@@ -40,10 +42,13 @@ static bool parse_row(const char *text, attn_cuda_tuned *row, char name[64]) {
     char dtype[8], kind[8];
     int arch, dim, end = 0;
     int words = sscanf(text, "sm_%d %7s d%d %7s %63s %n", &arch, dtype, &dim, kind, name, &end);
-    if (words != 5 || text[end] || (strcmp(kind, "plain") != 0 && strcmp(kind, "all") != 0)) return false;
+    if (words != 5 || text[end]) return false;
     row->arch = arch;
     row->dim = dim;
-    row->all = strcmp(kind, "all") == 0;
+    row->wanted = ATTN_TAKES_PLAIN;
+    while (strcmp(kind, attn__cuda_takes_name[row->wanted]) != 0) {
+        if (row->wanted++ == ATTN_TAKES_ALL) return false;
+    }
     row->dtype = ATTN_DTYPE_DEFAULT;
     for (attn_dtype d = ATTN_F32; attn_dtype_size(d); d++) {
         if (strcmp(dtype, attn_dtype_name(d)) == 0) row->dtype = d;
@@ -56,7 +61,7 @@ static int first_choice(const attn_cuda_tuned *row) {
     int choice = -1;
     for (int n = 0; n < ATTN_ENTRIES; n++) {
         const attn_cuda_entry *e = &attn__cuda_entries[n];
-        if (e->dtype == row->dtype && e->dim == row->dim && attn__cuda_is_for(e, row->arch) && (e->all || !row->all))
+        if (e->dtype == row->dtype && e->dim == row->dim && attn__cuda_is_for(e, row->arch) && e->takes >= row->wanted)
             choice = n;
     }
     return choice;
@@ -71,7 +76,9 @@ static attn_status check_row(const attn_cuda *cuda, const attn_cuda_tuned *row, 
     if (!e->dtype || e->dtype != row->dtype || e->dim != row->dim || !attn__cuda_is_for(e, row->arch) || first < 0)
         return fail_at(t, row->line, "kernel=%s: is not for sm_%d %s d%d", name, row->arch, attn_dtype_name(row->dtype),
                        row->dim);
-    if (row->all && !e->all) return fail_at(t, row->line, "kernel=%s: does not take every feature; want plain", name);
+    if (e->takes < row->wanted)
+        return fail_at(t, row->line, "kernel=%s: does not take every feature; want %s", name,
+                       attn__cuda_takes_name[e->takes]);
     if (e->bn != attn__cuda_entries[first].bn)
         return fail_at(t, row->line, "kernel=%s: has tiles of %d keys, %s of %d: results would change", name, e->bn,
                        attn__cuda_entries[first].name, attn__cuda_entries[first].bn);
@@ -86,9 +93,9 @@ static attn_status check_row(const attn_cuda *cuda, const attn_cuda_tuned *row, 
     }
     for (int32_t n = 0; n < t->count; n++) {
         const attn_cuda_tuned *r = &t->row[n];
-        if (r->arch == row->arch && r->dtype == row->dtype && r->dim == row->dim && r->all == row->all)
+        if (r->arch == row->arch && r->dtype == row->dtype && r->dim == row->dim && r->wanted == row->wanted)
             return fail_at(t, row->line, "sm_%d %s d%d %s: stands in line %d already", row->arch,
-                           attn_dtype_name(row->dtype), row->dim, row->all ? "all" : "plain", (int)r->line);
+                           attn_dtype_name(row->dtype), row->dim, attn__cuda_takes_name[row->wanted], (int)r->line);
     }
     return ATTN_OK;
 }
@@ -164,10 +171,11 @@ attn_status attn__cuda_tuning_read(attn_cuda *cuda) {
     return status;
 }
 
-int attn__cuda_tuned(const attn_cuda *cuda, const attn_gpu *gpu, const attn_cuda_entry *instead_of, bool all) {
+int attn__cuda_tuned(const attn_cuda *cuda, const attn_gpu *gpu, const attn_cuda_entry *instead_of,
+                     attn_cuda_takes wanted) {
     for (int32_t n = 0; n < cuda->tuning.count; n++) {
         const attn_cuda_tuned *r = &cuda->tuning.row[n];
-        if (r->arch == gpu->arch && r->dtype == instead_of->dtype && r->dim == instead_of->dim && r->all == all)
+        if (r->arch == gpu->arch && r->dtype == instead_of->dtype && r->dim == instead_of->dim && r->wanted == wanted)
             return r->entry;
     }
     return -1;
