@@ -35,9 +35,10 @@ def read_table():
             entries[words[0]] = (words[1].rsplit(".", 1)[0], PIECE_THREADS, 0, SHARED[80], 1, None)
             continue
         if match[1] == "FWD90":
-            dim, dim_v, bn, consumers, stages, qbuf = map(int, words[2:8])
+            dim, _, dim_v, bn, consumers, stages, qbuf = map(int, words[2:9])
             dim, dim_v = -(-dim // 64) * 64, -(-dim_v // 64) * 64
-            shared = (qbuf * 64 * consumers * dim + stages * bn * (dim + dim_v)) * 2 + NOTES  # ATTN_HOPPER_BYTES of cuda.h
+            out = 64 * consumers * dim_v if qbuf == 1 and dim_v > dim else 0
+            shared = (qbuf * 64 * consumers * dim + out + stages * bn * (dim + dim_v)) * 2 + NOTES  # ATTN_HOPPER_BYTES of cuda.h
             entries[words[0]] = (words[0], 128 * (consumers + 1), shared, SHARED[90], 1, "90a")
             continue
         name, arch, dtype = words[0], int(words[1]), words[2]

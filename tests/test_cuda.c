@@ -412,7 +412,7 @@ static const attn_cuda_entry *best_row(attn_dtype tile, int32_t dim, bool odd, c
         bool has_code = e->hopper ? stub.arch[0] == 90 : e->arch <= stub.arch[0];
         bool is_plain = !x->all && !odd && !(e->hopper && x->lengths);
         bool takes = e->takes == ATTN_TAKES_ALL || (e->takes == ATTN_TAKES_OWN && !x->all) || is_plain;
-        bool fits = e->dtype == tile && e->dim >= dim && takes && has_code &&
+        bool fits = e->dtype == tile && e->dim_qk >= dim && e->most_v >= dim && takes && has_code &&
                     e->shared_bytes <= (size_t)stub.shared_bytes[0] && n != ATTN_ENTRY_fwd_any;
         if (fits && e->dim <= best->dim) best = e;
     }
@@ -548,7 +548,7 @@ TEST(cuda_takes_rows_of_any_alignment) {
         if (!CHECK(l != NULL)) return;
         const attn_cuda_entry *e = entry_named(l->name);
         CHECK(stub_args(l)->vector_ok == aligned);
-        CHECK(e->all || aligned);
+        CHECK(e->takes != ATTN_TAKES_PLAIN || aligned);
         CHECK(!aligned || strcmp(l->name, attn_plan_kernel(plan)) == 0);
         snprintf(line, sizeof line, "rows that are not 16-byte aligned, strides that TMA does not take: %s\n", l->name);
         if (strcmp(l->name, attn_plan_kernel(plan)) != 0) CHECK(strstr(attn_plan_describe(plan), line) != NULL);

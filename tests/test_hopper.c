@@ -22,18 +22,23 @@ TEST(hopper_lines_come_in_threes) {
             const attn_cuda_entry *x = &attn__cuda_entries[k];
             if (x->dtype != e->dtype || x->dim != e->dim) continue;
             portable += !x->hopper;
+            if (x->hopper && (x->dim_qk != e->dim_qk || x->most_v != e->most_v)) continue;
             CHECK_SAY(!x->hopper || x->bn == e->bn, "%s has other tiles than %s", x->name, e->name);
             if (!x->hopper || x->takes == e->takes) continue;
             others++;
             /* otherwise a GPU might have room for the plain one alone, and give other bits for the rest */
-            CHECK_SAY(e->takes > x->takes || x->shared_bytes <= e->shared_bytes, "%s wants more memory than %s", x->name, e->name);
+            CHECK_SAY(e->takes > x->takes || x->shared_bytes <= e->shared_bytes, "%s wants more memory than %s", x->name,
+                      e->name);
         }
         CHECK_SAY(others == 2 && portable > 0, "%s", e->name);
-        CHECK_SAY(e->arch == 90 && e->dim_v == e->dim && e->dim % 16 == 0 && e->shared_bytes <= 232448, "%s", e->name);
+        CHECK_SAY(e->arch == 90 && e->dim_qk % 16 == 0 && e->dim_v % 16 == 0 && e->shared_bytes <= 232448, "%s", e->name);
+        CHECK_SAY(e->dim_v <= e->most_v && e->most_v <= 2 * e->dim_v &&
+                      e->dim == (e->dim_qk > e->most_v ? e->dim_qk : e->most_v),
+                  "%s", e->name);
         CHECK_SAY(e->bm <= 256 && e->bn <= 256 && e->bn % 16 == 0 && e->warps * 32 == 128 + 2 * e->bm, "%s", e->name);
         lines++;
     }
-    CHECK_SAY(lines == 30, "%d lines", lines); /* two dtypes, five dims */
+    CHECK_SAY(lines == 42, "%d lines", lines); /* two dtypes, five dims, two pairs of dims */
 }
 
 /* Rows are held in blocks of 64 columns: those of dim 96 take as much room as 128. Notes come on top. */
@@ -47,6 +52,8 @@ TEST(hopper_lines_have_room_for_their_tiles) {
                 {"fwd_sm90_f16_d64", 16, (2 * 192 * 64 + 2 * 128 * 128) * 2 + 2048},
                 {"fwd_sm90_bf16_d64_all", 16, (2 * 192 * 64 + 2 * 128 * 128) * 2 + 2048},
                 {"fwd_sm90_bf16_d192", 12, (128 * 192 + 2 * 112 * 384) * 2 + 2048},
+                {"fwd_sm90_f16_d192_v128", 12, (128 * 192 + 2 * 128 * 320) * 2 + 2048},
+                {"fwd_sm90_f16_d64_v512", 12, (128 * 64 + 128 * 256 + 2 * 96 * 320) * 2 + 2048},
                 {"fwd_sm90_f16_d256", 12, (128 * 256 + 2 * 80 * 512) * 2 + 2048}};
     for (size_t n = 0; n < sizeof rows / sizeof rows[0]; n++) {
         const attn_cuda_entry *e = entry_named(rows[n].name);
@@ -76,13 +83,16 @@ static void check_names(attn_context *context, attn_problem p, const char *name,
 /* A pair of dims goes to Hopper's lines whatever else is asked for, or never; and on no other GPU. */
 TEST(hopper_serves_its_dims_on_sm_90_alone) {
     static const struct {
-        int32_t qk, v, bucket;
-        bool hopper;
-    } rows[] = {{1, 1, 32, false},     {32, 32, 32, false},   {33, 33, 64, true},    {64, 64, 64, true},
-                {64, 16, 64, true},    {16, 64, 64, true},    {65, 65, 96, true},    {96, 96, 96, true},
-                {97, 97, 128, true},   {128, 128, 128, true}, {64, 128, 128, true},  {129, 129, 192, true},
-                {192, 128, 192, true}, {192, 192, 192, true}, {193, 193, 256, true}, {256, 256, 256, true},
-                {257, 257, 512, false}};
+        int32_t qk, v, portable;
+        const char *hopper; /* NULL: none */
+    } rows[] = {
+        {1, 1, 32, NULL},           {32, 32, 32, NULL},           {33, 33, 64, "d64"},        {64, 64, 64, "d64"},
+        {64, 16, 64, "d64"},        {16, 64, 64, "d64"},          {65, 65, 96, "d96"},        {96, 96, 96, "d96"},
+        {97, 97, 128, "d128"},      {128, 128, 128, "d128"},      {64, 128, 128, "d128"},     {128, 129, 192, "d192"},
+        {129, 129, 192, "d192"},    {192, 128, 192, "d192_v128"}, {136, 8, 192, "d192_v128"}, {192, 192, 192, "d192"},
+        {193, 193, 256, "d256"},    {193, 128, 256, "d256"},      {256, 256, 256, "d256"},    {64, 256, 256, "d256"},
+        {64, 257, 512, "d64_v512"}, {8, 512, 512, "d64_v512"},    {64, 512, 512, "d64_v512"}, {65, 512, 512, NULL},
+        {512, 64, 512, NULL},       {257, 257, 512, NULL}};
     static const int archs[] = {80, 86, 89, 90, 100, 103, 120};
     for (size_t a = 0; a < sizeof archs / sizeof archs[0]; a++) {
         stub_start();
@@ -96,9 +106,13 @@ TEST(hopper_serves_its_dims_on_sm_90_alone) {
                 const char *const kinds[] = {"", hopper ? "_own" : "_all", "_all"};
                 p.dim_v = rows[n].v;
                 test_context("sm_%d, %s, dims %d and %d", archs[a], half ? "f16" : "bf16", p.dim_qk, p.dim_v);
-                for (int kind = 0; kind < 3; kind++)
-                    snprintf(name[kind], sizeof name[kind], "fwd_sm%d_%s_d%d%s", hopper ? 90 : 80, half ? "f16" : "bf16",
-                             rows[n].bucket, rows[n].bucket == 512 ? "" : kinds[kind ? kind : !aligned]);
+                for (int kind = 0; kind < 3; kind++) {
+                    char dims[16];
+                    snprintf(dims, sizeof dims, "d%d", rows[n].portable);
+                    snprintf(name[kind], sizeof name[kind], "fwd_sm%d_%s_%s%s", hopper ? 90 : 80, half ? "f16" : "bf16",
+                             hopper ? rows[n].hopper : dims,
+                             !hopper && rows[n].portable == 512 ? "" : kinds[kind ? kind : !aligned]);
+                }
                 check_names(context, p, name[0], name[1], name[2]);
             }
         }
@@ -142,11 +156,11 @@ TEST(hopper_is_given_maps_of_the_tensors) {
         attn_dtype dtype;
         int32_t dim, dim_v, bm, bn;
         const char *name;
-    } rows[] = {{ATTN_BF16, 64, 64, 192, 128, "fwd_sm90_bf16_d64"},
-                {ATTN_F16, 88, 80, 128, 128, "fwd_sm90_f16_d96"},
-                {ATTN_F16, 40, 128, 128, 128, "fwd_sm90_f16_d128"},
-                {ATTN_BF16, 192, 128, 128, 112, "fwd_sm90_bf16_d192"},
-                {ATTN_BF16, 256, 200, 128, 80, "fwd_sm90_bf16_d256"}};
+    } rows[] = {
+        {ATTN_BF16, 64, 64, 192, 128, "fwd_sm90_bf16_d64"},    {ATTN_F16, 88, 80, 128, 128, "fwd_sm90_f16_d96"},
+        {ATTN_F16, 40, 128, 128, 128, "fwd_sm90_f16_d128"},    {ATTN_BF16, 192, 128, 128, 128, "fwd_sm90_bf16_d192_v128"},
+        {ATTN_BF16, 192, 136, 128, 112, "fwd_sm90_bf16_d192"}, {ATTN_F16, 64, 300, 128, 96, "fwd_sm90_f16_d64_v512"},
+        {ATTN_BF16, 256, 200, 128, 80, "fwd_sm90_bf16_d256"}};
     for (size_t n = 0; n < sizeof rows / sizeof rows[0]; n++) {
         const stub_launch *l;
         rig r = {.p = problem(rows[n].dtype, 3, 4, 2, 33, 65, rows[n].dim)};

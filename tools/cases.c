@@ -41,8 +41,8 @@ static int32_t one_of(rng *r, const int32_t *list, int count) { return list[rng_
 static void gqa(check_case *c) { c->problem.heads_q *= ONE_OF(&c->rng, 2, 2, 3, 4, 5, 8); }
 
 static void dim_v(check_case *c) {
-    static const int32_t pairs[][2] = {{192, 128}, {576, 512}, {512, 512}, {320, 384}, {64, 300}, {257, 40},
-                                       {64, 128},  {40, 8},    {1, 3},     {24, 80},   {128, 64}, {17, 5}};
+    static const int32_t pairs[][2] = {{192, 128}, {576, 512}, {512, 512}, {320, 384}, {64, 300}, {257, 40}, {64, 512},
+                                       {64, 128},  {40, 8},    {1, 3},     {24, 80},   {128, 64}, {17, 5},   {40, 400}};
     const int32_t *pair = pairs[rng_range(&c->rng, 0, (int32_t)(sizeof pairs / sizeof pairs[0]) - 1)];
     c->problem.dim_qk = pair[0];
     c->problem.dim_v = rng_chance(&c->rng, 60) ? pair[1] : rng_range(&c->rng, 1, 100);

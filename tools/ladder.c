@@ -122,11 +122,11 @@ void ladder_add_library(ladder *l) {
 #define PIECE(...)
 #define FWD(id, least, type, ...)                                                                                          \
     {.name = #id, .arch = (least), .dtype = ATTN_##type, .knob = {__VA_ARGS__}, .entry = ATTN_ENTRY_##id},
-#define FWD90(id, type, most, v, n, consumers, stages, qbuf, takes)                                                        \
+#define FWD90(id, type, most, mostv, v, n, consumers, stages, qbuf, takes)                                                 \
     {.name = #id,                                                                                                          \
      .arch = 90,                                                                                                           \
      .dtype = ATTN_##type,                                                                                                 \
-     .knob = {[KNOB_dim] = (most),                                                                                         \
+     .knob = {[KNOB_dim] = (most) > (mostv) ? (most) : (mostv),                                                            \
               [KNOB_dimv] = (v),                                                                                           \
               [KNOB_bm] = 64 * (consumers),                                                                                \
               [KNOB_bn] = (n),                                                                                             \
@@ -153,6 +153,8 @@ attn_cuda_entry rung_entry(const rung *r) {
         .file = r->name,
         .arch = r->arch,
         .dtype = r->dtype,
+        .dim_qk = k[KNOB_dim],
+        .most_v = k[KNOB_dim],
         .dim = k[KNOB_dim],
         .dim_v = k[KNOB_dimv],
         .bm = k[KNOB_bm],

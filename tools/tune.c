@@ -420,9 +420,9 @@ static void note_fastest(const race *r, outcome *out, bool json) {
         if (best < 0) continue;
         const candidate *c = &r->candidates[best];
         if (!json) printf("fastest %-5s %s\n", attn__cuda_takes_name[wanted], c->entry.name);
-        int length =
-            snprintf(out->text + out->used, MOST_TEXT - out->used, "sm_%d %s d%d %-5s %s # %.1f TFLOP/s\n", r->gpu->arch,
-                     attn_dtype_name(c->entry.dtype), c->entry.dim, attn__cuda_takes_name[wanted], c->entry.name, tflops(r, c));
+        int length = snprintf(out->text + out->used, MOST_TEXT - out->used, "sm_%d %s d%d %-5s %s # %.1f TFLOP/s\n",
+                              r->gpu->arch, attn_dtype_name(c->entry.dtype), c->entry.dim, attn__cuda_takes_name[wanted],
+                              c->entry.name, tflops(r, c));
         if ((size_t)length < MOST_TEXT - out->used) out->used += (size_t)length;
     }
 }

@@ -74,13 +74,14 @@ typedef struct attn_cuda_args {
     int32_t row_tiles;     /* query tiles of max_q rows */
     int32_t slots;         /* blocks of one sequence and head: max(row_tiles, chunks) */
     int32_t dv_blocks;     /* blocks that share the dims of V of the same rows: ceil(dim_v / the kernel's dimv) */
-    int32_t group;         /* heads that are worked side by side: a grid is [groups of heads][slot][head][part of V] */
+    int32_t heads;         /* heads_q, each dv_blocks times */
+    int32_t group;         /* of these, that are worked side by side: a grid is [groups of heads][slot][head] */
     float scale_log2;      /* scale * log2(e), the descales aside */
     attn_philox philox;    /* dropout */
     float least;           /* -FLT_MAX, or so that its product with scale_log2 is still finite */
     int32_t vector_ok;     /* every row of q, k, v and o starts at a multiple of 16 bytes */
     attn_tensor rotated_q; /* ATTN_ROTARY: where rotate_q writes, as f.q is later */
-    attn_divider by_group, by_heads, by_share; /* by group, by heads_q, by heads_q / heads_kv */
+    attn_divider by_group, by_heads, by_share; /* by group, by heads, by heads_q / heads_kv */
     attn_divider by_each;                      /* Hopper: by group * slots */
     int64_t work; /* Hopper: places [groups of heads][slot][head] that blocks share; the last group may be short of heads */
     int32_t box;  /* Hopper: rows of a box of k and v: those of a tile, or as many as fit into both a tile and a page */
@@ -104,7 +105,7 @@ typedef struct attn_tensor_map {
 
 /*
  * What a forward kernel of fwd_sm90.cu is given. A map is there (its bit in a.tma is set) when the tensor is of the kernel's
- * dtype, not paged, not empty, and its start and strides are what the driver takes. Kernels that do not take every feature are
+ * dtype, not paged, not empty, and its start and strides are what the driver takes. Plain kernels are
  * launched with all of them only.
  */
 typedef struct attn_cuda_args90 {

@@ -20,6 +20,8 @@ const attn_cuda_entry attn__cuda_entries[ATTN_ENTRIES] = {
     [ATTN_ENTRY_##entry] = {.name = #entry,                                                                                \
                             .file = #source,                                                                               \
                             .arch = ATTN_LEAST_ARCH,                                                                       \
+                            .dim_qk = ONLY_ANY(entry, ATTN_MAX_DIM),                                                       \
+                            .most_v = ONLY_ANY(entry, ATTN_MAX_DIM),                                                       \
                             .dim = ONLY_ANY(entry, ATTN_MAX_DIM),                                                          \
                             .dim_v = ONLY_ANY(entry, ATTN_MAX_DIM),                                                        \
                             .bm = ONLY_ANY(entry, ATTN_ANY_ROWS),                                                          \
@@ -35,6 +37,8 @@ const attn_cuda_entry attn__cuda_entries[ATTN_ENTRIES] = {
                          .file = #id,                                                                                      \
                          .arch = least,                                                                                    \
                          .dtype = ATTN_##type,                                                                             \
+                         .dim_qk = most,                                                                                   \
+                         .most_v = most,                                                                                   \
                          .dim = most,                                                                                      \
                          .dim_v = v,                                                                                       \
                          .bm = m,                                                                                          \
@@ -42,13 +46,15 @@ const attn_cuda_entry attn__cuda_entries[ATTN_ENTRIES] = {
                          .warps = w,                                                                                       \
                          .takes = every ? ATTN_TAKES_ALL : ATTN_TAKES_PLAIN,                                               \
                          .shared_bytes = ATTN_TILE_BYTES(ATTN_##type, m, n, most, v, eager)},
-#define FWD90(id, type, most, v, n, consumers, stages, qbuf, kind)                                                         \
+#define FWD90(id, type, most, mostv, v, n, consumers, stages, qbuf, kind)                                                  \
     [ATTN_ENTRY_##id] = {.name = #id,                                                                                      \
                          .file = #id,                                                                                      \
                          .hopper = true,                                                                                   \
                          .arch = 90,                                                                                       \
                          .dtype = ATTN_##type,                                                                             \
-                         .dim = most,                                                                                      \
+                         .dim_qk = most,                                                                                   \
+                         .most_v = mostv,                                                                                  \
+                         .dim = (most) > (mostv) ? (most) : (mostv),                                                       \
                          .dim_v = v,                                                                                       \
                          .bm = 64 * (consumers),                                                                           \
                          .bn = n,                                                                                          \
@@ -78,7 +84,7 @@ static const attn_kernel kernels[] = {
      .impl = &attn__cuda_entries[ATTN_ENTRY_##id],                                                                         \
      .rows = m,                                                                                                            \
      .cols = n},
-#define FWD90(id, type, most, v, n, consumers, ...)                                                                        \
+#define FWD90(id, type, most, mostv, v, n, consumers, ...)                                                                 \
     {.name = #id,                                                                                                          \
      .needs = "sm_90a",                                                                                                    \
      .op = ATTN_FORWARD,                                                                                                   \
@@ -156,25 +162,24 @@ attn_cuda_takes attn__cuda_wants(const attn_problem *p, bool hopper, bool aligne
     const bool odd = !aligned || p->dim_qk % piece || p->dim_v % piece || p->page_size || p->kv_dtype != p->dtype ||
                      p->out_dtype != p->dtype;
     const bool own = (p->flags & ATTN_OWN_LENGTHS) || p->max_q <= ATTN_CUDA_SPLIT_ROWS;
-    if ((p->flags & (ATTN_ALIBI | ATTN_BIAS | ATTN_DESCALE)) || p->softcap > 0 || p->dropout > 0 ||
-        p->flashmask_vectors || !(attn__scale_log2(p) > 0))
+    if ((p->flags & (ATTN_ALIBI | ATTN_BIAS | ATTN_DESCALE)) || p->softcap > 0 || p->dropout > 0 || p->flashmask_vectors ||
+        !(attn__scale_log2(p) > 0))
         return ATTN_TAKES_ALL;
     if (hopper) return odd || own ? ATTN_TAKES_OWN : ATTN_TAKES_PLAIN;
     return odd ? ATTN_TAKES_ALL : ATTN_TAKES_PLAIN;
 }
 
 bool attn__cuda_serves(const attn_cuda_entry *e, const attn_problem *p, bool aligned) {
-    return e->takes >= attn__cuda_wants(p, e->hopper, aligned);
+    return e->dim_qk >= p->dim_qk && e->most_v >= p->dim_v && e->takes >= attn__cuda_wants(p, e->hopper, aligned);
 }
 
 /* Of the rows that take the problem that of the least dim, and of several the last; fwd_any, the largest, takes them all. */
 static const attn_kernel *choose(const attn_problem *p, const attn_gpu *gpu, bool aligned) {
     const attn_kernel *chosen = &kernels[0];
-    int32_t dim = p->dim_qk > p->dim_v ? p->dim_qk : p->dim_v;
     for (int32_t n = 0; n < KERNELS; n++) {
         const attn_cuda_entry *e = kernels[n].impl;
         bool any = e == &attn__cuda_entries[ATTN_ENTRY_fwd_any];
-        bool fits = any || (e->dtype == tile_dtype(p) && e->dim >= dim && attn__cuda_serves(e, p, aligned));
+        bool fits = any || (e->dtype == tile_dtype(p) && attn__cuda_serves(e, p, aligned));
         if (kernels[n].op != p->op || !fits || !attn__cuda_runs_on(e, gpu)) continue;
         if (chosen->op != p->op || e->dim <= ((const attn_cuda_entry *)chosen->impl)->dim) chosen = &kernels[n];
     }

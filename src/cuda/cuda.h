@@ -52,7 +52,9 @@ typedef struct attn_cuda_entry {
     bool hopper;      /* of fwd_sm90.cu: for its arch alone, given attn_cuda_args90, its blocks share the work */
     int32_t arch;     /* least compute capability, times ten */
     attn_dtype dtype; /* of tiles; ATTN_DTYPE_DEFAULT: every one (fwd_any), or no forward kernel at all */
-    int32_t dim;      /* largest dim_qk and dim_v; 0: no forward kernel */
+    int32_t dim_qk;   /* largest one */
+    int32_t most_v;   /* largest dim_v */
+    int32_t dim;      /* the larger of the two; 0: no forward kernel */
     int32_t dim_v;    /* dims of V that a block computes; fwd_any: all of them */
     int32_t bm, bn;   /* tile; fwd_any: ATTN_ANY_ROWS, ATTN_ANY_COLS */
     int32_t warps;
@@ -69,10 +71,11 @@ extern const attn_cuda_entry attn__cuda_entries[ATTN_ENTRIES];
 /* args.scale_log2; 0 where the scale is too small for a float. */
 static inline float attn__scale_log2(const attn_problem *p) { return (float)(p->scale * ATTN_LOG2E); }
 
-/* Of a FWD90 line: buffers of Q, stages of K and V, all in blocks of columns; notes. */
+/* Of a FWD90 line: buffers of Q, stages of K and V, room for a wider O, all in blocks of columns; notes. */
 #define ATTN_MAP_BLOCKS(dim) (((size_t)(dim) + ATTN_MAP_COLS - 1) / ATTN_MAP_COLS)
 #define ATTN_HOPPER_BYTES(bm, bn, dim, dimv, stages, qbuf)                                                                 \
     (((size_t)(qbuf) * (bm)*ATTN_MAP_BLOCKS(dim) +                                                                         \
+      ((qbuf) == 1 && (dimv) > (dim) ? (size_t)(bm)*ATTN_MAP_BLOCKS(dimv) : 0) +                                           \
       (size_t)(stages) * (bn) * (ATTN_MAP_BLOCKS(dim) + ATTN_MAP_BLOCKS(dimv))) *                                          \
          ATTN_MAP_COLS * 2 +                                                                                               \
      ATTN_HOPPER_NOTES)
@@ -93,7 +96,7 @@ bool attn__cuda_counts(const attn_problem *p);
 /* What a kernel of the family has to take for this problem. aligned: rows of its tensors start at multiples of 16 bytes. */
 attn_cuda_takes attn__cuda_wants(const attn_problem *p, bool hopper, bool aligned);
 
-/* Does a line do all that the problem asks for, its dtype and dims apart? */
+/* Does a line do all that the problem asks for, its dtype apart? */
 bool attn__cuda_serves(const attn_cuda_entry *e, const attn_problem *p, bool aligned);
 
 /* ---- images (images.c) ---- */
@@ -110,10 +113,10 @@ void attn__cuda_image_replace(const void *(*image)(const char *file));
 typedef struct attn_cuda_tuned {
     int32_t arch; /* of the GPU, exactly */
     attn_dtype dtype;
-    int32_t dim;   /* of the table's lines, not of the problem */
+    int32_t dim;            /* of the table's lines, not of the problem */
     attn_cuda_takes wanted; /* of a kernel: attn__cuda_wants */
-    int32_t entry; /* the kernel to take */
-    int32_t line;  /* where it stands */
+    int32_t entry;          /* the kernel to take */
+    int32_t line;           /* where it stands */
 } attn_cuda_tuned;
 
 enum { ATTN_MOST_TUNED = 256, ATTN_TUNING_PATH = 256 };

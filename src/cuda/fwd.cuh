@@ -63,6 +63,7 @@ enum {
     TWICE = K(TWICE),
     FIRST = K(FIRST),
     ALL = K(ALL),
+    SLICED = DIM > DV,
     THREADS = 32 * WARPS,
     EB = DTYPE == ATTN_F32 ? 4 : 2,     /* bytes of an element */
     PER_CHUNK = 16 / EB,                /* elements of 16 bytes */

@@ -6,8 +6,7 @@
  * Its warpgroups are the consumers, which multiply, and behind them the producers, four warps that see to it that they can:
  *
  *   loader     fetches Q, K and V, tile after tile, as buffers become empty
- *   scheduler  takes places ahead of time and tells of them (lines for every feature; in plain ones that is so little that
- *              everybody does it)
+ *   scheduler  takes places ahead of time and tells of them (in plain lines that is so little that everybody does it)
  *   hands      run errands for the loader: what the accelerator cannot describe (pages, odd addresses) is gathered piece by piece, and
  *              V is cleaned where that turns out to be needed
  *
@@ -45,11 +44,12 @@
 
 #define PIECE(...)
 #define FWD(...)
-#define FWD90(name, dtype, dim, dimv, bn, consumers, stages, qbuf, takes)                                                  \
+#define FWD90(name, dtype, dim, mostv, dimv, bn, consumers, stages, qbuf, takes)                                           \
     enum {                                                                                                                 \
         name##_DTYPE = ATTN_##dtype,                                                                                       \
         name##_DIM = dim,                                                                                                  \
         name##_DV = dimv,                                                                                                  \
+        name##_SLICED = mostv > dimv,                                                                                      \
         name##_BN = bn,                                                                                                    \
         name##_CONSUMERS = consumers,                                                                                      \
         name##_STAGES = stages,                                                                                            \
@@ -71,6 +71,7 @@ enum {
     DTYPE = K(DTYPE),
     DIM = K(DIM),
     DV = K(DV),
+    SLICED = K(SLICED), /* of a wider V a block computes as many dims */
     BN = K(BN),
     CONSUMERS = K(CONSUMERS),
     STAGES = K(STAGES),
@@ -94,20 +95,24 @@ enum {
     TILES = 2 * STAGES, /* notes on tiles */
     ERRANDS = 4,
     PLACES = 2,
-    HANDS = OWN ? 64 : 96,        /* threads */
-    LOTS = 128,                   /* of a pass */
-    HAS_STEPS = ALL && DV <= 128, /* code for each kind of tile: with a large O registers would run out */
+    HANDS = OWN ? 64 : 96,                  /* threads */
+    LOTS = 128,                             /* of a pass */
+    HAS_STEPS = ALL && DV <= 128,           /* code for each kind of tile: with a large O registers would run out */
     HAS_ROOM = HAS_STEPS && CONSUMERS == 2, /* registers for a bias that comes before S is there */
-    LENDS = QBUF == 1,                      /* O leaves through buffers of K and V */
-    OUT_ROWS = LENDS ? 64 : BM,
-    OUT_BYTES = 64 * V_BLOCKS * ROW, /* of a consumer */
+    OUT_BYTES = 64 * V_BLOCKS * ROW,        /* of a consumer */
+    /* O leaves through its rows of Q, or, where the next Q wants these early, buffers of K and V, if it fits, or one of its own */
+    FITS = OUT_BYTES <= K_BYTES && (CONSUMERS - 1) * OUT_BYTES <= V_BYTES,
+    THROUGH_Q = QBUF == 2,
+    LENDS = !THROUGH_Q && FITS,
+    HAS_OUT = !THROUGH_Q && !FITS,
+    OUT_ROWS = THROUGH_Q ? BM : 64,
     /* 65,536 registers, 512 for each lane of four warps: some for the producers, the rest for the consumers */
     PRODUCER_REGISTERS = CONSUMERS == 3           ? 32
                          : DV > (OWN ? 128 : 192) ? 40
                                                   : 56,
     CONSUMER_REGISTERS = ((CONSUMERS == 3 ? 512 : 504) - PRODUCER_REGISTERS) / CONSUMERS / 8 * 8
 };
-static_assert(LENDS ? OUT_BYTES <= K_BYTES && (CONSUMERS - 1) * OUT_BYTES <= V_BYTES : DV <= DIM, "O has no way out");
+static_assert(!THROUGH_Q || DV <= DIM, "O has no way out");
 enum { BARRIER_TURN = 1, BARRIER_STORE = 4, BARRIER_HANDS = 7 }; /* numbers of named barriers; as many as consumers */
 
 #include "rows.cuh"
@@ -148,8 +153,9 @@ typedef struct errand {
     uint32_t empty, parity; /* what the loader has waited for, before it wrote into the buffer */
     ring q;                 /* and before it wrote Q */
     int32_t row, left;      /* first query row or cache position; rows from there on, perhaps more than the buffer has */
+    int32_t column;         /* V: first one */
     int32_t head;
-    attn_seq s; /* lines for every feature */
+    attn_seq s; /* OWN */
 } errand;
 enum { CLEAN_NOTHING, CLEAN_END, CLEAN_ALL }; /* V past the end of the sequence; whatever is not finite besides */
 
@@ -171,7 +177,7 @@ typedef struct shared_notes {
 static_assert(sizeof(shared_notes) <= ATTN_HOPPER_NOTES, "give the notes more room");
 
 typedef struct buffers {
-    uint32_t q, k, v;
+    uint32_t q, out, k, v;
     shared_notes *notes;
 } buffers;
 #define BARRIER(b, field, n) ((b).v + (uint32_t)(STAGES * V_BYTES + offsetof(shared_notes, field) + 8 * (n)))
@@ -179,9 +185,10 @@ typedef struct buffers {
 DEVICE buffers find_buffers(uint8_t *shared) {
     buffers b;
     b.q = shared_start();
-    b.k = b.q + QBUF * Q_BYTES;
+    b.out = b.q + QBUF * Q_BYTES;
+    b.k = b.out + HAS_OUT * CONSUMERS * OUT_BYTES;
     b.v = b.k + STAGES * K_BYTES;
-    b.notes = (shared_notes *)(shared + QBUF * Q_BYTES + STAGES * (K_BYTES + V_BYTES));
+    b.notes = (shared_notes *)(shared + (b.v - b.q) + STAGES * V_BYTES);
     return b;
 }
 
@@ -233,10 +240,10 @@ DEVICE outlook look(const attn_cuda_args &a, const tile_place &at, int32_t top) 
     return {top, __ballot_sync(~0u, kind != ATTN_TILE_SKIP), __ballot_sync(~0u, kind == ATTN_TILE_PARTIAL)};
 }
 
-/* The next tile; n is -1 when there is none. In plain lines all are wanted, one after the other. */
+/* The next tile; n is -1 when there is none. Without FlashMask all are wanted, one after the other. */
 DEVICE tile next_tile_of(const attn_cuda_args &a, const tile_place &at, outlook &o) {
     tile t = {-1, false, false};
-    if (OWN) {
+    if (ALL && a.ranges) {
         while (!o.wanted && o.top - 32 >= at.n_first) o = look(a, at, o.top - 32);
         if (o.wanted) {
             const int bit = __ffs(o.wanted) - 1;
@@ -252,11 +259,11 @@ DEVICE tile next_tile_of(const attn_cuda_args &a, const tile_place &at, outlook 
 }
 
 /* A box of rows, in all blocks of columns of a tile that has so many rows. */
-DEVICE void fetch_box(const attn_tensor_map *map, uint32_t to, uint32_t full, int blocks, int rows, int32_t row,
-                      int32_t head, int32_t batch) {
+DEVICE void fetch_box(const attn_tensor_map *map, uint32_t to, uint32_t full, int blocks, int rows, int32_t column,
+                      int32_t row, int32_t head, int32_t batch) {
 #pragma unroll 1
     for (int c = 0; c < blocks; c++)
-        cp_async_bulk_tensor_4d_load(to + c * rows * ROW, map, full, c * ATTN_MAP_COLS, row, head, batch);
+        cp_async_bulk_tensor_4d_load(to + c * rows * ROW, map, full, column + c * ATTN_MAP_COLS, row, head, batch);
 }
 
 typedef struct loader {
@@ -288,6 +295,7 @@ DEVICE uint32_t new_errand(const buffers &b, loader &me, const stroll &s, const 
         e.row = what == ERRAND_Q ? at.row : at.s.leftpad + n * BN;
         e.left = what == ERRAND_Q ? at.rows : at.s.sk - n * BN;
         e.head = what == ERRAND_Q ? at.h : at.kv_head;
+        e.column = what == ERRAND_V ? at.dv0 : 0;
         e.s = at.s;
     }
     turn_ring(me.errands, ERRANDS);
@@ -307,7 +315,7 @@ DEVICE void load_q(const attn_cuda_args90 &x, const buffers &b, loader &me, cons
         return;
     }
     expect(full, Q_BYTES);
-    fetch_box(&x.q, to, full, QK_BLOCKS, BM, (int)(packed ? at.s.q_row : 0) + at.row, at.h, packed ? 0 : at.s.b);
+    fetch_box(&x.q, to, full, QK_BLOCKS, BM, 0, (int)(packed ? at.s.q_row : 0) + at.row, at.h, packed ? 0 : at.s.b);
 }
 
 /* First key, in tile n, of the box of K and V that this lane fetches. */
@@ -333,7 +341,7 @@ DEVICE box find_box(const attn_cuda_args &a, const tile_place &at, int32_t n, in
     return {position % a.p.page_size, from < at.s.sk ? checked_page(a, at.s, page) : page};
 }
 
-/* The whole warp: a lane for each box. */
+/* The whole warp: a lane for each box. Bytes may arrive before they are expected, and the phase is not complete before that. */
 DEVICE void load_kv(const attn_cuda_args90 &x, const buffers &b, loader &me, const tile_place &at, const stroll &stroll,
                     tile t, int32_t page) {
     const attn_cuda_args &a = x.a;
@@ -347,19 +355,18 @@ DEVICE void load_kv(const attn_cuda_args90 &x, const buffers &b, loader &me, con
     const uint32_t at_box = lane * (OWN ? a.box : 0) * ROW;
     box from = {};
     if (!gathers && lane < boxes) from = find_box(a, at, t.n, page);
+    mbarrier_wait_parity(k_empty, parity);
     if (lane == 0) {
-        mbarrier_wait_parity(k_empty, parity);
-        b.notes->tiles[me.tile % TILES] = tile_word(t);
+        if (ALL) b.notes->tiles[me.tile % TILES] = tile_word(t);
         if (gathers)
             mbarrier_arrive(new_errand(b, me, stroll, at, ERRAND_K, CLEAN_NOTHING, t.n, k, k_full, k_empty, parity));
         else
             expect(k_full, K_BYTES);
     }
-    __syncwarp();
-    if (!gathers && lane < boxes) fetch_box(&x.k, k + at_box, k_full, QK_BLOCKS, BN, from.row, at.kv_head, from.batch);
+    if (!gathers && lane < boxes) fetch_box(&x.k, k + at_box, k_full, QK_BLOCKS, BN, 0, from.row, at.kv_head, from.batch);
     uint32_t full = v_full;
+    mbarrier_wait_parity(v_empty, parity);
     if (lane == 0) {
-        mbarrier_wait_parity(v_empty, parity);
         if (gathers || clean)
             full = new_errand(b, me, stroll, at, gathers ? ERRAND_V : ERRAND_CLEAN, clean, t.n, v, v_full, v_empty, parity);
         if (gathers)
@@ -369,8 +376,9 @@ DEVICE void load_kv(const attn_cuda_args90 &x, const buffers &b, loader &me, con
         else
             expect(full, V_BYTES);
     }
-    if (OWN) full = __shfl_sync(~0u, full, 0);
-    if (!gathers && lane < boxes) fetch_box(&x.v, v + at_box, full, V_BLOCKS, BN, from.row, at.kv_head, from.batch);
+    if (OWN && clean) full = __shfl_sync(~0u, full, 0);
+    if (!gathers && lane < boxes)
+        fetch_box(&x.v, v + at_box, full, V_BLOCKS, BN, SLICED ? at.dv0 : 0, from.row, at.kv_head, from.batch);
 }
 
 /* One thread: the next buffers of K and V are for O. */
@@ -386,7 +394,8 @@ DEVICE void lend(const buffers &b, const loader &me) {
 DEVICE void load_place(const attn_cuda_args90 &x, const buffers &b, loader &me, const stroll &s, const tile_place &at) {
     const attn_cuda_args &a = x.a;
     const bool first = (threadIdx.x & 31) == 0;
-    outlook o = look(a, at, at.n_last);
+    outlook o = {at.n_last, 0, 0};
+    if (ALL && a.ranges) o = look(a, at, at.n_last);
     tile t = next_tile_of(a, at, o);
     if (first) load_q(x, b, me, s, at, t.n >= 0);
     turn_ring(me.q, QBUF);
@@ -433,11 +442,12 @@ DEVICE void gather_tile(const attn_cuda_args &a, const errand &e, const attn_ten
     const attn_dtype dtype = is_q ? a.p.dtype : a.p.kv_dtype;
     const bool whole = a.vector_ok && dtype == (attn_dtype)DTYPE;
     for (int n = hand; n < rows * blocks * 8; n += HANDS) {
-        const int row = n / (blocks * 8), c = n % (blocks * 8), count = row < e.left ? chunk_count(c, dim) : 0;
+        const int row = n / (blocks * 8), c = n % (blocks * 8), count = row < e.left ? chunk_count(c, dim - e.column) : 0;
         const uint32_t piece = piece_at(e.to, rows, row, c);
         const int64_t from = !count ? 0
-                                    : c * PER_CHUNK + (is_q ? attn__q_offset(&a.p, &t, &e.s, e.row + row, e.head)
-                                                            : cache_offset(a, t, e.s, e.row + row, e.head));
+                                    : e.column + c * PER_CHUNK +
+                                          (is_q ? attn__q_offset(&a.p, &t, &e.s, e.row + row, e.head)
+                                                : cache_offset(a, t, e.s, e.row + row, e.head));
         if (whole && count == PER_CHUNK)
             cp_async_cg(piece, (const uint8_t *)t.data + from * EB);
         else
@@ -482,7 +492,7 @@ DEVICE void run_errands(const attn_cuda_args &a, const buffers &b) {
         const errand &e = b.notes->errands[r.at];
         if (e.what == ERRAND_END) return;
         mbarrier_wait_parity(e.empty, e.parity);
-        if (!LENDS)
+        if (THROUGH_Q)
             mbarrier_wait_parity(BARRIER(b, q_empty, e.q.at), e.q.parity ^ 1); /* else Q may be empty again by now */
         if (OWN && e.what == ERRAND_Q) gather_tile(a, e, a.f.q, true, BM, QK_BLOCKS, a.p.dim_qk, hand);
         if (OWN && e.what == ERRAND_K) gather_tile(a, e, a.f.k, false, BN, QK_BLOCKS, a.p.dim_qk, hand);
@@ -505,6 +515,7 @@ typedef struct consumer {
     int number;
     ring q, k, v;
     uint32_t tile;            /* number of the next one, counted over all places */
+    int32_t n_first;          /* tile of keys, the last one of the place */
     int32_t all_from, all_to; /* keys that all of its rows see */
     bool has_huge;
     uint64_t of_q, of_k, of_v; /* operands, in the buffers at hand */
@@ -514,6 +525,9 @@ DEVICE bool is_first_thread(void) { return (threadIdx.x & 127) == 0; }
 DEVICE void take_turn(const consumer &me) { bar_sync(BARRIER_TURN + me.number, 256); }
 DEVICE void pass_turn(const consumer &me) { bar_arrive(BARRIER_TURN + (me.number + 1) % CONSUMERS, 256); }
 
+/* Without features it is an argument of the kernel. */
+DEVICE float scale_of(const attn_cuda_args &a, const tile_place &at) { return ALL ? at.scale : a.scale_log2; }
+
 /* Scores become those of the features and the mask, and m and l follow their maximum; O has yet to, by `factor`, if the answer is yes. */
 DEVICE bool follow_scores(const attn_cuda_args &a, const tile_place &at, bool &has_huge, float s[MT][NT][4], float m[MT][2],
                           float l[MT][2], float factor[MT][2], tile_extras &x, tile t, int kind) {
@@ -521,21 +535,21 @@ DEVICE bool follow_scores(const attn_cuda_args &a, const tile_place &at, bool &h
     scores(a, at, kind, t.n, s, x);
     if ((kind == STEP_ANY || kind == STEP_MASK) && agrees(t.partial)) mask_scores(a, at, t.n, s, x);
     bool raise = find_maximum(most, s, m);
-    if (raise) has_huge = raise_maximum(factor, most, m, l, at.scale);
+    if (raise) has_huge = raise_maximum(factor, most, m, l, scale_of(a, at));
     return raise;
 }
 
 /* Exponentials of S, in place. */
-DEVICE void exponentials(const tile_place &at, bool has_huge, float s[MT][NT][4], float m[MT][2], float l[MT][2]) {
+DEVICE void exponentials(float scale, bool has_huge, float s[MT][NT][4], float m[MT][2], float l[MT][2]) {
     float less[MT][2];
-    subtract_maximum(less, s, m, at.scale, has_huge, 0, NT);
+    subtract_maximum(less, s, m, scale, has_huge, 0, NT);
 #pragma unroll
     for (int nt = 0; nt < NT; nt++)
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             float *y = &s[0][nt][2 * half];
-            y[0] = ex2_approx(__fmaf_rn(y[0], at.scale, -less[0][half]));
-            y[1] = ex2_approx(__fmaf_rn(y[1], at.scale, -less[0][half]));
+            y[0] = ex2_approx(__fmaf_rn(y[0], scale, -less[0][half]));
+            y[1] = ex2_approx(__fmaf_rn(y[1], scale, -less[0][half]));
             l[0][half] += y[0] + y[1];
         }
 }
@@ -555,16 +569,14 @@ DEVICE void pack_p(const attn_cuda_args &a, uint32_t p[PV_STEPS][MT][4], float s
 /* Is a key of tile n hidden from one of the consumer's rows, FlashMask aside? */
 DEVICE bool hides(const consumer &me, int32_t n) { return n * BN < me.all_from || n * BN + BN > me.all_to; }
 
-/* The tile at hand: in plain lines they simply come one after the other. */
-DEVICE tile tile_here(const tile_place &at, const buffers &b, const consumer &me, int32_t n) {
-    if (OWN) { /* one lane of each warp reads it, that which arrives in let_go_of_k */
+/* The tile at hand: without FlashMask they simply come one after the other. */
+DEVICE tile tile_here(const attn_cuda_args &a, const buffers &b, const consumer &me, int32_t n) {
+    if (ALL && a.ranges) { /* one lane of each warp reads it, that which arrives in let_go_of_k */
         uint32_t word = 0;
         if ((threadIdx.x & 31) == 0) word = b.notes->tiles[me.tile % TILES];
-        tile t = tile_of(__shfl_sync(~0u, word, 0));
-        t.partial = t.partial && ((ALL && at.mask.vectors) || hides(me, t.n));
-        return t;
+        return tile_of(__shfl_sync(~0u, word, 0));
     }
-    return {n, hides(me, n), n == at.n_first};
+    return {n, hides(me, n), n == me.n_first};
 }
 
 DEVICE void wait_for_k(const buffers &b, const consumer &me) {
@@ -578,15 +590,15 @@ DEVICE void turn_v(const buffers &b, consumer &me) {
     turn_ring(me.v, STAGES);
     me.of_v = me.v.at ? wgmma_step(me.of_v, 1, V_BYTES) : wgmma_mn_major(b.v, BN * ROW);
 }
-/* A barrier that waits for all threads of the consumers: the first for all; in lines for every feature a lane for its warp, or each. */
+/* A barrier that waits for all threads of the consumers: the first for all; where shared memory was read a lane for its warp, or each. */
 DEVICE void arrive_for(uint32_t empty, int threads) {
     if (threadIdx.x % threads == 0) mbarrier_arrive_count(empty, threads);
 }
-DEVICE void arrive_by_warps(uint32_t empty) { arrive_for(empty, OWN ? 32 : 128); }
+DEVICE void arrive_by_warps(uint32_t empty) { arrive_for(empty, ALL ? 32 : 128); }
 DEVICE void arrive_by_threads(uint32_t empty) { arrive_for(empty, OWN ? 1 : 128); }
 DEVICE void let_go_of_k(const buffers &b, consumer &me, bool last) {
     arrive_by_warps(BARRIER(b, k_empty, me.k.at));
-    if (LENDS && last) arrive_by_threads(BARRIER(b, q_empty, me.q.at));
+    if (!THROUGH_Q && last) arrive_by_threads(BARRIER(b, q_empty, me.q.at));
     turn_k(b, me);
     me.tile++;
 }
@@ -599,7 +611,7 @@ DEVICE void let_go_of_out(const buffers &b, const consumer &me) {
     if (LENDS) {
         arrive_by_threads(BARRIER(b, k_empty, me.k.at));
         arrive_by_threads(BARRIER(b, v_empty, me.v.at));
-    } else {
+    } else if (THROUGH_Q) {
         arrive_by_threads(BARRIER(b, q_empty, me.q.at));
     }
 }
@@ -618,7 +630,7 @@ DEVICE void step(const attn_cuda_args &a, const tile_place &at, consumer &me, co
     wgmma_wait_group(1);
     let_go_of_k(b, me, agrees(t.last));
     bool raise = follow_scores(a, at, me.has_huge, s, m, l, factor, x, t, kind);
-    exponentials(at, me.has_huge, s, m, l);
+    exponentials(scale_of(a, at), me.has_huge, s, m, l);
     wgmma_wait_group(0);
     let_go_of_v(b, me);
     if (raise) rescale(o, factor);
@@ -637,7 +649,7 @@ DEVICE void first_step(const attn_cuda_args &a, const tile_place &at, consumer &
     wgmma_wait_group(0);
     let_go_of_k(b, me, agrees(t.last));
     follow_scores(a, at, me.has_huge, s, m, l, factor, x, t, kind);
-    exponentials(at, me.has_huge, s, m, l);
+    exponentials(scale_of(a, at), me.has_huge, s, m, l);
     pack_p(a, p, s, x, kind);
 }
 
@@ -653,14 +665,14 @@ DEVICE bool walk(const attn_cuda_args &a, const tile_place &at, consumer &me, co
     uint32_t p[PV_STEPS][MT][4];
     const int masked = !ALL || at.step == STEP_PLAIN ? (int)STEP_MASK : (int)STEP_ANY;
     wait_for_k(b, me);
-    tile t = tile_here(at, b, me, at.n_last);
+    tile t = tile_here(a, b, me, at.n_last);
     if (HAS_STEPS && agrees(masked == STEP_MASK))
         first_step(a, at, me, b, s, p, m, l, t, STEP_MASK);
     else
         first_step(a, at, me, b, s, p, m, l, t, STEP_ANY);
     while (!agrees(t.last)) {
         wait_for_k(b, me);
-        t = tile_here(at, b, me, t.n - 1);
+        t = tile_here(a, b, me, t.n - 1);
         const int kind = t.partial ? masked : ALL ? (int)at.step : (int)STEP_PLAIN;
         STEP_IF(STEP_PLAIN)
         STEP_IF(STEP_MASK)
@@ -689,8 +701,8 @@ static __device__ __noinline__ void store_rows(const attn_cuda_args &a, const ti
     for (int32_t i = i0; i < attn__min32(i0 + 8, at.s.sq); i++) {
         const int64_t to =
             at.split ? part_index(a, at.s, i, at.h, at.chunk) * a.p.dim_v : attn__q_offset(&a.p, &a.f.o, &at.s, i, at.h);
-        for (int32_t c = threadIdx.x & 31; c < a.p.dim_v; c += 32)
-            store_number(dtype, data, to + c,
+        for (int32_t c = threadIdx.x & 31; c < attn__min32(DV, a.p.dim_v - at.dv0); c += 32)
+            store_number(dtype, data, to + at.dv0 + c,
                          __uint_as_float(ld_shared_b32(rows + c / 64 * OUT_ROWS * ROW + (i - i0) * 2 * ROW + c % 64 * 4)));
     }
 }
@@ -700,10 +712,15 @@ DEVICE void store_o(const attn_cuda_args90 &x, const buffers &b, const tile_plac
                     float o[MT][DT][4]) {
     const attn_cuda_args &a = x.a;
     const int lane = threadIdx.x & 31, first = (threadIdx.x >> 5 & 3) * 16, row0 = me.number * 64;
-    const uint32_t out = !LENDS           ? b.q + me.q.at * Q_BYTES + row0 * ROW
+    const uint32_t out = THROUGH_Q        ? b.q + me.q.at * Q_BYTES + row0 * ROW
+                         : HAS_OUT        ? b.out + me.number * OUT_BYTES
                          : me.number == 0 ? b.k + me.k.at * K_BYTES
                                           : b.v + me.v.at * V_BYTES + (me.number - 1) * OUT_BYTES;
     if (LENDS) wait_for_k(b, me);
+    if (HAS_OUT) { /* what left last time has been read */
+        if (is_first_thread()) cp_async_bulk_wait_group_read();
+        bar_sync(BARRIER_STORE + me.number, 128);
+    }
     if (OWN && (at.split || !a.vector_ok || a.p.out_dtype != (attn_dtype)DTYPE || a.p.dim_v % PER_CHUNK)) {
         const uint32_t rows = out + first * ROW;
 #pragma unroll
@@ -734,10 +751,10 @@ DEVICE void store_o(const attn_cuda_args90 &x, const buffers &b, const tile_plac
         if (is_first_thread()) {
 #pragma unroll 1
             for (int c = 0; c < V_BLOCKS; c++)
-                cp_async_bulk_tensor_4d_store(&x.o, out + c * OUT_ROWS * ROW, c * ATTN_MAP_COLS,
+                cp_async_bulk_tensor_4d_store(&x.o, out + c * OUT_ROWS * ROW, (SLICED ? at.dv0 : 0) + c * ATTN_MAP_COLS,
                                               (int)(packed ? at.s.q_row : 0) + at.row + row0, at.h, packed ? 0 : at.s.b);
             cp_async_bulk_commit_group();
-            cp_async_bulk_wait_group_read();
+            if (!HAS_OUT) cp_async_bulk_wait_group_read();
         }
         let_go_of_out(b, me);
         return;
@@ -747,9 +764,9 @@ DEVICE void store_o(const attn_cuda_args90 &x, const buffers &b, const tile_plac
     for (int n = lane; n < 16 * V_BLOCKS * 8; n += 32) {
         int row = first + n / (V_BLOCKS * 8), c = n % (V_BLOCKS * 8);
         uint4 y = ld_shared_v4(piece_at(out, OUT_ROWS, row, c));
-        if (row0 + row < at.rows && c * PER_CHUNK < a.p.dim_v)
+        if (row0 + row < at.rows && at.dv0 + c * PER_CHUNK < a.p.dim_v)
             *(uint4 *)((uint8_t *)a.f.o.data +
-                       (attn__q_offset(&a.p, &a.f.o, &at.s, at.row + row0 + row, at.h) + c * PER_CHUNK) * EB) = y;
+                       (attn__q_offset(&a.p, &a.f.o, &at.s, at.row + row0 + row, at.h) + at.dv0 + c * PER_CHUNK) * EB) = y;
     }
     fence_proxy_async(); /* what comes next comes from the accelerator */
     let_go_of_out(b, me);
@@ -764,7 +781,7 @@ static __device__ __noinline__ void add_nonfinite(const attn_cuda_args &a, const
     const attn_dtype dtype = at.split ? ATTN_F32 : a.p.out_dtype;
     void *const data = at.split ? a.part_o : a.f.o.data;
     for (int32_t j = at.n_first * BN; j < attn__min32(at.s.sk, (at.n_last + 1) * BN); j++)
-        for (int32_t c = threadIdx.x & 127; c < a.p.dim_v; c += 128) {
+        for (int32_t c = at.dv0 + (threadIdx.x & 127); c < attn__min32(at.dv0 + DV, a.p.dim_v); c += 128) {
             const int64_t from = cache_offset(a, a.f.v, at.s, at.s.leftpad + j, at.kv_head) + c;
             const float v = (float)attn__load(a.p.kv_dtype, a.f.v.data, from) * at.o_factor;
             if (fabsf(v) < INFINITY || (CLIPS && (j < at.from || j >= at.to))) continue;
@@ -795,6 +812,7 @@ DEVICE void work_at(const attn_cuda_args90 &x, const buffers &b, consumer &me, c
     float o[MT][DT][4] = {}, m[MT][2] = {{at.least, at.least}}, l[MT][2] = {};
     bool dirty = false;
     me.has_huge = true;
+    me.n_first = at.n_first;
     me.of_q = wgmma_k_major(b.q + me.q.at * Q_BYTES + me.number * 64 * ROW);
     attn__mask_rows_all(&at.mask, row0, attn__min32(row0 + 64, at.s.sq), &me.all_from, &me.all_to);
     if (OWN && CLIPS) {
@@ -804,7 +822,7 @@ DEVICE void work_at(const attn_cuda_args90 &x, const buffers &b, consumer &me, c
     mbarrier_wait_parity(BARRIER(b, q_full, me.q.at), me.q.parity);
     if (says(OWN ? b.notes->is_seen[me.q.at] : at.n_last >= 0))
         dirty = walk(a, at, me, b, o, m, l, s.number);
-    else if (LENDS)
+    else if (!THROUGH_Q)
         arrive_by_threads(BARRIER(b, q_empty, me.q.at));
     if (masks && !s.careful && holds_nonfinite(o)) b.notes->again[s.pass & 1] = s.pass + 1;
     finish(a, at, o, m, l);

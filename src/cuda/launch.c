@@ -37,9 +37,9 @@ static int64_t blocks_of_hopper(const attn_cuda_run *run) { return run->sms > 0 
  * ones, that do not go round, and what rounding adds for each group before it, which counts more, as in a simulation of many sizes. Keys of
  * more heads than MOST would not stay in the cache.
  */
-static int32_t heads_of_hopper(const attn_problem *p, int64_t row_tiles, int64_t blocks) {
+static int32_t heads_of_hopper(const attn_problem *p, int64_t heads, int64_t row_tiles, int64_t blocks) {
     enum { MOST = 48 };
-    const int64_t heads = (int64_t)p->batch * p->heads_q, even = 2 * blocks;
+    const int64_t even = 2 * blocks;
     if (!(p->flags & ATTN_CAUSAL) || heads == 0 || row_tiles == 0) return 1;
     if (heads <= MOST) return (int32_t)heads;
     int64_t best = (even + row_tiles / 2) / row_tiles;
@@ -81,17 +81,20 @@ static attn_cuda_args make_args(const attn_cuda_run *run, const attn_plan *plan,
     a.row_tiles = (int32_t)attn__ceil_div(p->max_q, forward->bm);
     a.slots = attn__max32(a.row_tiles, a.chunks);
     a.dv_blocks = (int32_t)attn__ceil_div(p->dim_v, forward->dim_v);
-    a.group = forward->hopper ? heads_of_hopper(p, a.row_tiles, blocks_of_hopper(run)) : heads_side_by_side(p);
+    a.heads = p->heads_q * a.dv_blocks;
+    a.group = forward->hopper ? heads_of_hopper(p, (int64_t)p->batch * a.heads, a.row_tiles, blocks_of_hopper(run))
+                              : heads_side_by_side(p) * a.dv_blocks;
     a.scale_log2 = attn__scale_log2(p);
     a.philox = attn__philox_make(f->seed, f->offset, p->dropout);
     a.least = a.scale_log2 > 1 ? -FLT_MAX / a.scale_log2 : -FLT_MAX;
     a.vector_ok = run->vector_ok;
     a.tma = run->tma;
     a.box = run->box;
-    if (forward->hopper && forward->takes != ATTN_TAKES_PLAIN && attn__cuda_counts(p)) a.counter = attn__part(plan, f, CUDA_COUNTER);
+    if (forward->hopper && forward->takes != ATTN_TAKES_PLAIN && attn__cuda_counts(p))
+        a.counter = attn__part(plan, f, CUDA_COUNTER);
     a.by_group = attn__divider(a.group);
     a.by_each = attn__divider(attn__max32(a.group * a.slots, 1));
-    a.by_heads = attn__divider(p->heads_q);
+    a.by_heads = attn__divider(a.heads);
     a.by_share = attn__divider(p->heads_q / p->heads_kv);
     if (p->flags & ATTN_ROTARY) a.rotated_q = attn__cuda_rotated_q(plan, f);
     return a;
@@ -115,7 +118,7 @@ static attn_status launch_before(const attn_cuda_run *run, attn_cuda_args *a) {
 /* A Hopper kernel: one block to a multiprocessor, and each walks over its share of the work. */
 static attn_status launch_hopper(const attn_cuda_run *run, const attn_cuda_args *a) {
     const attn_cuda_entry *forward = &run->entries[run->forward];
-    int64_t groups = attn__ceil_div((int64_t)a->p.batch * a->p.heads_q, a->group), blocks = blocks_of_hopper(run);
+    int64_t groups = attn__ceil_div((int64_t)a->p.batch * a->heads, a->group), blocks = blocks_of_hopper(run);
     attn_cuda_args90 x;
     memset(&x, 0, sizeof x);
     x.q = run->map_q;
@@ -123,7 +126,7 @@ static attn_status launch_hopper(const attn_cuda_run *run, const attn_cuda_args 
     x.v = run->map_v;
     x.o = run->map_o;
     x.a = *a;
-    x.a.work = groups * a->group * a->slots; /* batch * heads_q is below 2^31 */
+    x.a.work = groups * a->group * a->slots; /* batch * heads is below 2^31 */
     RETURN_IF(forward->takes == ATTN_TAKES_PLAIN && a->tma != ATTN_TMA_ALL, ATTN_DEVICE,
               "kernel=%s: wants maps of all tensors, and the driver made none for some (bits %d)", forward->name, a->tma);
     if (x.a.work > INT32_MAX) x.a.counter = NULL; /* it has 32 bits */
@@ -136,10 +139,10 @@ static attn_status launch_hopper(const attn_cuda_run *run, const attn_cuda_args 
 /* One of the others: a block to each piece of work. */
 static attn_status launch_blocks(const attn_cuda_run *run, const attn_cuda_args *a) {
     const attn_cuda_entry *forward = &run->entries[run->forward];
-    int64_t heads = (int64_t)a->p.batch * a->p.heads_q;
+    int64_t heads = (int64_t)a->p.batch * a->heads;
     bool any = forward->dtype == ATTN_DTYPE_DEFAULT; /* fwd_any numbers its blocks itself */
     int64_t groups = any ? 0 : attn__ceil_div(heads, a->group), each = (any ? heads : a->group) * (int64_t)a->slots;
-    return attn__cuda_launch(run, run->forward, each * a->dv_blocks, groups, 32 * forward->warps, forward->shared_bytes, a);
+    return attn__cuda_launch(run, run->forward, each, groups, 32 * forward->warps, forward->shared_bytes, a);
 }
 
 /* Attention itself. */

@@ -4,7 +4,7 @@
  *
  * A map is made by the driver from the start, the sizes and the strides of a tensor; it is no more than 128 bytes that the
  * kernel is given among its arguments, so nothing is kept or freed. What no map can be made of (rows that are not aligned,
- * negative strides, pages of no multiple of 8 rows, another dtype) is no error: the kernels that take every feature read such tensors without.
+ * negative strides, pages of no multiple of 8 rows, another dtype) is no error: all kernels but the plain ones read such tensors without.
  */
 #include "cuda.h"
 

@@ -55,19 +55,18 @@ DEVICE void next_path(const attn_cuda_args &a, path &w) {
 }
 
 DEVICE bool plain_place(const attn_cuda_args &a, const path &w, tile_place &at) {
-    const int64_t heads = (int64_t)a.p.batch * a.p.heads_q, left = heads - w.first;
+    const int64_t heads = (int64_t)a.p.batch * heads_of(a), left = heads - w.first;
     if (left <= 0) return false;
     const bool whole = left >= a.group;
     const uint32_t size = whole ? (uint32_t)a.group : (uint32_t)left;
     const uint32_t slot = whole ? attn__divide(w.index, a.by_group) : w.index / size;
     if (slot >= (uint32_t)a.row_tiles) return false;
-    const uint32_t head = (uint32_t)w.first + w.index - slot * size; /* plain lines: batch * heads_q is below 2^31 */
+    const uint32_t head = (uint32_t)w.first + w.index - slot * size; /* plain lines: batch * heads is below 2^31 */
     at.s = {};
     at.s.b = at.s.slot = (int32_t)attn__divide(head, a.by_heads);
     at.s.sq = a.p.max_q;
     at.s.sk = a.p.max_kv;
-    at.h = (int32_t)head - at.s.b * a.p.heads_q;
-    at.kv_head = (int32_t)attn__divide((uint32_t)at.h, a.by_share);
+    see_head(a, at, head - (uint32_t)(at.s.b * heads_of(a)));
     at.row = (a.row_tiles - 1 - (int32_t)slot) * BM;
     at.rows = attn__min32(BM, at.s.sq - at.row);
     at.mask = attn__seq_mask(&a.p, &at.s);
@@ -79,7 +78,7 @@ DEVICE bool plain_place(const attn_cuda_args &a, const path &w, tile_place &at) 
     at.from = 0;
     at.to = at.s.sk;
     at.split = false;
-    at.dv0 = at.chunk = 0;
+    at.chunk = 0;
     at.scale = a.scale_log2;
     at.raw = at.o_factor = 1;
     at.least = a.least;
@@ -97,15 +96,14 @@ DEVICE void fill_padding(const attn_cuda_args &a, const tile_place &at) {
     }
 }
 
-/* In turn: lot k of a pass, `before` it having been others, a place to each lane. Is there anything to do? */
-DEVICE bool find_in_turn(const attn_cuda_args &a, tile_place &at, int64_t before, int k, bool &last) {
+/* In turn: lot k of a pass, `before` it having been others, a place to each lane. */
+DEVICE bool find_in_turn(const attn_cuda_args &a, spot &x, int64_t before, int k, bool &last) {
     const uint32_t each = (uint32_t)a.group * (uint32_t)a.slots;
     const int64_t i = (before + k) * 32 + (threadIdx.x & 31);
     const int64_t n = i * gridDim.x + (i & 1 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
     const int64_t group = n <= INT32_MAX ? attn__divide((uint32_t)n, a.by_each) : n / each;
     last = !__any_sync(~0u, n < a.work);
-    at.pad_from = at.pad_to = 0;
-    return n < a.work && find_place(a, at, group * a.group, (uint32_t)(n - group * each));
+    return n < a.work && find_spot(a, x, group * a.group, (uint32_t)(n - group * each));
 }
 
 /*
@@ -128,7 +126,7 @@ DEVICE int32_t slots_of(const attn_cuda_args &a, int32_t b) {
 }
 DEVICE tally tally_from(const attn_cuda_args &a, int32_t b, uint32_t before) {
     tally t = {b, slots_of(a, b + (int32_t)(threadIdx.x & 31)), 0};
-    t.end = (uint32_t)t.slots * (uint32_t)a.p.heads_q;
+    t.end = (uint32_t)t.slots * (uint32_t)heads_of(a);
 #pragma unroll
     for (int by = 1; by < 32; by *= 2) {
         const uint32_t others = __shfl_up_sync(~0u, t.end, by);
@@ -139,7 +137,7 @@ DEVICE tally tally_from(const attn_cuda_args &a, int32_t b, uint32_t before) {
 }
 
 /* The next one: its number is noted, for the case that the pass is done again. The first lane gets it. */
-DEVICE bool find_next(const attn_cuda_args &a, const buffers &b, tile_place &at, tally &t, int64_t before, int k, bool again,
+DEVICE bool find_next(const attn_cuda_args &a, const buffers &b, spot &x, tally &t, int64_t before, int k, bool again,
                       bool &last) {
     const int lane = threadIdx.x & 31;
     if (lane == 0 && !again) b.notes->lots[k] = before + k == 0 ? blockIdx.x : gridDim.x + atomicAdd(a.counter, 1u);
@@ -152,14 +150,15 @@ DEVICE bool find_next(const attn_cuda_args &a, const buffers &b, tile_place &at,
         if (here || last) break;
         t = tally_from(a, t.b + 32, __shfl_sync(~0u, t.end, 31));
     }
-    at.pad_from = at.pad_to = 0;
     if (last) return false;
     const int whose = __ffs(here) - 1;
     const int32_t slots = __shfl_sync(~0u, t.slots, whose);
-    const uint32_t heads = (uint32_t)a.p.heads_q, index = n + (uint32_t)slots * heads - __shfl_sync(~0u, t.end, whose);
-    const int32_t slot = (int32_t)attn__divide(index, a.by_heads);
-    return lane == 0 && see_place(a, at, t.b + whose, (int32_t)(index - (uint32_t)slot * heads), slot,
-                                  (a.p.flags & ATTN_VARLEN_Q ? slots : a.row_tiles) - 1 - slot);
+    const uint32_t heads = (uint32_t)heads_of(a), index = n + (uint32_t)slots * heads - __shfl_sync(~0u, t.end, whose);
+    x.slot = (int32_t)attn__divide(index, a.by_heads);
+    x.batch = t.b + whose;
+    x.head = index - (uint32_t)x.slot * heads;
+    x.tile = (a.p.flags & ATTN_VARLEN_Q ? slots : a.row_tiles) - 1 - x.slot;
+    return lane == 0;
 }
 
 /* One lane tells of its place, or of an end. */
@@ -175,11 +174,13 @@ DEVICE bool tell_pass(const attn_cuda_args &a, const buffers &b, ring &r, int64_
     const int lane = threadIdx.x & 31;
     bool last = false;
     tile_place at;
-    at.dv0 = 0;
     tally t = {};
     if (a.counter) t = tally_from(a, 0, 0);
     for (int k = 0; k < LOTS && !last; k++) {
-        const bool found = a.counter ? find_next(a, b, at, t, before, k, again, last) : find_in_turn(a, at, before, k, last);
+        spot x;
+        bool found = a.counter ? find_next(a, b, x, t, before, k, again, last) : find_in_turn(a, x, before, k, last);
+        at.pad_from = at.pad_to = 0;
+        found = found && see_place(a, at, x);
         fill_padding(a, at);
         for (uint32_t left = __ballot_sync(~0u, found); left; left &= left - 1) {
             if (lane == __ffs(left) - 1) tell(b, r, TELL_PLACE, at);

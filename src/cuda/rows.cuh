@@ -3,7 +3,7 @@
  * has of S and O the elements that the tensor cores leave it: lane = 4 g + t of 16 rows the rows g, g + 8, of every 8 columns
  * 2t, 2t + 1.
  *
- * The kernel's file says before this one: DTYPE, DV, BM, BN (tile), ALL, THREADS (that work on rows; warp w has the rows from
+ * The kernel's file says before this one: DTYPE, DV, SLICED (V may be wider, and blocks then share it), BM, BN (tile), ALL, THREADS (that work on rows; warp w has the rows from
  * MT * 16 * w on), MT, NT, DT, PV_STEPS, EB, PER_CHUNK, HAS_ROOM.
  */
 #ifndef ATTN_ROWS_CUH
@@ -78,11 +78,29 @@ DEVICE attn_seq sequence_at(const attn_cuda_args &a, int32_t b) {
     return s;
 }
 
-/* Row tile `tile` of a sequence and head, or chunk `slot` of its keys. Returns false when there is nothing to do there. */
-DEVICE bool see_place(const attn_cuda_args &a, tile_place &at, int32_t batch, int32_t head, int32_t slot, int32_t tile) {
-    at.h = head;
+/* attn_cuda_args.heads; where V is never shared the other one costs fewer registers. */
+DEVICE int32_t heads_of(const attn_cuda_args &a) { return SLICED ? a.heads : a.p.heads_q; }
+
+/* Which head that is, of attn_cuda_args.heads, and which dims of its V. */
+DEVICE void see_head(const attn_cuda_args &a, tile_place &at, uint32_t head) {
+    const uint32_t parts = (uint32_t)a.dv_blocks;
+    at.h = (int32_t)(SLICED ? head / parts : head);
+    at.dv0 = SLICED ? (int32_t)(head % parts) * DV : 0;
     at.kv_head = (int32_t)attn__divide((uint32_t)at.h, a.by_share);
-    at.s = sequence_at(a, batch);
+}
+
+/* Row tile `tile` of a sequence and head, or chunk `slot` of its keys. */
+typedef struct spot {
+    int32_t batch;
+    uint32_t head; /* of attn_cuda_args.heads */
+    int32_t slot, tile;
+} spot;
+
+/* Returns false when there is nothing to do there. */
+DEVICE bool see_place(const attn_cuda_args &a, tile_place &at, const spot &x) {
+    const int32_t slot = x.slot, tile = x.tile;
+    see_head(a, at, x.head);
+    at.s = sequence_at(a, x.batch);
     at.split = is_split(a, at.s);
     bool padded = !(a.p.flags & ATTN_VARLEN_Q) && at.dv0 == 0;
     if (padded && tile >= 0) {
@@ -124,23 +142,25 @@ DEVICE bool see_place(const attn_cuda_args &a, tile_place &at, int32_t batch, in
 
 /*
  * Work is ordered for the L2 cache: `group` heads at a time, from head `first` on; among them the last rows, which see the most
- * keys under a causal mask, come first: number `index` of the group. Returns false when there is nothing to do there.
+ * keys under a causal mask, come first: number `index` of the group. Returns false when there is none.
  */
-DEVICE bool find_place(const attn_cuda_args &a, tile_place &at, int64_t first, uint32_t index) {
-    at.pad_from = at.pad_to = 0;
-    int64_t left = (int64_t)a.p.batch * a.p.heads_q - first, bh;
+DEVICE bool find_spot(const attn_cuda_args &a, spot &x, int64_t first, uint32_t index) {
+    int64_t left = (int64_t)a.p.batch * heads_of(a) - first, bh;
     if (left <= 0) return false;
-    uint32_t size = left < a.group ? (uint32_t)left : (uint32_t)a.group, part = 0;
-    if (a.dv_blocks > 1) {
-        part = index % a.dv_blocks;
-        index /= a.dv_blocks;
-    }
-    at.dv0 = (int32_t)part * DV;
+    uint32_t size = left < a.group ? (uint32_t)left : (uint32_t)a.group;
     int32_t slot = (int32_t)(size == (uint32_t)a.group ? attn__divide(index, a.by_group) : index / size);
     if (slot >= a.slots) return false;
     bh = first + (index - slot * size);
-    int32_t batch = bh <= INT32_MAX ? (int32_t)attn__divide((uint32_t)bh, a.by_heads) : (int32_t)(bh / a.p.heads_q);
-    return see_place(a, at, batch, (int32_t)(bh - (int64_t)batch * a.p.heads_q), slot, a.row_tiles - 1 - slot);
+    x.batch = bh <= INT32_MAX ? (int32_t)attn__divide((uint32_t)bh, a.by_heads) : (int32_t)(bh / heads_of(a));
+    x.head = (uint32_t)(bh - (int64_t)x.batch * heads_of(a));
+    x.slot = slot;
+    x.tile = a.row_tiles - 1 - slot;
+    return true;
+}
+DEVICE bool find_place(const attn_cuda_args &a, tile_place &at, int64_t first, uint32_t index) {
+    spot x;
+    at.pad_from = at.pad_to = 0;
+    return find_spot(a, x, first, index) && see_place(a, at, x);
 }
 
 DEVICE const attn_flash_range *range_of(const attn_cuda_args &a, const tile_place &at, int32_t n) {

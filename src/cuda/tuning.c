@@ -56,13 +56,17 @@ static bool parse_row(const char *text, attn_cuda_tuned *row, char name[64]) {
     return row->dtype != ATTN_DTYPE_DEFAULT;
 }
 
-/* What the table would take for the row: of the lines for it the last. -1: it has none. */
-static int first_choice(const attn_cuda_tuned *row) {
+/* Are two lines for the same dims? */
+static bool has_dims_of(const attn_cuda_entry *e, const attn_cuda_entry *x) {
+    return e->dtype == x->dtype && e->dim_qk == x->dim_qk && e->most_v == x->most_v;
+}
+
+/* What the table would take for the row, and the dims of its kernel: of the lines the last. -1: it has none. */
+static int first_choice(const attn_cuda_tuned *row, const attn_cuda_entry *like) {
     int choice = -1;
     for (int n = 0; n < ATTN_ENTRIES; n++) {
         const attn_cuda_entry *e = &attn__cuda_entries[n];
-        if (e->dtype == row->dtype && e->dim == row->dim && attn__cuda_is_for(e, row->arch) && e->takes >= row->wanted)
-            choice = n;
+        if (has_dims_of(e, like) && attn__cuda_is_for(e, row->arch) && e->takes >= row->wanted) choice = n;
     }
     return choice;
 }
@@ -72,7 +76,7 @@ static attn_status check_row(const attn_cuda *cuda, const attn_cuda_tuned *row, 
     const attn_cuda_tuning *t = &cuda->tuning;
     if (row->entry < 0) return fail_at(t, row->line, "kernel=%s: `attn info` lists those there are", name);
     const attn_cuda_entry *e = &attn__cuda_entries[row->entry];
-    int first = first_choice(row);
+    int first = first_choice(row, e);
     if (!e->dtype || e->dtype != row->dtype || e->dim != row->dim || !attn__cuda_is_for(e, row->arch) || first < 0)
         return fail_at(t, row->line, "kernel=%s: is not for sm_%d %s d%d", name, row->arch, attn_dtype_name(row->dtype),
                        row->dim);
@@ -93,7 +97,7 @@ static attn_status check_row(const attn_cuda *cuda, const attn_cuda_tuned *row, 
     }
     for (int32_t n = 0; n < t->count; n++) {
         const attn_cuda_tuned *r = &t->row[n];
-        if (r->arch == row->arch && r->dtype == row->dtype && r->dim == row->dim && r->wanted == row->wanted)
+        if (r->arch == row->arch && has_dims_of(&attn__cuda_entries[r->entry], e) && r->wanted == row->wanted)
             return fail_at(t, row->line, "sm_%d %s d%d %s: stands in line %d already", row->arch,
                            attn_dtype_name(row->dtype), row->dim, attn__cuda_takes_name[row->wanted], (int)r->line);
     }
@@ -175,7 +179,7 @@ int attn__cuda_tuned(const attn_cuda *cuda, const attn_gpu *gpu, const attn_cuda
                      attn_cuda_takes wanted) {
     for (int32_t n = 0; n < cuda->tuning.count; n++) {
         const attn_cuda_tuned *r = &cuda->tuning.row[n];
-        if (r->arch == gpu->arch && r->dtype == instead_of->dtype && r->dim == instead_of->dim && r->wanted == wanted)
+        if (r->arch == gpu->arch && has_dims_of(&attn__cuda_entries[r->entry], instead_of) && r->wanted == wanted)
             return r->entry;
     }
     return -1;

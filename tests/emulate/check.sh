@@ -50,7 +50,8 @@ if [ $# -gt 0 ]; then
 fi
 "$out/hopper-test"
 # Hopper's kernels: those of every dim against ref, and with NaN and infinities where some rows may see them and others not. With a
-# negative scale, packed or of used lengths it is the lines for every feature that do it, otherwise the plain ones.
+# negative scale it is the lines for every feature that do it, packed or of used lengths those for sequences of their own, otherwise the
+# plain ones.
 export EMULATE_ARCH=90
 EMULATE_ORDER=random "$out/pieces" places
 ATTN_TEST_DTYPE=bf16 ATTN_TEST_BACKEND=cuda "$build/attn-tests" c1_ c2_ c4_empty s01_ s09_inf c5_unused c5_align c5_s03

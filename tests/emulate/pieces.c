@@ -216,7 +216,7 @@ static void attend_places(attn_context *where, attn_dtype dtype, int dim, uint32
 
 /*
  * More rows, heads and keys than a block takes at a time, so that a persistent kernel comes round to each of its buffers again; with
- * a negative scale, so does the kernel for every feature. Odd addresses, which that one works on too, give the same bits.
+ * a negative scale, so does the kernel for every feature. Odd addresses, for which there is another one, give the same bits.
  */
 static void test_places(attn_dtype dtype, int dim, uint32_t flags) {
     enum { NUMBERS = PLACE_BATCH * PLACE_ROWS * PLACE_HEADS * PLACE_MOST };
@@ -249,20 +249,25 @@ static void test_places(attn_dtype dtype, int dim, uint32_t flags) {
 
 enum { MANY_BATCH = 70, MANY_HEADS = 10, MANY_ROWS = 20, MANY_KEYS = 40, MANY_MOST = 192 };
 
-/* Sequences of lengths of their own; V of key 25 is infinite in every third of them: some rows of a tile see it, others do not. */
-static void attend_many(attn_context *where, int dim, uint16_t *o) {
+/*
+ * Sequences of lengths of their own; V of key 25 is infinite in every third of them: some rows of a tile see it, others do not. Packed
+ * ones have 0 to 20 rows, so that many have no place.
+ */
+static void attend_many(attn_context *where, int dim, bool packed, uint16_t *o) {
     static uint16_t q[MANY_BATCH * MANY_ROWS * MANY_HEADS * MANY_MOST], k[MANY_BATCH * MANY_KEYS * MANY_MOST],
         v[MANY_BATCH * MANY_KEYS * MANY_MOST];
     const size_t bytes = (size_t)MANY_BATCH * MANY_ROWS * MANY_HEADS * (size_t)dim * 2;
     const int keys = MANY_BATCH * MANY_KEYS * dim;
-    int32_t used[MANY_BATCH];
+    int32_t used[MANY_BATCH], cu_q[MANY_BATCH + 1] = {0};
     attn_problem p = {.size = sizeof p, .op = ATTN_FORWARD, .dtype = ATTN_BF16, .batch = MANY_BATCH};
     p.heads_q = MANY_HEADS;
     p.heads_kv = 1;
     p.dim_qk = p.dim_v = dim;
     p.max_q = MANY_ROWS;
     p.max_kv = MANY_KEYS;
-    p.flags = ATTN_USED_KV | ATTN_CAUSAL;
+    p.flags = ATTN_USED_KV | ATTN_CAUSAL | (packed ? ATTN_VARLEN_Q : 0);
+    for (int b = 0; b < MANY_BATCH; b++) cu_q[b + 1] = cu_q[b] + (b % 4 == 1 ? 0 : b * 7 % (MANY_ROWS + 1));
+    p.total_q = packed ? cu_q[MANY_BATCH] : 0;
     srand(23);
     for (size_t n = 0; n < sizeof q / sizeof *q; n++) q[n] = attn__to_bf16((float)(rand() % 2001 - 1000) / 500);
     for (int n = 0; n < keys; n++) {
@@ -278,6 +283,7 @@ static void attend_many(attn_context *where, int dim, uint16_t *o) {
     f.k = attn_dense(device ? put(k, (size_t)keys * 2) : k, MANY_KEYS, 1, dim);
     f.v = attn_dense(device ? put(v, (size_t)keys * 2) : v, MANY_KEYS, 1, dim);
     f.used_kv = device ? put(used, sizeof used) : used;
+    if (packed) f.cu_q = device ? put(cu_q, sizeof cu_q) : cu_q;
     f.o = attn_dense(device ? put(NULL, bytes) : o, MANY_ROWS, MANY_HEADS, dim);
     must(attn_forward(where, &p, &f, NULL) == ATTN_OK, "attn_forward");
     if (device) get(o, f.o.data, bytes);
@@ -285,21 +291,24 @@ static void attend_many(attn_context *where, int dim, uint16_t *o) {
 }
 
 /* Blocks take these from a counter, and one block, which here runs first, takes them all: 700, where a pass notes 128. */
-static void test_many_places(int dim) {
+static void test_many_places(int dim, bool packed) {
     enum { NUMBERS = MANY_BATCH * MANY_ROWS * MANY_HEADS * MANY_MOST };
     static uint16_t want[NUMBERS], got[NUMBERS];
     attn_config config = {.size = sizeof config, .backend = ATTN_BACKEND_REF};
     attn_context *ref;
     must(attn_context_create(&ref, &config) == ATTN_OK, "ref");
-    attend_many(ref, dim, want);
-    attend_many(context, dim, got);
+    memset(want, 0, sizeof want);
+    memset(got, 0, sizeof got);
+    attend_many(ref, dim, packed, want);
+    attend_many(context, dim, packed, got);
     int wrong = 0, infinite = 0;
     for (int n = 0; n < NUMBERS / MANY_MOST * dim; n++) {
         double w = attn__load(ATTN_BF16, want, n), g = attn__load(ATTN_BF16, got, n);
         infinite += isinf(w) != 0;
         wrong += !(w == g || fabs(w - g) <= 1.0 / 64);
     }
-    judge(infinite > 0 && wrong == 0, "more places than a pass has, and infinities in V");
+    judge(infinite > 0 && wrong == 0, packed ? "packed sequences without rows, and infinities in V"
+                                             : "more places than a pass has, and infinities in V");
     attn_context_destroy(ref);
 }
 
@@ -423,8 +432,9 @@ int main(int count, char **words) {
     test_places(ATTN_F16, 96, ATTN_CAUSAL);
     test_places(ATTN_BF16, 192, window);
     test_places(ATTN_BF16, 256, 0);
-    test_many_places(64);
-    test_many_places(192);
+    test_many_places(64, false);
+    test_many_places(192, false);
+    test_many_places(64, true);
     if (all) test_wild_values();
     attn_context_destroy(context);
     printf("%d passed, %d failed\n", passed, failed);
