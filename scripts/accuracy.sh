@@ -56,7 +56,7 @@ for log in "${logs[@]}"; do
 done
 read -r cases passed failed <<<"$(sum)"
 missed=$((cases - passed - failed))
-grep -h -o 'unlucky .*' "${logs[@]}"
+sed -n 's/.*Warning: \(unlucky .*\)/\1/p' "${logs[@]}"
 echo "$(cat "${logs[@]}" | grep -c 'Warning: unlucky ') of those that passed were unlucky first, and passed with four other draws of data"
 echo "$SECONDS s; logs are in build/accuracy"
 echo "$passed passed, $failed failed, $missed not reached"

@@ -83,6 +83,7 @@ typedef struct attn_cuda_args {
     attn_tensor rotated_q; /* ATTN_ROTARY: where rotate_q writes, as f.q is later */
     attn_divider by_group, by_heads, by_share; /* by group, by heads, by heads_q / heads_kv */
     attn_divider by_each;                      /* Hopper: by group * slots */
+    attn_divider by_page;                      /* by page_size */
     int64_t work; /* Hopper: places [groups of heads][slot][head] that blocks share; the last group may be short of heads */
     int32_t box;  /* Hopper: rows of a box of k and v: those of a tile, or as many as fit into both a tile and a page */
     int32_t tma;  /* Hopper: ATTN_TMA_...: which of the maps in attn_cuda_args90 can be used */

@@ -68,7 +68,7 @@ DEVICE attn_seq sequence(const attn_cuda_args &a, int32_t b) {
 
 /* The page of cache position `at`, as it stands in the table; a number out of range counts as 0, or the last one. */
 DEVICE int32_t page_in_table(const attn_cuda_args &a, const attn_seq &s, int32_t at) {
-    return a.f.page_table[s.slot * attn__pages_per_slot(&a.p, &a.f) + at / a.p.page_size];
+    return a.f.page_table[s.slot * attn__pages_per_slot(&a.p, &a.f) + (int32_t)attn__divide((uint32_t)at, a.by_page)];
 }
 DEVICE int32_t checked_page(const attn_cuda_args &a, const attn_seq &s, int32_t page) {
     return clamped(a, page, 0, a.p.num_pages - 1, ATTN_FLAW_PAGE_TABLE, s.b);

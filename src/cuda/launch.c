@@ -64,6 +64,7 @@ static attn_cuda_args make_args(const attn_cuda_run *run, const attn_plan *plan,
     a.p = *p;
     a.f = *f;
     a.f.page_table_stride = p->page_size ? attn__pages_per_slot(p, f) : 0;
+    a.by_page = attn__divider(attn__max32(p->page_size, 1));
     a.status = run->status;
     if (p->op != ATTN_FORWARD) return a;
     const attn_cuda_entry *forward = &run->entries[run->forward];

@@ -129,8 +129,9 @@ DEVICE tally tally_from(const attn_cuda_args &a, int32_t b, uint32_t before) {
     t.end = (uint32_t)t.slots * (uint32_t)heads_of(a);
 #pragma unroll
     for (int by = 1; by < 32; by *= 2) {
-        const uint32_t others = __shfl_up_sync(~0u, t.end, by);
-        if ((threadIdx.x & 31) >= by) t.end += others;
+        const int lane = threadIdx.x & 31;
+        const uint32_t others = __shfl_sync(~0u, t.end, (lane - by) & 31);
+        if (lane >= by) t.end += others;
     }
     t.end += before;
     return t;
