@@ -522,6 +522,24 @@ TEST(cuda_divides_by_multiplication) {
     }
 }
 
+/* Heads are counted as often as blocks share their V: no plan for more than can be counted. */
+TEST(cuda_refuses_more_heads_than_it_counts) {
+    stub_start();
+    attn_context *context = cuda_context();
+    attn_problem p = problem(ATTN_BF16, 1, 1 << 30, 1, 1, 1, 64);
+    attn_plan *plan = NULL;
+    p.dim_v = 512;
+    p.flags = ATTN_VARLEN_Q;
+    p.total_q = 0;
+    CHECK(attn_plan_create(&plan, context, &p) == ATTN_UNSUPPORTED && strstr(attn_error_detail(), "heads_q=1073741824"));
+    p.dim_v = 64;
+    CHECK_OK(attn_plan_create(&plan, context, &p));
+    attn_plan_destroy(plan);
+    attn_context_destroy(context);
+    CHECK(stub_live() == 0);
+    stub_stop();
+}
+
 /* Moves a tensor's start by one element. */
 TEST(cuda_takes_rows_of_any_alignment) {
     rig r = {.p = problem(ATTN_BF16, 2, 4, 2, 33, 64, 64)};

@@ -307,6 +307,10 @@ bool attn__cuda_counts(const attn_problem *p) {
 
 static attn_status lay_out(attn_plan *plan) {
     const attn_problem *p = &plan->problem;
+    /* kernels count heads as often as blocks share their V, 256 dims each, in 31 bits */
+    RETURN_IF((int64_t)p->batch * p->heads_q * attn__ceil_div(p->dim_v, 256) > INT32_MAX, ATTN_UNSUPPORTED,
+              "heads_q=%d: so many heads of %d sequences with dim_v=%d are more than a GPU's kernel counts; use cpu",
+              p->heads_q, p->batch, p->dim_v);
     int64_t real = p->dtype == ATTN_F64 ? 8 : 4, rotated = p->flags & ATTN_ROTARY ? rows_of(p) : 0, parts;
     bool fits = !__builtin_mul_overflow(split_rows(p) * p->heads_q, (int64_t)plan->chunks, &parts);
     int64_t ranges = (int64_t)p->batch * p->flashmask_heads * attn__ceil_div(p->max_kv, least_cols(plan));

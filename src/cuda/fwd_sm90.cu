@@ -114,6 +114,7 @@ enum {
     CONSUMER_REGISTERS = ((CONSUMERS == 3 ? 512 : 504) - PRODUCER_REGISTERS) / CONSUMERS / 8 * 8
 };
 static_assert(!THROUGH_Q || DV <= DIM, "O has no way out");
+static_assert(HAS_OUT == (QBUF == 1 && DV > DIM), "ATTN_HOPPER_BYTES counts otherwise");
 enum { BARRIER_TURN = 1, BARRIER_STORE = 4, BARRIER_HANDS = 7 }; /* numbers of named barriers; as many as consumers */
 
 #include "rows.cuh"
