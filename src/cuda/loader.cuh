@@ -155,7 +155,7 @@ DEVICE void fetch_boxes(const source &from, const attn_tensor_map *map, uint32_t
 }
 
 /*
- * How soon a buffer is filled again after it became empty decides how fast the kernel is (a hundred instructions are a tenth). So all that
+ * How soon a buffer is filled again after it became empty decides how fast the kernel is (sixty instructions more once cost a tenth). So all that
  * can be known before is worked out before the wait, and bytes are expected when they have been sent for: they may even arrive before that,
  * the phase is not complete without the arrivals.
  */

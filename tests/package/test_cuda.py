@@ -349,9 +349,11 @@ def reference(q, k, v):
 
 
 def needs_memory(gib):
-    free = torch.cuda.mem_get_info()[0] / 2**30 if why_not() is None else 0
+    """Leaves the test out on a small GPU; where one is wanted (scripts/gpu.sh), that fails."""
+    free = torch.cuda.mem_get_info()[0] / 2**30
     if free < gib:
-        pytest.skip(f"{gib} GiB of GPU memory are wanted, {free:.0f} are free")
+        leave = pytest.fail if os.environ.get("LIBATTN_WANT_GPU") else pytest.skip
+        leave(f"{gib} GiB of GPU memory are wanted, {free:.0f} are free")
 
 
 def test_more_than_two_billion_elements():
