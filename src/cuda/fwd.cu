@@ -325,7 +325,7 @@ typedef struct walk {
     fetch f;        /* plain kernels */
 } walk;
 
-/* One tile; `partial` is a constant where this is called. */
+/* One tile; `partial` is a constant where this is called, but for float32. */
 DEVICE void step(const attn_cuda_args &a, const tile_place &at, walk &w, bool partial, float o[MT][DT][4], float m[MT][2],
                  float l[MT][2], uint32_t q_kept[Q_KEPT][MT][4], uint32_t shared_q, uint32_t shared_k, uint32_t shared_v) {
     const int lane = here(threadIdx.x & 31), warp = threadIdx.x >> 5;
@@ -432,7 +432,9 @@ DEVICE void work(const attn_cuda_args &a, tile_place &at, uint32_t shared_q) {
             for (int kk = 0; kk < HELD; kk++) load_q_step(q_kept[kk % Q_KEPT], w.kept.q, kk);
         }
     }
-    while (w.n >= 0) {
+    while (WIDE && w.n >= 0) /* the mask is little beside three products: one body for all tiles */
+        step(a, at, w, w.partial, o, m, l, q_kept, shared_q, shared_k, shared_v);
+    while (!WIDE && w.n >= 0) {
 #pragma unroll 1
         while (w.n >= 0 && w.partial) step(a, at, w, true, o, m, l, q_kept, shared_q, shared_k, shared_v);
 #pragma unroll 1
