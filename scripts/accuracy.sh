@@ -8,6 +8,7 @@
 #
 #   DTYPE="float16 bfloat16" LENGTHS="3,799 1,1"      only these
 #   LIBATTN_CASES=1000 LIBATTN_SEED=5                 only so many points, at random; the seed is that of the data too
+#   LIBATTN_FLOAT32=double                            float32 computed in double, where every row is held to the rule
 #   LIMIT_S=500                                       after so many seconds no other point is begun
 #   PYTHON=.venv/bin/python                           one that has torch and pytest (python3)
 #   LIBATTN_LIBRARY=/path/libattn.so                  the library (build/libattn.so)

@@ -135,4 +135,7 @@ ATTN_HD void attn__store(attn_dtype dtype, void *data, int64_t at, double x) {
 ATTN_HD int attn__wide(attn_dtype dtype) { return dtype == ATTN_F64; }
 ATTN_HD attn_dtype attn__real_dtype(attn_dtype dtype) { return attn__wide(dtype) ? ATTN_F64 : ATTN_F32; }
 
+/* Is all of a problem computed in double? */
+ATTN_HD int attn__wide_problem(const attn_problem *p) { return attn__wide(p->dtype) || (p->flags & ATTN_PRECISE) != 0; }
+
 #endif

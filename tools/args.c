@@ -186,6 +186,7 @@ const option options_problem[] = {
     {"scale", "X", "factor of q.k; default 1/sqrt(dim)", parse_real, AT(problem.scale), ATTN_SCALE},
     {"softcap", "C", "scores become C*tanh(s/C)", parse_real, AT(problem.softcap), 0},
     {"dropout", "P", "probability of dropping", parse_real, AT(problem.dropout), 0},
+    {"precise", NULL, "f32: computed in double, rounded once", NULL, 0, ATTN_PRECISE},
     {"seed", "N", "seed of dropout, or of random data", parse_u64, AT(seed), 0},
     {"offset", "N", "offset of the dropout generator", parse_u64, AT(offset), 0},
     {0},

@@ -1,7 +1,7 @@
 /*
  * How far off a correct result may be: the error analysis behind `attn check`.
  *
- * Let u be the unit roundoff of the arithmetic (2^-24; f64 problems 2^-53). A kernel computes
+ * Let u be the unit roundoff of the arithmetic (2^-24; f64 problems, and ATTN_PRECISE in a forward, 2^-53). A kernel computes
  * x = scale * q.k with an error of about u sqrt(d) |scale| |q| |k| (rounding errors of a sum add up like a random walk; |q||k|
  * bounds the sum of absolute products), then adds, caps and subtracts lse, which costs u times the size of these numbers.
  * An absolute error of a score is a relative error of its probability:
@@ -316,7 +316,8 @@ bool oracle_bound(oracle *o, const check_case *c, arithmetic how, char *why, siz
     o->d_v_error = must_alloc(rows_kv, sizeof(double));
     if (o->d_bias) o->d_bias_error = must_alloc(case_pairs(c), sizeof(double));
     if (o->d_sink) o->d_sink_error = must_alloc(p->heads_q, sizeof(double));
-    bool wide = p->dtype == ATTN_F64; /* then ref is no more exact than what it judges */
+    /* In double ref is no more exact than what it judges. But the lse that a backward is given has been rounded to dtype. */
+    bool wide = p->dtype == ATTN_F64 || (p->op == ATTN_FORWARD && (p->flags & ATTN_PRECISE));
     analysis a = {.o = o, .c = c, .how = how, .unit = wide ? 0x1p-52 : 0x1p-24, .least = wide ? DBL_MIN : FLT_MIN};
     a.keep = 1 / (1 - p->dropout);
     a.k = must_alloc(p->max_kv, sizeof *a.k);

@@ -61,6 +61,7 @@ typedef enum feature_id {
     F_INTERLEAVED,
     F_ROTARY_POS,
     F_DESCALE,
+    F_PRECISE,
     F_PROBS,
     F_NO_LSE,
     F_D_LSE,

@@ -7,7 +7,7 @@ The functions and their arguments: help(libattn.interface). `python -m libattn` 
 """
 
 from . import _lib
-from ._lib import device_status, set_backend, set_num_threads
+from ._lib import device_status, set_backend, set_float32_precision, set_num_threads
 from .interface import (
     flash_attn_combine,
     flash_attn_func,
@@ -35,5 +35,6 @@ __all__ = [
     "flashmask_attention",
     "scaled_dot_product_attention",
     "set_backend",
+    "set_float32_precision",
     "set_num_threads",
 ]

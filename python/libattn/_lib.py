@@ -36,7 +36,8 @@ F32, F16, BF16, F64, E4M3, E5M2, I8 = range(1, 8)
     ROTARY_INTERLEAVED,
     ROTARY_POS,
     DESCALE,
-) = (1 << n for n in range(18))
+    PRECISE,
+) = (1 << n for n in range(19))
 
 
 class Struct(c.Structure):
@@ -269,7 +270,7 @@ def version() -> str:
 
 _lock = threading.Lock()
 _contexts: dict[tuple[str, int], c.c_void_p] = {}
-_choice = {"backend": "cpu", "threads": 0}
+_choice = {"backend": "cpu", "threads": 0, "float32": "single"}
 
 
 def set_backend(name: str) -> None:
@@ -282,6 +283,21 @@ def set_backend(name: str) -> None:
 def set_num_threads(threads: int) -> None:
     """Threads of the cpu backend; 0: the environment's ATTN_NUM_THREADS, else every CPU this process may use."""
     _choice["threads"] = int(threads)
+
+
+def set_float32_precision(precision: str) -> None:
+    """What float32 is computed in from now on: "single" (the default), or "double", with results rounded once.
+
+    In double every row is at least as exact as in any float32 computation, and a call takes about three times as long on a
+    CPU; on a GPU, where the kernels for it have no tensor cores, far longer.
+    """
+    if precision not in ("single", "double"):
+        raise ValueError(f'precision={precision!r}: want "single" or "double"')
+    _choice["float32"] = precision
+
+
+def float32_in_double() -> bool:
+    return _choice["float32"] == "double"
 
 
 def context_of(backend: str, threads: int = 0) -> c.c_void_p:

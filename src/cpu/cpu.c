@@ -87,7 +87,7 @@ static void choose_kernel(attn_plan *plan) {
 /* Can a sequence of this problem be worked in double? */
 static bool may_be_in_double(const attn_problem *p) {
     bool may_be_narrow = p->max_q <= ATTN_NARROW_ROWS || (p->flags & (ATTN_VARLEN_Q | ATTN_USED_Q)) != 0;
-    return p->dtype == ATTN_F64 || (p->dtype == ATTN_F32 && may_be_narrow);
+    return attn__wide_problem(p) || (p->dtype == ATTN_F32 && may_be_narrow);
 }
 
 int64_t attn__fwd_scratch(const attn_plan *plan) { /* double takes the more of it */
@@ -178,7 +178,9 @@ static attn_status plan_cpu(attn_plan *plan) {
     attn__plan_say(plan, "split: sequences of at most %d rows in chunks of %d keys%s\n",
                    attn__is_amx(plan) ? ATTN_NARROW_ROWS : ATTN_SPLIT_ROWS, ATTN_CHUNK,
                    plan->partials ? ", over all threads" : ", each on one thread");
-    if (!plan->kernel->wide && may_be_in_double(&plan->problem))
+    if (!plan->kernel->wide && attn__wide_problem(&plan->problem))
+        attn__plan_say(plan, "in double: all sequences\n");
+    else if (!plan->kernel->wide && may_be_in_double(&plan->problem))
         attn__plan_say(plan, "in double: sequences of at most %d rows, with more keys\n", ATTN_NARROW_ROWS);
     return lay_out(plan);
 }
@@ -224,7 +226,7 @@ static attn_status forward(const attn_plan *plan, const attn_buffers *f) {
     if (plan->partials > 0)
         RETURN_IF_ERROR(attn__parallel(plan->context, plan->slots, (int64_t)p->batch * p->heads_q, fold_sequence, &j));
     if (!f->probs.data) return ATTN_OK;
-    return plan->kernel->wide ? attn__probs_run_f64(plan, f) : attn__probs_run_f32(plan, f);
+    return attn__wide_problem(&plan->problem) ? attn__probs_run_f64(plan, f) : attn__probs_run_f32(plan, f);
 }
 
 static attn_status run_cpu(const attn_plan *plan, const attn_buffers *f, void *stream) {

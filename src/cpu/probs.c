@@ -32,10 +32,18 @@ static scratch lay_out(real *at, const attn_problem *p) {
     return m;
 }
 
+/* Of F32 they are floats, whatever they are computed in. */
+static void store(const job *j, int64_t at, real value) {
+    if (attn__wide(j->plan->problem.dtype))
+        ((double *)j->f->probs.data)[at] = (double)value;
+    else
+        ((float *)j->f->probs.data)[at] = (float)value;
+}
+
 static void write_zeros(const job *j, int32_t b, int32_t h, int32_t i, int32_t first, int32_t end) {
     const attn_matrix *m = &j->f->probs;
-    real *row = (real *)m->data + b * m->stride[0] + h * m->stride[1] + i * m->stride[2];
-    for (int32_t col = first; col < end; col++) row[col * m->stride[3]] = 0;
+    int64_t row = attn__matrix_at(m, b, h, i, 0);
+    for (int32_t col = first; col < end; col++) store(j, row + col * m->stride[3], 0);
 }
 
 /* The scores of key tile j0, or false when it is skipped. */
@@ -51,7 +59,7 @@ static bool scores(const attn_rows *t, scratch *m, int32_t j0, int32_t keys) {
 static void write_tile(const job *j, const attn_rows *t, const scratch *from, int32_t j0, int32_t keys) {
     const attn_matrix *m = &j->f->probs;
     for (int32_t r = 0; r < t->rows; r++) {
-        real *row = (real *)m->data + t->s.b * m->stride[0] + t->h[r] * m->stride[1] + t->i[r] * m->stride[2];
+        int64_t row = attn__matrix_at(m, t->s.b, t->h[r], t->i[r], 0);
         uint32_t batch_head = (uint32_t)(t->s.b * t->p->heads_q + t->h[r]);
         for (int32_t col = 0; col < keys; col++) {
             const int32_t *flash = t->mask.vectors ? attn__flash_at(t->p, t->f, t->s.b, t->kv_head, j0 + col) : NULL;
@@ -59,7 +67,7 @@ static void write_tile(const job *j, const attn_rows *t, const scratch *from, in
             bool dropped = allowed && t->p->dropout > 0 &&
                            attn__dropped(&t->dropout, batch_head, (uint32_t)t->i[r], (uint32_t)(j0 + col));
             real value = from->s[(int64_t)col * t->width + r] * from->alpha[r];
-            row[(j0 + col) * m->stride[3]] = !allowed ? 0 : dropped ? -value : value;
+            store(j, row + (j0 + col) * m->stride[3], !allowed ? 0 : dropped ? -value : value);
         }
     }
 }

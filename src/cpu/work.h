@@ -91,11 +91,11 @@ static inline bool attn__is_short(int32_t sq) { return sq <= ATTN_SPLIT_ROWS; }
 static inline bool attn__is_narrow(const attn_seq *s) { return s->sq <= ATTN_NARROW_ROWS && s->sk > ATTN_NARROW_ROWS; }
 
 /*
- * Is sequence s worked in double? All of F64, and float32 where it is narrow: reading keys costs more than the arithmetic there,
- * and so few rows leave rounding errors no chance to even out.
+ * Is sequence s worked in double? All of F64, float32 that is wanted precise, and float32 where it is narrow: reading keys costs more
+ * than the arithmetic there, and so few rows leave rounding errors no chance to even out.
  */
 static inline bool attn__in_double(const attn_problem *p, const attn_seq *s) {
-    return p->dtype == ATTN_F64 || (p->dtype == ATTN_F32 && attn__is_narrow(s));
+    return attn__wide_problem(p) || (p->dtype == ATTN_F32 && attn__is_narrow(s));
 }
 
 static inline bool attn__sequence_in_double(const attn_plan *plan, const attn_buffers *f, int32_t b) {

@@ -1,5 +1,5 @@
 /*
- * fwd_any: forward for whatever no line of variants.def takes, F64 and the largest head dims: every feature, every dtype, no tensor
+ * fwd_any: forward for whatever no line of variants.def takes, F64, ATTN_PRECISE and the largest head dims: every feature, every dtype, no tensor
  * cores. One warp has one query row, four make a block (tile.cuh); running maximum and sum per row, the division last.
  * A block of a split sequence has one chunk of keys and all rows of the sequence, four after the other.
  *
@@ -20,7 +20,7 @@
 /* Blocks: [batch][heads_q][slots]. */
 KERNEL __launch_bounds__(32 * WARPS, 3) fwd_any(const __grid_constant__ attn_cuda_args a) {
     __shared__ double memory[AT_O + ROWS * ATTN_MAX_DIM];
-    if (attn__wide(a.p.dtype))
+    if (attn__wide_problem(&a.p))
         forward(a, memory);
     else
         forward(a, (float *)memory);
@@ -51,7 +51,7 @@ DEVICE void finish_row(const attn_cuda_args &a, const tile_rows &t, int32_t chun
     bool is_empty = most == (real)-INFINITY && sum == 0; /* C1 */
     real lse = is_empty ? (real)-INFINITY : most + log(sum), sink_factor = 1;
     real factor = (real)value_scale(a, t.s, t.kv_head) / sum;
-    attn_dtype real_dtype = attn__real_dtype(a.p.dtype), dtype = real_dtype;
+    attn_dtype dtype = sizeof(real) == sizeof(double) ? ATTN_F64 : ATTN_F32, lse_dtype = dtype;
     void *o_data = a.part_o, *lse_data = a.part_lse;
     int64_t lse_at, o_at;
     if (chunk >= 0) {
@@ -60,6 +60,7 @@ DEVICE void finish_row(const attn_cuda_args &a, const tile_rows &t, int32_t chun
     } else {
         if (a.p.flags & ATTN_SINK) lse = add_sink(lse, (real)a.f.sink[t.h], &sink_factor);
         dtype = a.p.out_dtype;
+        lse_dtype = attn__real_dtype(a.p.dtype);
         o_data = a.f.o.data;
         lse_data = a.f.lse;
         lse_at = attn__lse_index(&a.p, &t.s, t.i, t.h);
@@ -69,7 +70,7 @@ DEVICE void finish_row(const attn_cuda_args &a, const tile_rows &t, int32_t chun
         real number = o[x] * factor; /* rounded by itself, as fold has it */
         attn__store(dtype, o_data, o_at + x, is_empty ? 0 : number * sink_factor);
     }
-    if (lse_data && lane_index() == 0) attn__store(real_dtype, lse_data, lse_at, lse);
+    if (lse_data && lane_index() == 0) attn__store(lse_dtype, lse_data, lse_at, lse);
 }
 
 /* Rows [i0, i0 + ROWS) against the keys of `chunk`, or, with chunk -1, all keys. */

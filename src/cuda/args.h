@@ -62,7 +62,7 @@ typedef struct attn_cuda_args {
     int32_t range_tiles;      /* ceil(max_kv / range_cols) */
     int32_t range_cols;       /* keys of a tile: the forward kernel's bn */
     /*
-     * Split: part_o[row][chunks][dim_v], part_lse[row][chunks]; floats, for F64 doubles. Sequence b has rows [heads_q][sq] from
+     * Split: part_o[row][chunks][dim_v], part_lse[row][chunks]; floats, or doubles (attn__wide_problem). Sequence b has rows [heads_q][sq] from
      * b * part_rows * heads_q on, where part_rows = min(max_q, ATTN_CUDA_SPLIT_ROWS); of packed sequences from cu_q[b] * heads_q
      * on where that is less, so that there are never more than total_q * heads_q either (part_index in device.cuh, split_rows in
      * cuda.c). Only sequences of at most ATTN_CUDA_SPLIT_ROWS rows use them.

@@ -144,10 +144,10 @@ static attn_status open_cuda(attn_context *context) {
 
 /* ---- plan: which kernel ---- */
 
-/* In which dtype tiles are multiplied: one that holds q and the keys exactly. F64 has no tiles. */
+/* In which dtype tiles are multiplied: one that holds q and the keys exactly. There are none in double: F64. */
 static attn_dtype tile_dtype(const attn_problem *p) {
     bool kv_narrow = attn_dtype_size(p->kv_dtype) == 1;
-    if (p->dtype == ATTN_F64) return ATTN_F64;
+    if (attn__wide_problem(p)) return ATTN_F64;
     if (p->dtype == ATTN_BF16 && (p->kv_dtype == ATTN_BF16 || kv_narrow)) return ATTN_BF16;
     bool half = p->dtype == ATTN_F16 || attn_dtype_size(p->dtype) == 1;
     return half && (p->kv_dtype == ATTN_F16 || kv_narrow) ? ATTN_F16 : ATTN_F32;
@@ -311,7 +311,7 @@ static attn_status lay_out(attn_plan *plan) {
     RETURN_IF((int64_t)p->batch * p->heads_q * attn__ceil_div(p->dim_v, 256) > INT32_MAX, ATTN_UNSUPPORTED,
               "heads_q=%d: so many heads of %d sequences with dim_v=%d are more than a GPU's kernel counts; use cpu",
               p->heads_q, p->batch, p->dim_v);
-    int64_t real = p->dtype == ATTN_F64 ? 8 : 4, rotated = p->flags & ATTN_ROTARY ? rows_of(p) : 0, parts;
+    int64_t real = attn__wide_problem(p) ? 8 : 4, rotated = p->flags & ATTN_ROTARY ? rows_of(p) : 0, parts;
     bool fits = !__builtin_mul_overflow(split_rows(p) * p->heads_q, (int64_t)plan->chunks, &parts);
     int64_t ranges = (int64_t)p->batch * p->flashmask_heads * attn__ceil_div(p->max_kv, least_cols(plan));
     fits = fits && attn__plan_reserve(plan, CUDA_PART_O, parts, p->dim_v * real) &&

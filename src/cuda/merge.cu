@@ -14,7 +14,7 @@ DEVICE double load_real(bool wide, const void *data, int64_t at) {
 
 /* The largest lse of `count` chunks; -inf when no chunk has keys. */
 DEVICE double largest_lse(const attn_cuda_args &a, int64_t at, int32_t count) {
-    bool wide = attn__wide(a.p.dtype);
+    bool wide = attn__wide_problem(&a.p);
     double most = -INFINITY;
     for (int32_t c = lane_index(); c < count; c += 32) most = fmax(most, load_real(wide, a.part_lse, at + c));
     return warp_max(most);
@@ -22,7 +22,7 @@ DEVICE double largest_lse(const attn_cuda_args &a, int64_t at, int32_t count) {
 
 /* Adds up dim x of the chunks, unnormalised; *sum is that of their weights. Each lane works out the weight of one chunk in 32. */
 DEVICE double fold_chunks(const attn_cuda_args &a, int64_t at, int32_t count, double most, int32_t x, double *sum) {
-    bool wide = attn__wide(a.p.dtype);
+    bool wide = attn__wide_problem(&a.p);
     double o = 0;
     *sum = 0;
     for (int32_t c0 = 0; c0 < count; c0 += 32) {
@@ -57,7 +57,7 @@ KERNEL fold(const __grid_constant__ attn_cuda_args a) {
     double sum, factor = 1, most = largest_lse(a, at, count), o = fold_chunks(a, at, count, most, x, &sum);
     double lse = sum == 0 ? -INFINITY : most + log(sum);
     o = sum == 0 ? 0 : o / sum;
-    if (attn__wide(a.p.dtype)) {
+    if (attn__wide_problem(&a.p)) {
         if (a.p.flags & ATTN_SINK) lse = add_sink(lse, (double)a.f.sink[h], &factor);
         o *= factor;
     } else {

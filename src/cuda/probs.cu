@@ -17,7 +17,7 @@
 /* Blocks: [batch][heads_q][ceil(max_q / ROWS)]. */
 KERNEL __launch_bounds__(32 * WARPS, 3) probs(const __grid_constant__ attn_cuda_args a) {
     __shared__ double memory[TILE_REALS];
-    if (attn__wide(a.p.dtype))
+    if (attn__wide_problem(&a.p))
         write_probs(a, memory);
     else
         write_probs(a, (float *)memory);
@@ -39,7 +39,7 @@ DEVICE void write_tile(const attn_cuda_args &a, const tile_rows &t, int32_t j0, 
     if (t.i >= a.p.max_q || j >= a.p.max_kv) return;
     bool allowed = seen >> lane_index() & 1;
     real number = !allowed ? 0 : is_dropped(a, t, j) ? -p : p;
-    ((real *)a.f.probs.data)[attn__matrix_at(&a.f.probs, t.s.b, t.h, t.i, j)] = number;
+    attn__store(attn__real_dtype(a.p.dtype), a.f.probs.data, attn__matrix_at(&a.f.probs, t.s.b, t.h, t.i, j), number);
 }
 
 DEVICE void write_probs(const attn_cuda_args &a, real *memory) {

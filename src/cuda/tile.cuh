@@ -1,7 +1,7 @@
 /*
  * Plain tiles for kernels that take everything and are not in a hurry (any.cu, probs.cu): ATTN_ANY_ROWS query rows, one for each
  * warp, against ATTN_ANY_COLS keys, one for each lane. K and V come through shared memory in pieces of 32 dims, as numbers of
- * the type that is computed with, which is float, or double for F64 problems: overloads, as in score.cuh.
+ * the type that is computed with, which is float, or double (attn__wide_problem): overloads, as in score.cuh.
  *
  * A key that a row may not see is computed like any other and then thrown away: its score becomes -inf whatever it was, and its
  * value is left out of the sum, so that NaN there does not matter (C2). Keys past the end are not read.
