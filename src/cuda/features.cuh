@@ -77,9 +77,10 @@ DEVICE void cap_scores(float s[MT][NT][4], const tile_place &at) {
     }
     const float c[6] = {cap * 0.4999999f,       cap * -0.0416644173f,  cap * 0.00415832574f,
                         cap * -0.000410048877f, cap * 3.51292659e-05f, cap * -1.79529371e-06f};
-    float most = 0;
-    EACH_SCORE(mt, nt, e) most = fmaxf(most, fabsf(s[mt][nt][e]));
-    if (!__any_sync(~0u, !(fabsf(__fmul_rn(most, to_y)) < NEAR))) { /* most often */
+    float most[4] = {}; /* in four chains: one alone would take as long as the polynomials */
+    EACH_SCORE(mt, nt, e) most[e] = fmaxf(most[e], fabsf(s[mt][nt][e]));
+    const float largest = fmaxf(fmaxf(most[0], most[1]), fmaxf(most[2], most[3]));
+    if (!__any_sync(~0u, !(fabsf(__fmul_rn(largest, to_y)) < NEAR))) { /* most often */
         EACH_SCORE(mt, nt, e) s[mt][nt][e] = capped_near(__fmul_rn(s[mt][nt][e], to_y), c);
     } else {
         EACH_SCORE(mt, nt, e) {

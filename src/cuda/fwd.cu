@@ -446,11 +446,16 @@ DEVICE void work(const attn_cuda_args &a, tile_place &at, uint32_t shared_q) {
     if (LSE_LAST) store_lse(a, at, lse);
 }
 
+/* By itself: within the kernel it would cost registers. */
+static __device__ __noinline__ void fill_padding(const attn_cuda_args &a, const tile_place &at) {
+    fill_rows(a, at.s.b, at.h, at.pad_from, at.pad_to, threadIdx.x, THREADS);
+}
+
 KERNEL __launch_bounds__(THREADS, CTAS) VARIANT(const __grid_constant__ attn_cuda_args a) {
     extern __shared__ __align__(128) uint8_t shared[];
     tile_place at;
     if (find_place(a, at, (blockIdx.y + (int64_t)blockIdx.z * gridDim.y) * a.group, blockIdx.x))
         work(a, at, cvta_shared(shared));
     /* Last, where nothing else is in registers: before the work this call costs even those without padding a few of them. */
-    if (at.pad_from < at.pad_to) fill_rows(a, at.s.b, at.h, at.pad_from, at.pad_to, threadIdx.x, THREADS);
+    if (at.pad_from < at.pad_to) fill_padding(a, at);
 }

@@ -548,11 +548,11 @@ DEVICE void work_at(const attn_cuda_args90 &x, const buffers &b, consumer &me, c
     }
     turn_ring(me.q, QBUF);
     if (dirty) {
-        const tile_place copy = at;
+        const tile_place &told = at, copy = OWN ? tile_place{} : at; /* what is in registers stays there but for this */
         if (is_first_thread()) cp_async_bulk_wait_group();
         fence_proxy_async_global();
         bar_sync(BARRIER_STORE + me.number, 128);
-        add_nonfinite(a, copy, row0);
+        add_nonfinite(a, OWN ? told : copy, row0);
     }
 }
 

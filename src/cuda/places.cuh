@@ -6,7 +6,7 @@
  * them, so too, or, where there is a counter, the next one of [sequence][slot][head], ahead of time; it finds out what there is to do
  * and tells of it in shared memory.
  *
- * A pass is all that a block does, or, in the other lines, LOTS: of 32 places, or of those taken from the counter, which are noted.
+ * A pass is all that a block does, or, in the other lines, LOTS places; those taken from the counter are noted.
  * After it everybody meets, and it is done again if some consumer has asked for that.
  *
  * The kernel's file says before this one what rows.cuh wants, and: OWN, shared_notes, buffers, BARRIER, ring, PLACES, LOTS, TELL_....
@@ -87,23 +87,13 @@ DEVICE bool plain_place(const attn_cuda_args &a, const path &w, tile_place &at) 
 
 /* ---- the others: the scheduler, one warp ---- */
 
-/* Padding that these lanes' places have is filled, by all lanes. */
-DEVICE void fill_padding(const attn_cuda_args &a, const tile_place &at) {
-    for (uint32_t left = __ballot_sync(~0u, at.pad_from < at.pad_to); left; left &= left - 1) {
-        const int from = __ffs(left) - 1;
-        fill_rows(a, __shfl_sync(~0u, at.s.b, from), __shfl_sync(~0u, at.h, from), __shfl_sync(~0u, at.pad_from, from),
-                  __shfl_sync(~0u, at.pad_to, from), threadIdx.x & 31, 32);
-    }
-}
-
-/* In turn: lot k of a pass, `before` it having been others, a place to each lane. */
-DEVICE bool find_in_turn(const attn_cuda_args &a, spot &x, int64_t before, int k, bool &last) {
+/* In turn: number i of the block's places. Is there one? last: nor will there be. */
+DEVICE bool find_in_turn(const attn_cuda_args &a, spot &x, int64_t i, bool &last) {
     const uint32_t each = (uint32_t)a.group * (uint32_t)a.slots;
-    const int64_t i = (before + k) * 32 + (threadIdx.x & 31);
     const int64_t n = i * gridDim.x + (i & 1 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
     const int64_t group = n <= INT32_MAX ? attn__divide((uint32_t)n, a.by_each) : n / each;
-    last = !__any_sync(~0u, n < a.work);
-    return n < a.work && find_spot(a, x, group * a.group, (uint32_t)(n - group * each));
+    last = n >= a.work;
+    return !last && find_spot(a, x, group * a.group, (uint32_t)(n - group * each));
 }
 
 /*
@@ -137,7 +127,7 @@ DEVICE tally tally_from(const attn_cuda_args &a, int32_t b, uint32_t before) {
     return t;
 }
 
-/* The next one: its number is noted, for the case that the pass is done again. The first lane gets it. */
+/* The next one: its number is noted, for the case that the pass is done again. */
 DEVICE bool find_next(const attn_cuda_args &a, const buffers &b, spot &x, tally &t, int64_t before, int k, bool again,
                       bool &last) {
     const int lane = threadIdx.x & 31;
@@ -159,39 +149,44 @@ DEVICE bool find_next(const attn_cuda_args &a, const buffers &b, spot &x, tally 
     x.batch = t.b + whose;
     x.head = index - (uint32_t)x.slot * heads;
     x.tile = (a.p.flags & ATTN_VARLEN_Q ? slots : a.row_tiles) - 1 - x.slot;
-    return lane == 0;
+    return true;
 }
 
-/* One lane tells of its place, or of an end. */
-DEVICE void tell(const buffers &b, const ring &r, int what, const tile_place &at) {
-    mbarrier_wait_parity(BARRIER(b, place_empty, r.at), r.parity ^ 1);
-    b.notes->told[r.at] = what;
-    if (what == TELL_PLACE) b.notes->places[r.at] = at;
-    mbarrier_arrive(BARRIER(b, place_full, r.at));
+/* Tells of the place that is written there, or of an end. */
+DEVICE void tell(const buffers &b, ring &r, int what) {
+    if ((threadIdx.x & 31) == 0) {
+        b.notes->told[r.at] = what;
+        mbarrier_arrive(BARRIER(b, place_full, r.at));
+    }
+    turn_ring(r, PLACES);
+}
+
+/* A lane works a place out, in shared memory, where it is told; all of them fill what is padding there. Is there something to do? */
+DEVICE bool write_place(const attn_cuda_args &a, tile_place &at, const spot &x) {
+    const int lane = threadIdx.x & 31;
+    bool found = false;
+    if (lane == 0) {
+        at.pad_from = at.pad_to = 0;
+        found = see_place(a, at, x);
+    }
+    __syncwarp();
+    if (at.pad_from < at.pad_to) fill_rows(a, at.s.b, at.h, at.pad_from, at.pad_to, lane, 32);
+    return says(found);
 }
 
 /* Says whether this pass is the last one. */
 DEVICE bool tell_pass(const attn_cuda_args &a, const buffers &b, ring &r, int64_t before, bool again) {
-    const int lane = threadIdx.x & 31;
     bool last = false;
-    tile_place at;
     tally t = {};
     if (a.counter) t = tally_from(a, 0, 0);
     for (int k = 0; k < LOTS && !last; k++) {
         spot x;
-        bool found = a.counter ? find_next(a, b, x, t, before, k, again, last) : find_in_turn(a, x, before, k, last);
-        at.pad_from = at.pad_to = 0;
-        found = found && see_place(a, at, x);
-        fill_padding(a, at);
-        for (uint32_t left = __ballot_sync(~0u, found); left; left &= left - 1) {
-            if (lane == __ffs(left) - 1) tell(b, r, TELL_PLACE, at);
-            __syncwarp();
-            turn_ring(r, PLACES);
-        }
+        if (!(a.counter ? find_next(a, b, x, t, before, k, again, last) : find_in_turn(a, x, before + k, last))) continue;
+        mbarrier_wait_parity(BARRIER(b, place_empty, r.at), r.parity ^ 1);
+        if (write_place(a, b.notes->places[r.at], x)) tell(b, r, TELL_PLACE);
     }
-    if (lane == 0) tell(b, r, last ? TELL_LAST : TELL_END, at);
-    __syncwarp();
-    turn_ring(r, PLACES);
+    mbarrier_wait_parity(BARRIER(b, place_empty, r.at), r.parity ^ 1);
+    tell(b, r, last ? TELL_LAST : TELL_END);
     return last;
 }
 
