@@ -10,6 +10,16 @@
  *   fold       split            partial results -> o, lse, in the order of the chunks      merge.cu
  *   probs      probs            recomputed from q and k                                    probs.cu
  *   fill       ATTN_VARLEN_Q    rows of o and lse that no sequence covers                  fill.cu
+ *
+ * A backward is:
+ *
+ *   bwd_delta  always           lse and delta of each row -> row_stats                     bwd_rows.cu
+ *   ranges     FlashMask        as above                                                   ranges.cu
+ *   bwd_..._q  d_q                                                                         bwd_any.cu
+ *   bwd_...    d_k or d_v                                                                  bwd_any.cu
+ *   bwd_bias   d_bias                                                                      bwd_any.cu
+ *   bwd_sink   d_sink           from row_stats                                             bwd_rows.cu
+ *   bwd_fill   own lengths      rows of the gradients that no sequence covers              bwd_rows.cu
  */
 #ifndef ATTN_CUDA_ARGS_H
 #define ATTN_CUDA_ARGS_H
@@ -24,6 +34,8 @@ enum {
     ATTN_CUDA_WARPS = 4,   /* warps of a block of the pieces */
     ATTN_ANY_ROWS = ATTN_CUDA_WARPS, /* fwd_any: rows of a block, one warp each ... */
     ATTN_ANY_COLS = 32,              /* ... and keys that are masked or skipped together */
+    ATTN_BWD_ANY_REALS = 4 * ATTN_ANY_ROWS * 576 + ATTN_ANY_COLS * 33, /* bwd_any: shared memory of a block */
+    ATTN_SINK_THREADS = 256,         /* bwd_sink: of a block */
     ATTN_MERGE_PARTS = 48,           /* parts that one launch of merge takes */
     ATTN_MAP_COLS = 64,              /* columns of a tensor map's box: 128 bytes, which its swizzle is over */
     ATTN_MAP_O_ROWS = 64,            /* rows of o's box: what one warpgroup stores. q: the kernel's bm; k and v: its bn */
@@ -69,6 +81,11 @@ typedef struct attn_cuda_args {
      * A chunk without allowed keys has lse -inf and need not write part_o. Sinks are added by fold.
      */
     void *part_o, *part_lse;
+    /*
+     * Backward: of each row, in the order of lse, lse and delta = rowsum(d_o * o) - d_lse; floats, for F64 doubles. Rows without
+     * keys and those that no sequence covers have -inf and 0, whatever the caller's arrays hold there.
+     */
+    void *row_stats;
     int32_t part_rows;
     int32_t chunks;        /* ceil(max_kv / ATTN_CUDA_CHUNK); 0: nothing is split */
     int32_t row_tiles;     /* query tiles of max_q rows */

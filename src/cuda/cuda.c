@@ -16,6 +16,9 @@ const attn_cuda_entry attn__cuda_entries[ATTN_ENTRIES] = {
 #define FWD(...)
 #define FWD90(...)
 #define ONLY_ANY(entry, number) (ATTN_ENTRY_##entry == ATTN_ENTRY_fwd_any ? (number) : 0)
+#define IN_BWD_ANY(entry)                                                                                                  \
+    (ATTN_ENTRY_##entry == ATTN_ENTRY_bwd_any || ATTN_ENTRY_##entry == ATTN_ENTRY_bwd_any_q ||                             \
+     ATTN_ENTRY_##entry == ATTN_ENTRY_bwd_bias)
 #define PIECE(entry, source)                                                                                               \
     [ATTN_ENTRY_##entry] = {.name = #entry,                                                                                \
                             .file = #source,                                                                               \
@@ -27,7 +30,8 @@ const attn_cuda_entry attn__cuda_entries[ATTN_ENTRIES] = {
                             .bm = ONLY_ANY(entry, ATTN_ANY_ROWS),                                                          \
                             .bn = ONLY_ANY(entry, ATTN_ANY_COLS),                                                          \
                             .warps = ONLY_ANY(entry, ATTN_ANY_ROWS),                                                       \
-                            .takes = ONLY_ANY(entry, ATTN_TAKES_ALL)},
+                            .takes = ONLY_ANY(entry, ATTN_TAKES_ALL),                                                      \
+                            .shared_bytes = IN_BWD_ANY(entry) ? ATTN_BWD_ANY_REALS * sizeof(double) : 0},
 #include "variants.def"
 #undef FWD
 #undef FWD90
@@ -77,6 +81,12 @@ static const attn_kernel kernels[] = {
      .impl = &attn__cuda_entries[ATTN_ENTRY_fwd_any],
      .rows = ATTN_ANY_ROWS,
      .cols = ATTN_ANY_COLS},
+    {.name = "bwd_any",
+     .needs = "sm_80",
+     .op = ATTN_BACKWARD,
+     .impl = &attn__cuda_entries[ATTN_ENTRY_bwd_any],
+     .rows = ATTN_ANY_COLS,
+     .cols = ATTN_ANY_ROWS},
 #define FWD(id, least, type, most, v, m, n, ...)                                                                           \
     {.name = #id,                                                                                                          \
      .needs = "sm_" #least,                                                                                                \
@@ -173,12 +183,12 @@ bool attn__cuda_serves(const attn_cuda_entry *e, const attn_problem *p, bool ali
     return e->dim_qk >= p->dim_qk && e->most_v >= p->dim_v && e->takes >= attn__cuda_wants(p, e->hopper, aligned);
 }
 
-/* Of the rows that take the problem that of the least dim, and of several the last; fwd_any, the largest, takes them all. */
+/* Of the rows that take the problem that of the least dim, and of several the last; fwd_any and bwd_any, the largest, take them all. */
 static const attn_kernel *choose(const attn_problem *p, const attn_gpu *gpu, bool aligned) {
     const attn_kernel *chosen = &kernels[0];
     for (int32_t n = 0; n < KERNELS; n++) {
         const attn_cuda_entry *e = kernels[n].impl;
-        bool any = e == &attn__cuda_entries[ATTN_ENTRY_fwd_any];
+        bool any = e == &attn__cuda_entries[ATTN_ENTRY_fwd_any] || e == &attn__cuda_entries[ATTN_ENTRY_bwd_any];
         bool fits = any || (e->dtype == tile_dtype(p) && attn__cuda_serves(e, p, aligned));
         if (kernels[n].op != p->op || !fits || !attn__cuda_runs_on(e, gpu)) continue;
         if (chosen->op != p->op || e->dim <= ((const attn_cuda_entry *)chosen->impl)->dim) chosen = &kernels[n];
@@ -192,6 +202,7 @@ static int entry_of(const attn_kernel *k) { return (int)((const attn_cuda_entry 
 static const attn_kernel *choose_tuned(const attn_plan *plan, const attn_gpu *gpu, bool aligned, bool *tuned) {
     const attn_kernel *chosen = choose(&plan->problem, gpu, aligned);
     const attn_cuda_entry *e = chosen->impl;
+    if (plan->problem.op != ATTN_FORWARD) return chosen;
     int entry = attn__cuda_tuned(plan->context->cuda, gpu, e, attn__cuda_wants(&plan->problem, e->hopper, aligned));
     for (int32_t n = 0; n < KERNELS && entry >= 0; n++) {
         if (entry_of(&kernels[n]) == entry) chosen = &kernels[n];
@@ -227,7 +238,7 @@ static void describe_kernels(attn_plan *plan, bool tuned) {
     bool told = false;
     attn__plan_say(plan, "kernel: %s\n", plan->kernel->name);
     if (plan->problem.op == ATTN_KV_APPEND) return;
-    attn__plan_say(plan, "tiles: %d rows x %d keys\n", own->bm, own->bn);
+    attn__plan_say(plan, "tiles: %d rows x %d keys\n", plan->kernel->rows, plan->kernel->cols);
     for (int32_t n = 0; n < state->gpus; n++) {
         const int16_t *choice = plan->gpu_kernel[n];
         if (choice[0] < 0) continue;
@@ -323,6 +334,19 @@ static attn_status lay_out(attn_plan *plan) {
     return ATTN_OK;
 }
 
+/* Two numbers for each row, and FlashMask's ranges: that is all, whatever the lengths. */
+static attn_status lay_out_backward(attn_plan *plan) {
+    const attn_problem *p = &plan->problem;
+    RETURN_IF((int64_t)p->batch * p->heads_q > INT32_MAX, ATTN_UNSUPPORTED,
+              "heads_q=%d: so many heads of %d sequences are more than a GPU's kernel counts; use cpu", p->heads_q,
+              p->batch);
+    int64_t ranges = (int64_t)p->batch * p->flashmask_heads * attn__ceil_div(p->max_kv, ATTN_ANY_COLS);
+    bool fits = attn__plan_reserve(plan, CUDA_ROWS, rows_of(p), p->dtype == ATTN_F64 ? 16 : 8) &&
+                attn__plan_reserve(plan, CUDA_RANGES, ranges, sizeof(attn_flash_range));
+    RETURN_IF(!fits, ATTN_INVALID, "max_q=%d, max_kv=%d: the workspace does not fit into memory", p->max_q, p->max_kv);
+    return ATTN_OK;
+}
+
 attn_tensor attn__cuda_rotated_q(const attn_plan *plan, const attn_buffers *f) {
     const attn_problem *p = &plan->problem;
     return attn_dense(attn__part(plan, f, CUDA_Q), p->max_q, p->heads_q, rotated_row(p));
@@ -350,13 +374,35 @@ static attn_status load_plan(attn_plan *plan, uint32_t gpus) {
     return ATTN_OK;
 }
 
+/* Which gradients are wanted is known at the run. */
+static attn_status load_backward(attn_plan *plan, uint32_t gpus) {
+    const attn_problem *p = &plan->problem;
+    attn_cuda *cuda = plan->context->cuda;
+    int pieces[ATTN_ENTRIES], count = 0;
+    pieces[count++] = ATTN_ENTRY_bwd_delta;
+    if (p->flashmask_vectors) pieces[count++] = ATTN_ENTRY_ranges;
+    if (p->flags & ATTN_BIAS) pieces[count++] = ATTN_ENTRY_bwd_bias;
+    if (p->flags & ATTN_SINK) pieces[count++] = ATTN_ENTRY_bwd_sink;
+    if (p->flags & ATTN_OWN_LENGTHS) pieces[count++] = ATTN_ENTRY_bwd_fill;
+    RETURN_IF_ERROR(attn__cuda_load(cuda, pieces, count, gpus));
+    for (int32_t n = 0; n < cuda->state->gpus; n++) {
+        int kernel[4];
+        if (plan->gpu_kernel[n][0] < 0) continue;
+        for (int k = 0; k < 4; k++) kernel[k] = plan->gpu_kernel[n][k / 2] + k % 2;
+        RETURN_IF_ERROR(attn__cuda_load(cuda, kernel, 4, UINT32_C(1) << n));
+    }
+    return ATTN_OK;
+}
+
 static attn_status plan_cuda(attn_plan *plan) {
     uint32_t gpus = 0;
     bool tuned = false;
-    RETURN_IF(plan->problem.op == ATTN_BACKWARD, ATTN_UNSUPPORTED,
-              "op=backward: the cuda backend has no backward yet; use the cpu backend");
     RETURN_IF_ERROR(choose_kernels(plan, &gpus, &tuned));
     describe_kernels(plan, tuned);
+    if (plan->problem.op == ATTN_BACKWARD) {
+        RETURN_IF_ERROR(lay_out_backward(plan));
+        return load_backward(plan, gpus);
+    }
     if (plan->problem.op == ATTN_FORWARD) {
         choose_split(plan);
         RETURN_IF_ERROR(lay_out(plan));
@@ -419,7 +465,9 @@ static attn_status run_here(const attn_plan *plan, const attn_buffers *f, void *
     if (choice[0] < 0) return fail_gpu(&cuda->state->gpu[place->gpu]);
     attn_cuda_run run = start(cuda, place, stream);
     if (plan->problem.op == ATTN_FORWARD) choose_here(&run, choice, plan, f);
-    return attn__cuda_forward(&run, plan, f);
+    if (plan->problem.op != ATTN_BACKWARD) return attn__cuda_forward(&run, plan, f);
+    run.forward = choice[0];
+    return attn__cuda_backward(&run, plan, f);
 }
 
 static attn_status run_cuda(const attn_plan *plan, const attn_buffers *f, void *stream) {

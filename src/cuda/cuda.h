@@ -10,7 +10,7 @@
  *   maps.c     how the tensors of a run lie: alignment, tensor maps
  *   tuning.c   the file of ATTN_TUNING: kernels that were measured to be the fastest
  *
- * A run is attn_run -> run_cuda (cuda.c) -> attn__cuda_forward (launch.c) -> attn__cuda_launch -> kernel.
+ * A run is attn_run -> run_cuda (cuda.c) -> attn__cuda_forward or _backward (launch.c) -> attn__cuda_launch -> kernel.
  */
 #ifndef ATTN_CUDA_H
 #define ATTN_CUDA_H
@@ -44,6 +44,9 @@ enum {
 #undef PIECE
     ATTN_ENTRIES
 };
+
+/* The kernel for d_k and d_v is followed by that for d_q. */
+_Static_assert(ATTN_ENTRY_bwd_any_q == ATTN_ENTRY_bwd_any + 1, "see variants.def");
 
 /* What the table says of an entry point. */
 typedef struct attn_cuda_entry {
@@ -197,7 +200,8 @@ enum {
     CUDA_PART_LSE, /* part_lse of args.h */
     CUDA_RANGES,   /* ranges of args.h */
     CUDA_COUNTER,  /* counter of args.h */
-    CUDA_Q         /* ATTN_ROTARY: the rotated q; attn__cuda_rotated_q says how it lies */
+    CUDA_Q,        /* ATTN_ROTARY: the rotated q; attn__cuda_rotated_q says how it lies */
+    CUDA_ROWS      /* backward: row_stats of args.h */
 };
 
 /* What the launches of one call share. The CUDA context that they go to is current. */
@@ -207,7 +211,7 @@ typedef struct attn_cuda_run {
     const attn_cu_kernel *kernels;  /* [ATTN_ENTRIES]; those that the plan (or the piece) needs are loaded */
     attn_cu_stream stream;
     uint64_t *status; /* args.status */
-    int32_t forward;  /* entry of the forward kernel, for this device and these buffers */
+    int32_t forward;  /* entry of the forward kernel, for this device and these buffers; of a backward that for d_k and d_v */
     bool vector_ok;   /* args.vector_ok, of q as the forward kernel sees it; forward takes it into account */
     int32_t sms;      /* multiprocessors of the device */
     int32_t tma;      /* args.tma, and the maps that it speaks of; a kernel that is not Hopper's has none */
@@ -234,6 +238,7 @@ attn_status attn__cuda_launch(const attn_cuda_run *run, int kernel, int64_t bloc
 
 /* launch.c. Forward and append; plan->chunks says how many chunks there are, 0 for no split. */
 attn_status attn__cuda_forward(const attn_cuda_run *run, const attn_plan *plan, const attn_buffers *f);
+attn_status attn__cuda_backward(const attn_cuda_run *run, const attn_plan *plan, const attn_buffers *f);
 attn_status attn__cuda_merge(const attn_cuda_run *run, const attn_merge_args *args);
 attn_status attn__cuda_rotary(const attn_cuda_run *run, const attn_rotary_args *args);
 

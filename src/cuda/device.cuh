@@ -66,6 +66,22 @@ DEVICE attn_seq sequence(const attn_cuda_args &a, int32_t b) {
     return s;
 }
 
+/*
+ * The sequence that a row of a packed tensor can belong to, the last one that starts at or before it: those that start at the same
+ * row are empty. -1: there is none.
+ */
+DEVICE int32_t sequence_from(const int32_t *cu, int32_t batch, int64_t row) {
+    int32_t low = 0, high = batch; /* sequences below `low` start at or before the row, from `high` on after it */
+    while (low < high) {
+        int32_t middle = low + (high - low) / 2;
+        if (cu[middle] <= row)
+            low = middle + 1;
+        else
+            high = middle;
+    }
+    return low - 1;
+}
+
 /* The page of cache position `at`, as it stands in the table; a number out of range counts as 0, or the last one. */
 DEVICE int32_t page_in_table(const attn_cuda_args &a, const attn_seq &s, int32_t at) {
     return a.f.page_table[s.slot * attn__pages_per_slot(&a.p, &a.f) + (int32_t)attn__divide((uint32_t)at, a.by_page)];

@@ -4,19 +4,11 @@
  */
 #include "warp.cuh"
 
-/* Does a sequence write this row? The last one that starts at or before it is the only one that can: those that start at the same
-   row are empty. */
+/* Does a sequence write this row? */
 DEVICE bool is_covered(const attn_cuda_args &a, int64_t row) {
-    int32_t low = 0, high = a.p.batch; /* sequences below `low` start at or before the row, from `high` on after it */
-    while (low < high) {
-        int32_t middle = low + (high - low) / 2;
-        if (a.f.cu_q[middle] <= row)
-            low = middle + 1;
-        else
-            high = middle;
-    }
-    if (low == 0) return false;
-    attn_seq s = sequence(a, low - 1);
+    int32_t b = sequence_from(a.f.cu_q, a.p.batch, row);
+    if (b < 0) return false;
+    attn_seq s = sequence(a, b);
     return row >= s.q_row && row < s.q_row + s.sq;
 }
 

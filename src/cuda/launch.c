@@ -166,6 +166,71 @@ attn_status attn__cuda_forward(const attn_cuda_run *run, const attn_plan *plan, 
     return a.p.flags & ATTN_VARLEN_Q ? launch_warps(run, ATTN_ENTRY_fill, a.p.total_q, &a) : ATTN_OK;
 }
 
+/* ---- backward ---- */
+
+static attn_cuda_args make_backward(const attn_cuda_run *run, const attn_plan *plan, const attn_buffers *f) {
+    const attn_problem *p = &plan->problem;
+    attn_cuda_args a;
+    memset(&a, 0, sizeof a);
+    a.p = *p;
+    a.f = *f;
+    a.status = run->status;
+    a.row_stats = attn__part(plan, f, CUDA_ROWS);
+    if (p->flashmask_vectors) {
+        a.ranges = attn__part(plan, f, CUDA_RANGES);
+        a.range_cols = ATTN_ANY_COLS;
+        a.range_tiles = (int32_t)attn__ceil_div(p->max_kv, ATTN_ANY_COLS);
+    }
+    a.scale_log2 = attn__scale_log2(p);
+    a.philox = attn__philox_make(f->seed, f->offset, p->dropout);
+    return a;
+}
+
+/* Blocks of four rows or keys, each with shared memory for the numbers that the problem is computed in. */
+static attn_status launch_plain(const attn_cuda_run *run, int entry, int64_t blocks, const attn_cuda_args *a) {
+    const size_t real = a->p.dtype == ATTN_F64 ? sizeof(double) : sizeof(float);
+    return attn__cuda_launch(run, entry, blocks, 0, 32 * ATTN_CUDA_WARPS, ATTN_BWD_ANY_REALS * real, a);
+}
+
+/* d_bias has one element along a dim whose stride is 0. */
+static attn_status launch_bias(const attn_cuda_run *run, const attn_cuda_args *a) {
+    const attn_problem *p = &a->p;
+    const int64_t *stride = a->f.d_bias.stride;
+    const int64_t size[4] = {stride[0] ? p->batch : 1, stride[1] ? p->heads_q : 1,
+                             stride[2] ? attn__ceil_div(p->max_q, ATTN_ANY_ROWS) : 1,
+                             stride[3] ? attn__ceil_div(p->max_kv, ATTN_ANY_COLS) : 1};
+    int64_t blocks = 1;
+    for (int n = 0; n < 4; n++)
+        RETURN_IF(__builtin_mul_overflow(blocks, size[n], &blocks), ATTN_INVALID, "d_bias: more blocks than can be counted");
+    return launch_plain(run, ATTN_ENTRY_bwd_bias, blocks, a);
+}
+
+/* What follows from the statistics of rows alone, and what no other kernel writes. */
+static attn_status launch_after(const attn_cuda_run *run, const attn_cuda_args *a) {
+    const attn_problem *p = &a->p;
+    if (a->f.d_sink)
+        RETURN_IF_ERROR(attn__cuda_launch(run, ATTN_ENTRY_bwd_sink, p->heads_q, 0, ATTN_SINK_THREADS, 0, a));
+    if (!(p->flags & ATTN_OWN_LENGTHS)) return ATTN_OK;
+    int64_t rows = p->flags & ATTN_VARLEN_Q ? p->total_q : (int64_t)p->batch * p->max_q;
+    int64_t keys = p->flags & ATTN_VARLEN_KV ? p->total_kv : (int64_t)p->batch * p->max_kv;
+    return launch_warps(run, ATTN_ENTRY_bwd_fill, rows + keys, a);
+}
+
+attn_status attn__cuda_backward(const attn_cuda_run *run, const attn_plan *plan, const attn_buffers *f) {
+    const attn_cuda_args a = make_backward(run, plan, f);
+    const attn_problem *p = &a.p;
+    const int64_t tiles_q = attn__ceil_div(p->max_q, ATTN_ANY_ROWS), tiles_kv = attn__ceil_div(p->max_kv, ATTN_ANY_ROWS);
+    int64_t rows = p->flags & ATTN_VARLEN_Q ? p->total_q : (int64_t)p->batch * p->max_q;
+    RETURN_IF_ERROR(launch_warps(run, ATTN_ENTRY_bwd_delta, rows * p->heads_q, &a));
+    if (a.ranges)
+        RETURN_IF_ERROR(launch_warps(run, ATTN_ENTRY_ranges, (int64_t)p->batch * p->flashmask_heads * a.range_tiles, &a));
+    if (f->d_q.data) RETURN_IF_ERROR(launch_plain(run, run->forward + 1, p->batch * (int64_t)p->heads_q * tiles_q, &a));
+    if (f->d_k.data || f->d_v.data)
+        RETURN_IF_ERROR(launch_plain(run, run->forward, p->batch * (int64_t)p->heads_kv * tiles_kv, &a));
+    if (f->d_bias.data) RETURN_IF_ERROR(launch_bias(run, &a));
+    return launch_after(run, &a);
+}
+
 /* ---- pieces ---- */
 
 /* Rows of all heads and sequences; false when they are too many to be counted. */

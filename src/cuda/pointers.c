@@ -48,6 +48,11 @@ attn_status attn__cuda_find_buffers(const attn_driver *d, const attn_plan *plan,
         {"cu_q", f->cu_q},     {"probs.data", f->probs.data}, {"alibi", f->alibi}, {"sink", f->sink},
         {"used_q", f->used_q}, {"flashmask", f->flashmask},
     };
+    const named of_gradients[] = {
+        {"d_o.data", f->d_o.data}, {"d_lse", f->d_lse},       {"d_q.data", f->d_q.data},
+        {"d_k.data", f->d_k.data}, {"d_v.data", f->d_v.data}, {"d_bias.data", f->d_bias.data},
+        {"d_sink", f->d_sink},
+    };
     const named of_keys[] = {
         {"k.data", f->k.data},
         {"v.data", f->v.data},
@@ -70,6 +75,8 @@ attn_status attn__cuda_find_buffers(const attn_driver *d, const attn_plan *plan,
     *home = nowhere();
     if (plan->problem.op != ATTN_KV_APPEND)
         RETURN_IF_ERROR(look_at_all(d, home, of_attention, sizeof of_attention / sizeof of_attention[0]));
+    if (plan->problem.op == ATTN_BACKWARD)
+        RETURN_IF_ERROR(look_at_all(d, home, of_gradients, sizeof of_gradients / sizeof of_gradients[0]));
     return look_at_all(d, home, of_keys, sizeof of_keys / sizeof of_keys[0]);
 }
 

@@ -26,11 +26,13 @@ DEVICE double value_scale(const attn_cuda_args &a, const attn_seq &s, int32_t kv
 
 #elif defined(real)
 
-/* Steps 2 to 4 of attn.h: x is scale * dot(q_i, k_j). */
-DEVICE real score(const attn_cuda_args &a, const attn_seq &s, int32_t h, int32_t i, int32_t j, real x) {
+/* Steps 2 to 4 of attn.h: x is scale * dot(q_i, k_j). *slope becomes the derivative by x. */
+DEVICE real score(const attn_cuda_args &a, const attn_seq &s, int32_t h, int32_t i, int32_t j, real x, real *slope) {
+    *slope = 1;
     if (a.p.softcap > 0) {
-        real cap = (real)a.p.softcap;
-        x = cap * tanh(x / cap);
+        real cap = (real)a.p.softcap, part = tanh(x / cap);
+        x = cap * part;
+        *slope = 1 - part * part;
     }
     if (a.p.flags & ATTN_ALIBI) {
         int32_t distance = abs(i + (s.sk - s.sq) - j);
@@ -39,6 +41,10 @@ DEVICE real score(const attn_cuda_args &a, const attn_seq &s, int32_t h, int32_t
     if (a.p.flags & ATTN_BIAS)
         x += (real)attn__load(a.p.bias_dtype, a.f.bias.data, attn__matrix_at(&a.f.bias, s.b, h, i, j));
     return x;
+}
+DEVICE real score(const attn_cuda_args &a, const attn_seq &s, int32_t h, int32_t i, int32_t j, real x) {
+    real slope;
+    return score(a, s, h, i, j, x, &slope);
 }
 
 /*

@@ -2,6 +2,9 @@
 # The kernels of src/cuda on the CPU (driver.c says how): random problems against ref, and what attn check does not look at.
 #
 #   tests/emulate/check.sh BUILD [options of attn check]      BUILD: a build folder of this project, with GPU kernels
+#
+# EMULATE_ONLY, a regular expression, limits the files of kernels that are compiled for it, for a look at a few of them: the others are
+# not there then. With options only.
 set -eu
 cd "$(dirname "$0")/../.."
 build=$1
@@ -16,6 +19,7 @@ runtime="tests/emulate/fibers.c tests/emulate/hopper.c tests/emulate/products.c"
 objects=
 newest=$(ls -t src/*.h src/cuda/*.h src/cuda/*.cu* src/cuda/*.def include/attn.h tests/emulate/* | head -n 1)
 compile() { # object, the rest: adds the command to the list, unless the object is up to date
+    if ! echo "$1" | grep -Eq "${EMULATE_ONLY:-.}"; then return; fi
     object=$out/$1
     shift
     objects="$objects $object"
@@ -23,7 +27,9 @@ compile() { # object, the rest: adds the command to the list, unless the object 
 }
 : >"$out/commands"
 for source in $(sed -n 's/^PIECE([a-z_]*, \([a-z_]*\.cu\))$/\1/p' src/cuda/variants.def | sort -u); do
-    compile "$source.o" -c "src/cuda/$source"
+    dynamic= # shared memory
+    if grep -q 'extern __shared__' "src/cuda/$source"; then dynamic=-DVARIANT=none; fi
+    compile "$source.o" $dynamic -c "src/cuda/$source"
 done
 kernels_of() { sed -n 's/^FWD(\([a-z0-9_]*\),.*/\1/p' "src/cuda/$1"; }
 tune=$out/tune # kernels that only attn tune runs: it wants files, and the emulated driver does not read them
@@ -42,7 +48,9 @@ kernels=$objects
 compile hopper_test.o $fwd -DVARIANT=none -c tests/emulate/hopper_test.cu
 xargs -r -P "$(nproc)" -d '\n' -n 1 sh -c <"$out/commands"
 ${CC:-cc} $flags -O3 -std=gnu11 -shared -o "$out/libemulated-cuda.so" tests/emulate/driver.c $runtime $kernels -lm -lpthread
-${CC:-cc} $flags -O2 -std=gnu11 -o "$out/hopper-test" tests/emulate/hopper_test.c $runtime "$out/hopper_test.o" -lm
+if [ -z "${EMULATE_ONLY:-}" ]; then
+    ${CC:-cc} $flags -O2 -std=gnu11 -o "$out/hopper-test" tests/emulate/hopper_test.c $runtime "$out/hopper_test.o" -lm
+fi
 ${CC:-cc} $flags -std=gnu11 -o "$out/pieces" tests/emulate/pieces.c "$build/libattn.a" -lm -lpthread -ldl
 export ATTN_CUDA_DRIVER="$out/libemulated-cuda.so"
 if [ $# -gt 0 ]; then
