@@ -137,7 +137,7 @@ DEVICE bool find_next(const attn_cuda_args &a, const buffers &b, spot &x, tally 
     uint32_t here;
     for (;;) {
         here = __ballot_sync(~0u, n < t.end);
-        last = !here && t.b + 32 >= a.p.batch;
+        last = !here && t.b >= a.p.batch - 32;
         if (here || last) break;
         t = tally_from(a, t.b + 32, __shfl_sync(~0u, t.end, 31));
     }
@@ -174,11 +174,9 @@ DEVICE bool write_place(const attn_cuda_args &a, tile_place &at, const spot &x) 
     return says(found);
 }
 
-/* Says whether this pass is the last one. */
-DEVICE bool tell_pass(const attn_cuda_args &a, const buffers &b, ring &r, int64_t before, bool again) {
+/* Says whether this pass is the last one. t: where the scheduler stands. */
+DEVICE bool tell_pass(const attn_cuda_args &a, const buffers &b, ring &r, tally &t, int64_t before, bool again) {
     bool last = false;
-    tally t = {};
-    if (a.counter) t = tally_from(a, 0, 0);
     for (int k = 0; k < LOTS && !last; k++) {
         spot x;
         if (!(a.counter ? find_next(a, b, x, t, before, k, again, last) : find_in_turn(a, x, before + k, last))) continue;
@@ -193,10 +191,14 @@ DEVICE bool tell_pass(const attn_cuda_args &a, const buffers &b, ring &r, int64_
 DEVICE void schedule(const attn_cuda_args &a, const buffers &b) {
     ring r = {};
     bool again = false;
+    tally start = {}; /* where it stood when the pass began: numbers only grow */
+    if (a.counter) start = tally_from(a, 0, 0);
     for (uint32_t pass = 0;;) {
-        const bool last = tell_pass(a, b, r, (int64_t)pass * LOTS, again);
+        tally t = start;
+        const bool last = tell_pass(a, b, r, t, (int64_t)pass * LOTS, again);
         again = !again && goes_again(b, pass);
         if (again) continue;
+        start = t;
         pass++;
         if (last) return;
     }
