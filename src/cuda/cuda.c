@@ -337,9 +337,6 @@ static attn_status lay_out(attn_plan *plan) {
 /* Two numbers for each row, and FlashMask's ranges: that is all, whatever the lengths. */
 static attn_status lay_out_backward(attn_plan *plan) {
     const attn_problem *p = &plan->problem;
-    RETURN_IF((int64_t)p->batch * p->heads_q > INT32_MAX, ATTN_UNSUPPORTED,
-              "heads_q=%d: so many heads of %d sequences are more than a GPU's kernel counts; use cpu", p->heads_q,
-              p->batch);
     int64_t ranges = (int64_t)p->batch * p->flashmask_heads * attn__ceil_div(p->max_kv, ATTN_ANY_COLS);
     bool fits = attn__plan_reserve(plan, CUDA_ROWS, rows_of(p), p->dtype == ATTN_F64 ? 16 : 8) &&
                 attn__plan_reserve(plan, CUDA_RANGES, ranges, sizeof(attn_flash_range));

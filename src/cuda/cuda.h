@@ -211,11 +211,12 @@ typedef struct attn_cuda_run {
     const attn_cu_kernel *kernels;  /* [ATTN_ENTRIES]; those that the plan (or the piece) needs are loaded */
     attn_cu_stream stream;
     uint64_t *status; /* args.status */
-    int32_t forward;  /* entry of the forward kernel, for this device and these buffers; of a backward that for d_k and d_v */
-    bool vector_ok;   /* args.vector_ok, of q as the forward kernel sees it; forward takes it into account */
-    int32_t sms;      /* multiprocessors of the device */
-    int32_t tma;      /* args.tma, and the maps that it speaks of; a kernel that is not Hopper's has none */
-    int32_t box;      /* args.box */
+    int32_t
+        forward;    /* entry of the forward kernel, for this device and these buffers; of a backward that for d_k and d_v */
+    bool vector_ok; /* args.vector_ok, of q as the forward kernel sees it; forward takes it into account */
+    int32_t sms;    /* multiprocessors of the device */
+    int32_t tma;    /* args.tma, and the maps that it speaks of; a kernel that is not Hopper's has none */
+    int32_t box;    /* args.box */
     attn_tensor_map map_q, map_k, map_v, map_o;
 } attn_cuda_run;
 

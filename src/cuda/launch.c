@@ -201,15 +201,15 @@ static attn_status launch_bias(const attn_cuda_run *run, const attn_cuda_args *a
                              stride[3] ? attn__ceil_div(p->max_kv, ATTN_ANY_COLS) : 1};
     int64_t blocks = 1;
     for (int n = 0; n < 4; n++)
-        RETURN_IF(__builtin_mul_overflow(blocks, size[n], &blocks), ATTN_INVALID, "d_bias: more blocks than can be counted");
+        RETURN_IF(__builtin_mul_overflow(blocks, size[n], &blocks), ATTN_INVALID,
+                  "d_bias: more blocks than can be counted");
     return launch_plain(run, ATTN_ENTRY_bwd_bias, blocks, a);
 }
 
 /* What follows from the statistics of rows alone, and what no other kernel writes. */
 static attn_status launch_after(const attn_cuda_run *run, const attn_cuda_args *a) {
     const attn_problem *p = &a->p;
-    if (a->f.d_sink)
-        RETURN_IF_ERROR(attn__cuda_launch(run, ATTN_ENTRY_bwd_sink, p->heads_q, 0, ATTN_SINK_THREADS, 0, a));
+    if (a->f.d_sink) RETURN_IF_ERROR(attn__cuda_launch(run, ATTN_ENTRY_bwd_sink, p->heads_q, 0, ATTN_SINK_THREADS, 0, a));
     if (!(p->flags & ATTN_OWN_LENGTHS)) return ATTN_OK;
     int64_t rows = p->flags & ATTN_VARLEN_Q ? p->total_q : (int64_t)p->batch * p->max_q;
     int64_t keys = p->flags & ATTN_VARLEN_KV ? p->total_kv : (int64_t)p->batch * p->max_kv;
