@@ -109,7 +109,7 @@ typedef enum attn_backend_id {
  * that names the file and the line.
  *
  * Calls return when the work is queued. What a kernel meets (a fault of the device) shows in a later call as ATTN_DEVICE; see
- * attn_device_status for values out of range. Backward is not there yet: ATTN_UNSUPPORTED. After fork a child cannot use CUDA.
+ * attn_device_status for values out of range. After fork a child cannot use CUDA.
  */
 
 typedef struct attn_context attn_context; /* backend, threads, plan cache */

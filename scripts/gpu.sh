@@ -4,8 +4,8 @@
 #   scripts/gpu.sh [-k KERNELS] [-o LOGS] [PART...]
 #
 #   build      the library, the command line and the tests, in build-gpu/
-#   check      attn check against ref, CASES (5000) cases for each of SEEDS ("1 2 3"); as many forward in bf16 and f16, the dtypes
-#              for which a GPU may have kernels besides the portable ones
+#   check      attn check against ref, CASES (5000) cases for each of SEEDS ("1 2 3"), and of backward ones alone; as many forward in
+#              bf16 and f16, the dtypes for which a GPU may have kernels besides the portable ones
 #   bars       the accuracy at 4096 x 4096 x 128
 #   tests      the contract's tests (C1, C2, C4, C5) and those of extreme numbers (s01, s09), every array on the GPU
 #   repeat     the same bits 1000 times, beside other work, for REPEAT_CASES (20) cases
@@ -120,6 +120,7 @@ fi
 if wants check; then
     for seed in ${SEEDS:-1 2 3}; do
         start "check-$seed" $attn check --backend cuda --cases "${CASES:-5000}" --seed "$seed"
+        start "backward-$seed" $attn check --backend cuda --op backward --cases "${CASES:-5000}" --seed "$seed"
     done
     for dtype in bf16 f16; do
         start "check-$dtype" $attn check --backend cuda --op forward --dtype $dtype --cases "${CASES:-5000}" --seed 4
@@ -127,7 +128,11 @@ if wants check; then
 fi
 if wants bars; then start bars $attn check --backend cuda --bars; fi
 if wants tests; then start tests env ATTN_TEST_BACKEND=cuda $build/attn-tests c1_ c2_ c4_ c5_ s01_ s09_; fi
-if wants repeat; then start repeat $attn check --backend cuda --cases "${REPEAT_CASES:-20}" --repeat 1000 --seed 5; fi
+if wants repeat; then
+    start repeat $attn check --backend cuda --cases "${REPEAT_CASES:-20}" --repeat 1000 --seed 5
+    start repeat-backward $attn check --backend cuda --op backward --feature gqa,varlen_q,window \
+        --cases "${REPEAT_CASES:-20}" --repeat 1000 --seed 6
+fi
 finish
 
 if wants sanitize; then
@@ -136,6 +141,8 @@ if wants sanitize; then
         for tool in memcheck racecheck initcheck synccheck; do
             start "$tool" "$sanitizer" --tool $tool --error-exitcode 9 \
                 $attn check --backend cuda --small --cases "${SANITIZE_CASES:-200}" --seed 7
+            start "$tool-backward" "$sanitizer" --tool $tool --error-exitcode 9 \
+                $attn check --backend cuda --op backward --small --cases "${SANITIZE_CASES:-200}" --seed 8
         done
         finish
     else

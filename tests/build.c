@@ -327,7 +327,6 @@ attn_status rig_run_op(const rig *r, attn_context *context, attn_op op, attn_buf
 attn_status rig_run(rig *r, attn_context *context) {
     if (r->p.op == ATTN_BACKWARD) return rig_run_op(r, context, ATTN_BACKWARD, rig_backward_buffers(r));
     attn_status status = rig_run_op(r, context, r->p.op, rig_forward_buffers(r));
-    r->backward = r->backward && test_has_backward(context);
     return status == ATTN_OK && r->backward ? rig_run_op(r, context, ATTN_BACKWARD, rig_backward_buffers(r)) : status;
 }
 
@@ -336,7 +335,6 @@ attn_status rig_call(rig *r, attn_context *context) {
     if (r->p.op != ATTN_FORWARD)
         return call_there(r, context, NULL, &r->p, r->p.op == ATTN_BACKWARD ? &backward : &forward);
     attn_status status = call_there(r, context, NULL, &r->p, &forward);
-    r->backward = r->backward && test_has_backward(context);
     if (status != ATTN_OK || !r->backward) return status;
     attn_problem p = r->p;
     p.op = ATTN_BACKWARD;
@@ -352,8 +350,6 @@ static bool wants_copies(const attn_context *context) {
     const char *wish = getenv("ATTN_TEST_BACKEND"), *backend = attn_context_backend(context);
     return strcmp(backend, "cuda") == 0 || (wish && strcmp(wish, "copies") == 0 && strcmp(backend, "cpu") == 0);
 }
-
-bool test_has_backward(const attn_context *context) { return !wants_copies(context); }
 
 device *test_device(const attn_context *context) {
     static device *direct, *other; /* for the life of the process */

@@ -71,12 +71,11 @@ attn_status rig_run_op(const rig *r, attn_context *context, attn_op op, attn_buf
 attn_status rig_call(rig *r, attn_context *context);
 
 /*
- * ATTN_TEST_BACKEND=cuda in the environment: what each_cpu and each_host run goes to the GPU instead, on copies in its memory,
- * and forward only. ATTN_TEST_BACKEND=copies: the same with the cpu backend, to see that the tests stand it.
+ * ATTN_TEST_BACKEND=cuda in the environment: what each_cpu and each_host run goes to the GPU instead, on copies in its memory.
+ * ATTN_TEST_BACKEND=copies: the same with the cpu backend, to see that the tests stand it.
  * ATTN_TEST_DTYPE=bf16: each_cpu goes through that dtype alone, where an emulated GPU takes its time.
  */
 bool on_host(void);
-bool test_has_backward(const attn_context *context);     /* a run without one takes .backward from the rig */
 struct device *test_device(const attn_context *context); /* its memory, of device.h; NULL: cannot be had */
 
 /* What forward and backward take of the buffers: gradients do not go into forward, probs not into backward. */

@@ -24,7 +24,7 @@ bool rig_make_on(rig *r, int device) {
 }
 
 attn_status rig_run_plan(attn_plan *plan, const rig *r, int device, void *stream) {
-    attn_buffers f = rig_forward_buffers(r);
+    attn_buffers f = r->p.op == ATTN_BACKWARD ? rig_backward_buffers(r) : rig_forward_buffers(r);
     f.workspace_size = attn_plan_workspace(plan);
     f.workspace = f.workspace_size ? stub_memory(STUB_DEVICE, device, f.workspace_size) : NULL;
     return attn_run(plan, &f, stream);

@@ -16,7 +16,7 @@ attn_context *cuda_context(void);
 /* rig_make, with memory that is the device's. */
 bool rig_make_on(rig *r, int device);
 
-/* Runs a forward plan on the rig, with a workspace on the device; or makes the plan as well. */
+/* Runs a plan of the rig's problem, with a workspace on the device; or makes the plan as well. */
 attn_status rig_run_plan(attn_plan *plan, const rig *r, int device, void *stream);
 attn_status rig_plan_and_run(attn_context *context, const rig *r, int device, void *stream);
 

@@ -159,7 +159,7 @@ TEST(s04_bias_of_the_smallest_float_for_a_whole_row) { each_cpu(bias_of_the_smal
 
 /* An lse of +inf, from elsewhere, makes every p 0, and so the gradients; few rows, whose lse is improved, and many. */
 static void infinite_lse(attn_context *context, attn_dtype dtype) {
-    for (int32_t rows = 3; rows < 80 && test_has_backward(context); rows += 70) {
+    for (int32_t rows = 3; rows < 80; rows += 70) {
         rig r = {.p = problem(dtype, 1, 2, 1, rows, 70, 16), .backward = true};
         CHECK(rig_make(&r, 13));
         CHECK_OK(rig_run(&r, context));

@@ -402,7 +402,6 @@ TEST(property_split_by_keys_and_attn_merge) { each_host(split_and_merge); }
 static void backward_by_parts(attn_context *context, attn_dtype dtype, double tolerance) {
     enum { H = 2, SK = 150, D = 12, PARTS = 3 };
     static const int32_t cuts[PARTS + 1] = {0, 64, 101, SK}, row_counts[] = {3, 20};
-    if (!test_has_backward(context)) return;
     for (int c = 0; c < 2; c++) {
         int32_t rows = row_counts[c];
         rig whole = {.p = problem(dtype, 1, H, H, rows, SK, D), .backward = true}, part[PARTS];

@@ -120,6 +120,7 @@ int ladder_read(ladder *l, const char *folder) {
 void ladder_add_library(ladder *l) {
     static const rung rungs[] = {
 #define PIECE(...)
+#define BWD(...)
 #define FWD(id, least, type, ...)                                                                                          \
     {.name = #id, .arch = (least), .dtype = ATTN_##type, .knob = {__VA_ARGS__}, .entry = ATTN_ENTRY_##id},
 #define FWD90(id, type, most, mostv, v, n, consumers, stages, qbuf, takes)                                                 \
@@ -138,6 +139,7 @@ void ladder_add_library(ladder *l) {
 #include "cuda/variants.def"
 #undef FWD
 #undef FWD90
+#undef BWD
 #undef PIECE
     };
     for (size_t n = 0; n < sizeof rungs / sizeof *rungs && l->count < MOST_RUNGS; n++) l->at[l->count++] = rungs[n];

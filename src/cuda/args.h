@@ -15,8 +15,8 @@
  *
  *   bwd_delta  always           lse and delta of each row -> row_stats                     bwd_rows.cu
  *   ranges     FlashMask        as above                                                   ranges.cu
- *   bwd_..._q  d_q                                                                         bwd_any.cu
- *   bwd_...    d_k or d_v                                                                  bwd_any.cu
+ *   bwd_..._q  d_q                                                                         bwd.cu, bwd_any.cu
+ *   bwd_...    d_k or d_v                                                                  bwd.cu, bwd_any.cu
  *   bwd_bias   d_bias                                                                      bwd_any.cu
  *   bwd_sink   d_sink           from row_stats                                             bwd_rows.cu
  *   bwd_fill   own lengths      rows of the gradients that no sequence covers              bwd_rows.cu
@@ -35,16 +35,24 @@ enum {
     ATTN_ANY_ROWS = ATTN_CUDA_WARPS, /* fwd_any: rows of a block, one warp each ... */
     ATTN_ANY_COLS = 32,              /* ... and keys that are masked or skipped together */
     ATTN_BWD_ANY_REALS = 4 * ATTN_ANY_ROWS * 576 + ATTN_ANY_COLS * 33, /* bwd_any: shared memory of a block */
-    ATTN_SINK_THREADS = 256,         /* bwd_sink: of a block */
-    ATTN_MERGE_PARTS = 48,           /* parts that one launch of merge takes */
-    ATTN_MAP_COLS = 64,              /* columns of a tensor map's box: 128 bytes, which its swizzle is over */
-    ATTN_MAP_O_ROWS = 64,            /* rows of o's box: what one warpgroup stores. q: the kernel's bm; k and v: its bn */
-    ATTN_HOPPER_NOTES = 2048,        /* bytes of shared memory that a Hopper kernel has besides its tiles */
-    ATTN_TMA_Q = 1,                  /* bits of attn_cuda_args.tma */
+    ATTN_SINK_THREADS = 256,                                           /* bwd_sink: of a block */
+    ATTN_MERGE_PARTS = 48,                                             /* parts that one launch of merge takes */
+    ATTN_MAP_COLS = 64,       /* columns of a tensor map's box: 128 bytes, which its swizzle is over */
+    ATTN_MAP_O_ROWS = 64,     /* rows of o's box: what one warpgroup stores. q: the kernel's bm; k and v: its bn */
+    ATTN_HOPPER_NOTES = 2048, /* bytes of shared memory that a Hopper kernel has besides its tiles */
+    ATTN_TMA_Q = 1,           /* bits of attn_cuda_args.tma */
     ATTN_TMA_KV = 2,
     ATTN_TMA_O = 4,
     ATTN_TMA_ALL = 7
 };
+
+/*
+ * Of a BWD line: others that are worked at a time, so that a thread has at most 32 elements of their products; and whether a block
+ * has room for the sums of d_k and d_v both.
+ */
+#define ATTN_BWD_SUB(own, others, warps)                                                                                   \
+    ((others) < 64 * 16 * (warps) / (own) ? (others) : 64 * 16 * (warps) / (own))
+#define ATTN_BWD_SPLIT(own, warps, dim) ((own) / (warps) / 16 * (dim) > 160)
 
 /* What a forward kernel takes, each with what comes before it: variants.def says what that is. */
 typedef enum attn_cuda_takes { ATTN_TAKES_PLAIN, ATTN_TAKES_OWN, ATTN_TAKES_ALL } attn_cuda_takes;
@@ -81,11 +89,6 @@ typedef struct attn_cuda_args {
      * A chunk without allowed keys has lse -inf and need not write part_o. Sinks are added by fold.
      */
     void *part_o, *part_lse;
-    /*
-     * Backward: of each row, in the order of lse, lse and delta = rowsum(d_o * o) - d_lse; floats, for F64 doubles. Rows without
-     * keys and those that no sequence covers have -inf and 0, whatever the caller's arrays hold there.
-     */
-    void *row_stats;
     int32_t part_rows;
     int32_t chunks;        /* ceil(max_kv / ATTN_CUDA_CHUNK); 0: nothing is split */
     int32_t row_tiles;     /* query tiles of max_q rows */
@@ -105,6 +108,11 @@ typedef struct attn_cuda_args {
     int32_t box;  /* Hopper: rows of a box of k and v: those of a tile, or as many as fit into both a tile and a page */
     int32_t tma;  /* Hopper: ATTN_TMA_...: which of the maps in attn_cuda_args90 can be used */
     uint32_t *counter; /* Hopper: 0 before the launch; places taken besides the first of each block. NULL: in turn */
+    /*
+     * Backward: of each row, in the order of lse, lse and delta = rowsum(d_o * o) - d_lse; floats, for F64 doubles. Rows without
+     * keys and those that no sequence covers have -inf and 0, whatever the caller's arrays hold there.
+     */
+    void *row_stats;
 } attn_cuda_args;
 
 #ifdef __cplusplus

@@ -26,10 +26,10 @@ enum {
     DIMS = 32,              /* of a piece */
     PITCH = DIMS + 1,       /* distance of rows in a piece: lanes that read one dim of 32 rows meet 32 banks */
     /* Shared memory of a block, in reals. What is [OWN] belongs to its warp alone, the piece to all. */
-    AT_QK = 0,                             /* [OWN][ATTN_MAX_DIM]: q of the rows, or k of the keys */
-    AT_V = AT_QK + OWN * ATTN_MAX_DIM,     /* [OWN][ATTN_MAX_DIM]: d_o, or v */
-    AT_D_QK = AT_V + OWN * ATTN_MAX_DIM,   /* [OWN][ATTN_MAX_DIM]: d_q, or d_k; sums */
-    AT_D_V = AT_D_QK + OWN * ATTN_MAX_DIM, /* [OWN][ATTN_MAX_DIM]: d_v */
+    AT_QK = 0,                              /* [OWN][ATTN_MAX_DIM]: q of the rows, or k of the keys */
+    AT_V = AT_QK + OWN * ATTN_MAX_DIM,      /* [OWN][ATTN_MAX_DIM]: d_o, or v */
+    AT_D_QK = AT_V + OWN * ATTN_MAX_DIM,    /* [OWN][ATTN_MAX_DIM]: d_q, or d_k; sums */
+    AT_D_V = AT_D_QK + OWN * ATTN_MAX_DIM,  /* [OWN][ATTN_MAX_DIM]: d_v */
     AT_PIECE = AT_D_V + OWN * ATTN_MAX_DIM, /* [OTHERS][PITCH] */
     REALS = AT_PIECE + OTHERS * PITCH
 };
@@ -257,8 +257,7 @@ DEVICE void work_rows(const attn_cuda_args &a, real *memory) {
     const int64_t n = block_index(), tiles = ((int64_t)a.p.max_q + OWN - 1) / OWN;
     if (n >= a.p.batch * (int64_t)a.p.heads_q * tiles) return;
     const int32_t i0 = (int32_t)(n % tiles) * OWN, i = i0 + warp_in_block();
-    const place t =
-        place_of(a, sequence(a, (int32_t)(n / tiles / a.p.heads_q)), (int32_t)(n / tiles % a.p.heads_q));
+    const place t = place_of(a, sequence(a, (int32_t)(n / tiles / a.p.heads_q)), (int32_t)(n / tiles % a.p.heads_q));
     if (i0 >= t.s.sq) return;
     int32_t first, end;
     attn__mask_rows(&t.mask, i0, attn__min32(i0 + OWN, t.s.sq), &first, &end);
@@ -274,8 +273,7 @@ DEVICE void work_rows(const attn_cuda_args &a, real *memory) {
         add_others(a, t, OF_K, j0, __ballot_sync(ALL_LANES, sees), d_qk, AT_D_QK, memory);
     }
     if (i < t.s.sq)
-        store_sums(a.f.d_q, a.p.dtype, attn__q_offset(&a.p, &a.f.d_q, &t.s, i, t.h), a.p.dim_qk, t.scale,
-                   memory + AT_D_QK);
+        store_sums(a.f.d_q, a.p.dtype, attn__q_offset(&a.p, &a.f.d_q, &t.s, i, t.h), a.p.dim_qk, t.scale, memory + AT_D_QK);
 }
 
 /* ---- d_bias ---- */

@@ -15,7 +15,9 @@
 const attn_cuda_entry attn__cuda_entries[ATTN_ENTRIES] = {
 #define FWD(...)
 #define FWD90(...)
+#define BWD(...)
 #define ONLY_ANY(entry, number) (ATTN_ENTRY_##entry == ATTN_ENTRY_fwd_any ? (number) : 0)
+#define EITHER_ANY(entry, number) (ATTN_ENTRY_##entry == ATTN_ENTRY_bwd_any ? (number) : ONLY_ANY(entry, number))
 #define IN_BWD_ANY(entry)                                                                                                  \
     (ATTN_ENTRY_##entry == ATTN_ENTRY_bwd_any || ATTN_ENTRY_##entry == ATTN_ENTRY_bwd_any_q ||                             \
      ATTN_ENTRY_##entry == ATTN_ENTRY_bwd_bias)
@@ -25,7 +27,7 @@ const attn_cuda_entry attn__cuda_entries[ATTN_ENTRIES] = {
                             .arch = ATTN_LEAST_ARCH,                                                                       \
                             .dim_qk = ONLY_ANY(entry, ATTN_MAX_DIM),                                                       \
                             .most_v = ONLY_ANY(entry, ATTN_MAX_DIM),                                                       \
-                            .dim = ONLY_ANY(entry, ATTN_MAX_DIM),                                                          \
+                            .dim = EITHER_ANY(entry, ATTN_MAX_DIM),                                                         \
                             .dim_v = ONLY_ANY(entry, ATTN_MAX_DIM),                                                        \
                             .bm = ONLY_ANY(entry, ATTN_ANY_ROWS),                                                          \
                             .bn = ONLY_ANY(entry, ATTN_ANY_COLS),                                                          \
@@ -35,6 +37,7 @@ const attn_cuda_entry attn__cuda_entries[ATTN_ENTRIES] = {
 #include "variants.def"
 #undef FWD
 #undef FWD90
+#undef BWD
 #undef PIECE
 #define FWD(id, least, type, most, v, m, n, w, ctas, async, eager, swizzle, qf, kf, vf, held, twice, first, every)         \
     [ATTN_ENTRY_##id] = {.name = #id,                                                                                      \
@@ -65,10 +68,30 @@ const attn_cuda_entry attn__cuda_entries[ATTN_ENTRIES] = {
                          .warps = 4 * ((consumers) + 1), /* the producer's four besides */                                 \
                          .takes = ATTN_TAKES_##kind,                                                                       \
                          .shared_bytes = ATTN_HOPPER_BYTES(64 * (consumers), n, most, v, stages, qbuf)},
+#define SIDE_KEYS true
+#define SIDE_ROWS false
+#define BWD(id, least, side, type, most, own, others, w, ctas, stages)                                                     \
+    [ATTN_ENTRY_##id] = {.name = #id,                                                                                      \
+                         .file = #id,                                                                                      \
+                         .op = ATTN_BACKWARD,                                                                              \
+                         .by_keys = SIDE_##side,                                                                           \
+                         .split = SIDE_##side && ATTN_BWD_SPLIT(own, w, most),                                             \
+                         .arch = least,                                                                                    \
+                         .dtype = ATTN_##type,                                                                             \
+                         .dim_qk = most,                                                                                   \
+                         .most_v = most,                                                                                   \
+                         .dim = most,                                                                                      \
+                         .dim_v = most,                                                                                    \
+                         .bm = SIDE_##side ? (others) : (own),                                                             \
+                         .bn = SIDE_##side ? (own) : (others),                                                             \
+                         .warps = w,                                                                                       \
+                         .takes = ATTN_TAKES_ALL,                                                                          \
+                         .shared_bytes = ATTN_BWD_BYTES(SIDE_##side, most, own, others, stages)},
 #define PIECE(...)
 #include "variants.def"
 #undef FWD
 #undef FWD90
+#undef BWD
 #undef PIECE
 };
 
@@ -101,10 +124,20 @@ static const attn_kernel kernels[] = {
      .impl = &attn__cuda_entries[ATTN_ENTRY_##id],                                                                         \
      .rows = 64 * (consumers),                                                                                             \
      .cols = n},
+#define BWD(id, least, side, type, most, own, others, ...) BWD_##side(id, least, own, others)
+#define BWD_KEYS(id, least, own, others)                                                                                   \
+    {.name = #id,                                                                                                          \
+     .needs = "sm_" #least,                                                                                                \
+     .op = ATTN_BACKWARD,                                                                                                  \
+     .impl = &attn__cuda_entries[ATTN_ENTRY_##id],                                                                         \
+     .rows = others,                                                                                                       \
+     .cols = own},
+#define BWD_ROWS(...) /* comes with the line before it */
 #define PIECE(...)
 #include "variants.def"
 #undef FWD
 #undef FWD90
+#undef BWD
 #undef PIECE
 };
 enum { KERNELS = sizeof kernels / sizeof kernels[0] };
@@ -180,6 +213,8 @@ attn_cuda_takes attn__cuda_wants(const attn_problem *p, bool hopper, bool aligne
 }
 
 bool attn__cuda_serves(const attn_cuda_entry *e, const attn_problem *p, bool aligned) {
+    if (e->op == ATTN_BACKWARD)
+        return e->dim_qk >= p->dim_qk && e->most_v >= p->dim_v && p->kv_dtype == p->dtype && p->out_dtype == p->dtype;
     return e->dim_qk >= p->dim_qk && e->most_v >= p->dim_v && e->takes >= attn__cuda_wants(p, e->hopper, aligned);
 }
 
@@ -189,8 +224,9 @@ static const attn_kernel *choose(const attn_problem *p, const attn_gpu *gpu, boo
     for (int32_t n = 0; n < KERNELS; n++) {
         const attn_cuda_entry *e = kernels[n].impl;
         bool any = e == &attn__cuda_entries[ATTN_ENTRY_fwd_any] || e == &attn__cuda_entries[ATTN_ENTRY_bwd_any];
+        bool both = e->op != ATTN_BACKWARD || attn__cuda_runs_on(e + 1, gpu); /* d_q comes with d_k and d_v */
         bool fits = any || (e->dtype == tile_dtype(p) && attn__cuda_serves(e, p, aligned));
-        if (kernels[n].op != p->op || !fits || !attn__cuda_runs_on(e, gpu)) continue;
+        if (kernels[n].op != p->op || !fits || !both || !attn__cuda_runs_on(e, gpu)) continue;
         if (chosen->op != p->op || e->dim <= ((const attn_cuda_entry *)chosen->impl)->dim) chosen = &kernels[n];
     }
     return chosen;
@@ -337,9 +373,6 @@ static attn_status lay_out(attn_plan *plan) {
 /* Two numbers for each row, and FlashMask's ranges: that is all, whatever the lengths. */
 static attn_status lay_out_backward(attn_plan *plan) {
     const attn_problem *p = &plan->problem;
-    RETURN_IF((int64_t)p->batch * p->heads_q > INT32_MAX, ATTN_UNSUPPORTED,
-              "heads_q=%d: so many heads of %d sequences are more than a GPU's kernel counts; use cpu", p->heads_q,
-              p->batch);
     int64_t ranges = (int64_t)p->batch * p->flashmask_heads * attn__ceil_div(p->max_kv, ATTN_ANY_COLS);
     bool fits = attn__plan_reserve(plan, CUDA_ROWS, rows_of(p), p->dtype == ATTN_F64 ? 16 : 8) &&
                 attn__plan_reserve(plan, CUDA_RANGES, ranges, sizeof(attn_flash_range));
@@ -466,7 +499,8 @@ static attn_status run_here(const attn_plan *plan, const attn_buffers *f, void *
     attn_cuda_run run = start(cuda, place, stream);
     if (plan->problem.op == ATTN_FORWARD) choose_here(&run, choice, plan, f);
     if (plan->problem.op != ATTN_BACKWARD) return attn__cuda_forward(&run, plan, f);
-    run.forward = choice[0];
+    run.vector_ok = attn__cuda_aligned(plan, f);
+    run.forward = choice[0]; /* alignment changes no kernel here, and so no bits */
     return attn__cuda_backward(&run, plan, f);
 }
 

@@ -26,21 +26,25 @@
 
 enum { ATTN_LEAST_ARCH = 80 }; /* compute capability, times ten, that is served: all images but Hopper's have code for it */
 
-/* Entry points, by number: the pieces in the order of variants.def, then its forward lines. ATTN_ENTRY_append, ... */
+/* Entry points, by number: the pieces in the order of variants.def, then its other lines. ATTN_ENTRY_append, ... */
 enum {
 #define FWD(...)
 #define FWD90(...)
+#define BWD(...)
 #define PIECE(name, file) ATTN_ENTRY_##name,
 #include "variants.def"
 #undef FWD
 #undef FWD90
+#undef BWD
 #undef PIECE
 #define FWD(name, ...) ATTN_ENTRY_##name,
 #define FWD90(name, ...) ATTN_ENTRY_##name,
+#define BWD(name, ...) ATTN_ENTRY_##name,
 #define PIECE(...)
 #include "variants.def"
 #undef FWD
 #undef FWD90
+#undef BWD
 #undef PIECE
     ATTN_ENTRIES
 };
@@ -52,6 +56,9 @@ _Static_assert(ATTN_ENTRY_bwd_any_q == ATTN_ENTRY_bwd_any + 1, "see variants.def
 typedef struct attn_cuda_entry {
     const char *name; /* its symbol */
     const char *file; /* the image is named like it, without ".cu" */
+    attn_op op;       /* forward, of pieces too; or backward: then dims as below, and it takes everything */
+    bool by_keys;     /* backward: keeps keys and makes d_k and d_v; otherwise d_q, and bm is of the rows that it keeps */
+    bool split;       /* backward: blocks make either d_k or d_v */
     bool hopper;      /* of fwd_sm90.cu: for its arch alone, given attn_cuda_args90, its blocks share the work */
     int32_t arch;     /* least compute capability, times ten */
     attn_dtype dtype; /* of tiles; ATTN_DTYPE_DEFAULT: every one (fwd_any), or no forward kernel at all */
@@ -70,6 +77,10 @@ extern const attn_cuda_entry attn__cuda_entries[ATTN_ENTRIES];
 /* Shared memory of a FWD line: a tile of Q, and one of K and V each; two of these where they are fetched a tile ahead. */
 #define ATTN_TILE_BYTES(dtype, bm, bn, dim, dimv, eager)                                                                   \
     (((size_t)(bm) * (dim) + ((eager) == 2 ? 2 : 1) * (size_t)(bn) * ((dim) + (dimv))) * ((dtype) == ATTN_F32 ? 4 : 2))
+
+/* Of a BWD line: the two tensors that are kept, tiles of the two others, lse and delta of rows where these are the others. */
+#define ATTN_BWD_BYTES(is_keys, dim, own, others, stages)                                                                  \
+    (2 * ((size_t)(own) + (size_t)(stages) * (others)) * (dim)*2 + ((is_keys) ? (size_t)(stages) * (others)*8 : 0))
 
 /* args.scale_log2; 0 where the scale is too small for a float. */
 static inline float attn__scale_log2(const attn_problem *p) { return (float)(p->scale * ATTN_LOG2E); }
@@ -211,15 +222,16 @@ typedef struct attn_cuda_run {
     const attn_cu_kernel *kernels;  /* [ATTN_ENTRIES]; those that the plan (or the piece) needs are loaded */
     attn_cu_stream stream;
     uint64_t *status; /* args.status */
-    int32_t forward;  /* entry of the forward kernel, for this device and these buffers; of a backward that for d_k and d_v */
-    bool vector_ok;   /* args.vector_ok, of q as the forward kernel sees it; forward takes it into account */
-    int32_t sms;      /* multiprocessors of the device */
-    int32_t tma;      /* args.tma, and the maps that it speaks of; a kernel that is not Hopper's has none */
-    int32_t box;      /* args.box */
+    int32_t
+        forward;    /* entry of the forward kernel, for this device and these buffers; of a backward that for d_k and d_v */
+    bool vector_ok; /* args.vector_ok, of q as the forward kernel sees it; forward takes it into account */
+    int32_t sms;    /* multiprocessors of the device */
+    int32_t tma;    /* args.tma, and the maps that it speaks of; a kernel that is not Hopper's has none */
+    int32_t box;    /* args.box */
     attn_tensor_map map_q, map_k, map_v, map_o;
 } attn_cuda_run;
 
-/* Do all rows of q (as the forward kernel sees it), k, v and o start at multiples of 16 bytes? */
+/* Do all rows of q (as the forward kernel sees it), k, v and o, of a backward d_o, start at multiples of 16 bytes? */
 bool attn__cuda_aligned(const attn_plan *plan, const attn_buffers *f);
 
 /* Makes the maps that run->forward wants, as far as the tensors can have any: run->tma says which. */

@@ -14,6 +14,7 @@
 
 #define PIECE(entry, file)
 #define FWD90(...)
+#define BWD(...)
 #define FWD(name, arch, dtype, dim, dimv, bm, bn, warps, ctas, async, eager, swizzle, qf, kf, vf, held, twice, first, all) \
     enum {                                                                                                                 \
         name##_DTYPE = ATTN_##dtype,                                                                                       \
@@ -41,6 +42,7 @@
 #undef PIECE
 #undef FWD
 #undef FWD90
+#undef BWD
 #define K_(variant, field) variant##_##field
 #define K__(variant, field) K_(variant, field)
 #define K(field) K__(VARIANT, field)

@@ -43,6 +43,7 @@
 /* ---- the line of the table ---- */
 
 #define PIECE(...)
+#define BWD(...)
 #define FWD(...)
 #define FWD90(name, dtype, dim, mostv, dimv, bn, consumers, stages, qbuf, takes)                                           \
     enum {                                                                                                                 \
@@ -63,6 +64,7 @@
 #undef PIECE
 #undef FWD
 #undef FWD90
+#undef BWD
 #define K_(variant, field) variant##_##field
 #define K__(variant, field) K_(variant, field)
 #define K(field) K__(VARIANT, field)

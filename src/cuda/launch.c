@@ -183,6 +183,7 @@ static attn_cuda_args make_backward(const attn_cuda_run *run, const attn_plan *p
     }
     a.scale_log2 = attn__scale_log2(p);
     a.philox = attn__philox_make(f->seed, f->offset, p->dropout);
+    a.vector_ok = run->vector_ok;
     return a;
 }
 
@@ -190,6 +191,23 @@ static attn_cuda_args make_backward(const attn_cuda_run *run, const attn_plan *p
 static attn_status launch_plain(const attn_cuda_run *run, int entry, int64_t blocks, const attn_cuda_args *a) {
     const size_t real = a->p.dtype == ATTN_F64 ? sizeof(double) : sizeof(float);
     return attn__cuda_launch(run, entry, blocks, 0, 32 * ATTN_CUDA_WARPS, ATTN_BWD_ANY_REALS * real, a);
+}
+
+/* d_k and d_v, or d_q: a block to each tile of keys of each KV head, or of rows of each query head; bwd_any numbers its blocks itself. */
+static attn_status launch_gradient(const attn_cuda_run *run, int entry, attn_cuda_args a) {
+    const attn_cuda_entry *e = &run->entries[entry];
+    const attn_problem *p = &a.p;
+    const bool any = e->dtype == ATTN_DTYPE_DEFAULT, keys = any ? entry == ATTN_ENTRY_bwd_any : e->by_keys;
+    const int32_t own = any ? ATTN_ANY_ROWS : keys ? e->bn : e->bm;
+    const int64_t heads = (int64_t)p->batch * (keys ? p->heads_kv : p->heads_q);
+    const int64_t tiles = attn__ceil_div(keys ? p->max_kv : p->max_q, own);
+    if (any) return launch_plain(run, entry, heads * tiles, &a);
+    if (heads == 0) return ATTN_OK;
+    a.group = attn__min32(heads_side_by_side(p), heads > INT32_MAX ? INT32_MAX : (int32_t)heads);
+    a.row_tiles = (int32_t)tiles;
+    a.slots = a.row_tiles * (e->split ? 2 : 1);
+    return attn__cuda_launch(run, entry, a.group * (int64_t)a.slots, attn__ceil_div(heads, a.group), 32 * e->warps,
+                             e->shared_bytes, &a);
 }
 
 /* d_bias has one element along a dim whose stride is 0. */
@@ -201,15 +219,15 @@ static attn_status launch_bias(const attn_cuda_run *run, const attn_cuda_args *a
                              stride[3] ? attn__ceil_div(p->max_kv, ATTN_ANY_COLS) : 1};
     int64_t blocks = 1;
     for (int n = 0; n < 4; n++)
-        RETURN_IF(__builtin_mul_overflow(blocks, size[n], &blocks), ATTN_INVALID, "d_bias: more blocks than can be counted");
+        RETURN_IF(__builtin_mul_overflow(blocks, size[n], &blocks), ATTN_INVALID,
+                  "d_bias: more blocks than can be counted");
     return launch_plain(run, ATTN_ENTRY_bwd_bias, blocks, a);
 }
 
 /* What follows from the statistics of rows alone, and what no other kernel writes. */
 static attn_status launch_after(const attn_cuda_run *run, const attn_cuda_args *a) {
     const attn_problem *p = &a->p;
-    if (a->f.d_sink)
-        RETURN_IF_ERROR(attn__cuda_launch(run, ATTN_ENTRY_bwd_sink, p->heads_q, 0, ATTN_SINK_THREADS, 0, a));
+    if (a->f.d_sink) RETURN_IF_ERROR(attn__cuda_launch(run, ATTN_ENTRY_bwd_sink, p->heads_q, 0, ATTN_SINK_THREADS, 0, a));
     if (!(p->flags & ATTN_OWN_LENGTHS)) return ATTN_OK;
     int64_t rows = p->flags & ATTN_VARLEN_Q ? p->total_q : (int64_t)p->batch * p->max_q;
     int64_t keys = p->flags & ATTN_VARLEN_KV ? p->total_kv : (int64_t)p->batch * p->max_kv;
@@ -219,14 +237,12 @@ static attn_status launch_after(const attn_cuda_run *run, const attn_cuda_args *
 attn_status attn__cuda_backward(const attn_cuda_run *run, const attn_plan *plan, const attn_buffers *f) {
     const attn_cuda_args a = make_backward(run, plan, f);
     const attn_problem *p = &a.p;
-    const int64_t tiles_q = attn__ceil_div(p->max_q, ATTN_ANY_ROWS), tiles_kv = attn__ceil_div(p->max_kv, ATTN_ANY_ROWS);
     int64_t rows = p->flags & ATTN_VARLEN_Q ? p->total_q : (int64_t)p->batch * p->max_q;
     RETURN_IF_ERROR(launch_warps(run, ATTN_ENTRY_bwd_delta, rows * p->heads_q, &a));
     if (a.ranges)
         RETURN_IF_ERROR(launch_warps(run, ATTN_ENTRY_ranges, (int64_t)p->batch * p->flashmask_heads * a.range_tiles, &a));
-    if (f->d_q.data) RETURN_IF_ERROR(launch_plain(run, run->forward + 1, p->batch * (int64_t)p->heads_q * tiles_q, &a));
-    if (f->d_k.data || f->d_v.data)
-        RETURN_IF_ERROR(launch_plain(run, run->forward, p->batch * (int64_t)p->heads_kv * tiles_kv, &a));
+    if (f->d_q.data) RETURN_IF_ERROR(launch_gradient(run, run->forward + 1, a));
+    if (f->d_k.data || f->d_v.data) RETURN_IF_ERROR(launch_gradient(run, run->forward, a));
     if (f->d_bias.data) RETURN_IF_ERROR(launch_bias(run, &a));
     return launch_after(run, &a);
 }

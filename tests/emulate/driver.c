@@ -32,11 +32,13 @@ typedef attn_cuda_rotary args_rotary;
     static void run_##entry(const void *args) { entry(*(const type *)args); }
 #define FWD(entry, ...) ENTRY(entry, attn_cuda_args)
 #define FWD90(entry, ...) ENTRY(entry, attn_cuda_args90)
+#define BWD(entry, ...) ENTRY(entry, attn_cuda_args)
 #define PIECE(entry, file) ENTRY(entry, args_##entry)
 #include "cuda/tune.def"
 #include "cuda/variants.def"
 #undef FWD
 #undef FWD90
+#undef BWD
 #undef PIECE
 
 static const struct {
@@ -47,11 +49,13 @@ static const struct {
 #define ROW(entry) {#entry, run_##entry, (const void *)(uintptr_t)entry},
 #define FWD(entry, ...) ROW(entry)
 #define FWD90(entry, ...) ROW(entry)
+#define BWD(entry, ...) ROW(entry)
 #define PIECE(entry, file) ROW(entry)
 #include "cuda/tune.def"
 #include "cuda/variants.def"
 #undef PIECE
 #undef FWD90
+#undef BWD
 #undef FWD
 };
 enum { KERNELS = sizeof kernels / sizeof kernels[0] };

@@ -230,6 +230,143 @@ def test_nothing_to_do():
     assert not libattn.flash_attn_func(torch.randn(2, 5, 2, 8, device=GPU), *torch.randn(2, 2, 0, 2, 8, device=GPU)).any()
 
 
+# ---- gradients ----
+
+
+def gradients(function, inputs, where, weights, **options):
+    """Of sum(result * weights), for results and weights in a list; by every input that is given."""
+    inputs = [x.detach().to(where).requires_grad_() for x in inputs]
+    options = {name: to_gpu(x) if where == GPU else x for name, x in options.items()}
+    results = flat([function(*inputs, **options)])
+    sum((x * w.to(where)).sum() for x, w in zip(results, weights)).backward()
+    return [x.grad for x in inputs]
+
+
+def compare_gradients(function, *inputs, dtype=torch.float32, results=1, **options):
+    """On the CPU and on the GPU, with the same gradient of each result."""
+    torch.manual_seed(5)
+    with torch.no_grad():
+        shapes = [x.shape for x in flat([function(*inputs, **options)])[:results]]
+    weights = [normal(*shape, dtype=dtype) for shape in shapes]
+    wanted = []
+    for where in ("cpu", GPU):
+        torch.manual_seed(6)  # of dropout
+        wanted.append(gradients(function, inputs, where, weights, **options))
+    for a, b in zip(*reversed(wanted)):
+        assert a.device.type == GPU and a.dtype == b.dtype and a.shape == b.shape
+        scale = max(1.0, b.double().abs().max().item())
+        close(a.double() / scale, b.double() / scale, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("dim", [8, 40, 64, 96, 128, 192, 256, 320])
+def test_gradients(dim, mask, dtype):
+    q, k, v = normal(2, 75, 4, dim, dtype=dtype), normal(2, 133, 2, dim, dtype=dtype), normal(2, 133, 2, dim, dtype=dtype)
+    compare_gradients(libattn.flash_attn_func, q, k, v, dtype=dtype, **MASKS[mask])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradients_of_bias_sink_and_lse(dtype):
+    q, k, v = (normal(2, 70, 4, 32, dtype=dtype) for _ in range(3))
+    slopes = torch.rand(2, 4)
+
+    def attention(q, k, v, bias, sink):
+        out, lse, _ = libattn.flash_attn_func(
+            q, k, v, attn_bias=bias, learnable_sink=sink, alibi_slopes=slopes.to(q.device), return_attn_probs=True
+        )
+        return out, lse
+
+    for shape in ((1, 4, 70, 70), (2, 1, 1, 70), (1, 4, 1, 1)):
+        bias = normal(*shape, dtype=dtype)
+        compare_gradients(attention, q, k, v, bias, torch.randn(4), dtype=dtype, results=2)
+
+
+def test_gradients_with_dropout_dims_and_flashmask():
+    q, k, v = normal(2, 70, 4, 48), normal(2, 130, 2, 48), normal(2, 130, 2, 24)
+    compare_gradients(libattn.flash_attn_func, q, k, v, dropout_p=0.3, causal=True)
+    compare_gradients(libattn.flash_attn_func, normal(1, 40, 2, 576), normal(1, 50, 1, 576), normal(1, 50, 1, 512))
+
+
+def test_gradients_of_packed_rows():
+    cu, cu_k = ints(0, 4, 9, 9, 30), ints(0, 8, 8, 20, 60)
+
+    def attention(q, k, v):
+        where = q.device
+        return libattn.flash_attn_varlen_func(
+            q, k, v, cu.to(where), cu_k.to(where), 21, 40, causal=True, seqused_k=ints(7, 0, 12, 11).to(where)
+        )
+
+    for dtype in DTYPES:
+        inputs = normal(33, 4, 32, dtype=dtype), normal(64, 2, 32, dtype=dtype), normal(64, 2, 32, dtype=dtype)
+        compare_gradients(attention, *inputs, dtype=dtype)
+
+
+def test_gradients_from_an_expanded_gradient():
+    """d_o with strides of zero, as sum() gives it."""
+    q, k, v = (torch.randn(2, 40, 2, 64, device=GPU, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    libattn.flash_attn_func(q, k, v).sum().backward()
+    others = [x.detach().clone().requires_grad_() for x in (q, k, v)]
+    out = libattn.flash_attn_func(*others)
+    out.backward(torch.ones_like(out))
+    assert all(torch.equal(x.grad, y.grad) for x, y in zip((q, k, v), others))
+
+
+def test_gradients_are_the_same_bits():
+    """Again, with other work beside them, alone, and in a batch: GQA 16:2, a window."""
+    q = torch.randn(3, 300, 16, 64, device=GPU, dtype=torch.bfloat16, requires_grad=True)
+    k, v = (torch.randn(3, 300, 2, 64, device=GPU, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
+    weights = torch.randn_like(q)
+
+    def step(q, k, v, weights):
+        out = libattn.flash_attn_func(q, k, v, causal=True, window_size=(100, 0))
+        return torch.autograd.grad(out, (q, k, v), weights)
+
+    wanted, stream = step(q, k, v, weights), torch.cuda.Stream()
+    for _ in range(30):
+        with torch.cuda.stream(stream):
+            torch.randn(1000, 1000, device=GPU) @ torch.randn(1000, 1000, device=GPU)
+        assert all(map(torch.equal, step(q, k, v, weights), wanted))
+    alone = step(*(x[1:2] for x in (q, k, v, weights)))
+    assert all(torch.equal(x[0], y[1]) for x, y in zip(alone, wanted))
+
+
+def test_gradients_in_a_graph_and_compiled():
+    q, k, v = (torch.randn(2, 65, 4, 64, device=GPU, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+
+    def step(q, k, v):
+        return torch.autograd.grad(libattn.flash_attn_func(q, k, v, causal=True).float().square().sum(), (q, k, v))
+
+    wanted = step(q, k, v)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step(q, k, v)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step(q, k, v)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert all(map(torch.equal, found, wanted))
+
+    def loss(q, k, v):
+        return libattn.flash_attn_func(q, k, v, causal=True).float().square().sum()
+
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    assert all(map(torch.equal, torch.autograd.grad(compiled(q, k, v), (q, k, v)), wanted))
+
+
+def test_gradients_of_nothing():
+    for shape in ((0, 5, 2, 8), (2, 0, 2, 8)):
+        q = torch.randn(*shape, device=GPU, requires_grad=True)
+        libattn.flash_attn_func(q, q, q).sum().backward()
+        assert q.grad.shape == shape
+    q, k = torch.randn(2, 5, 2, 8, device=GPU, requires_grad=True), torch.randn(2, 0, 2, 8, device=GPU)
+    libattn.flash_attn_func(q, k, k).sum().backward()
+    assert not q.grad.any()
+
+
 # ---- streams, graphs, threads ----
 
 
@@ -385,6 +522,30 @@ def test_seventy_thousand_batches():
     torch.testing.assert_close(out.float(), wanted, rtol=4e-3, atol=4e-3)
 
 
+def test_gradients_of_seventy_thousand_batches():
+    q, k, v = (torch.randn(70001, 3, 2, 32, device=GPU, dtype=torch.float16, requires_grad=True) for _ in range(3))
+    weights = torch.randn_like(q)
+    found = torch.autograd.grad(libattn.flash_attn_func(q, k, v), (q, k, v), weights)
+    scores = torch.einsum("bihd,bjhd->bhij", q.float(), k.float()) / 32**0.5
+    out = torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), v.float())
+    for a, b in zip(found, torch.autograd.grad(out, (q, k, v), weights.float())):
+        torch.testing.assert_close(a.float(), b.float(), rtol=1e-2, atol=1e-2)
+
+
+def test_gradients_of_more_than_two_billion_elements():
+    """The last rows and heads: their gradients are those of the same rows alone."""
+    needs_memory(48)
+    rows, heads, dim = 2**31 // (64 * 128) + 5, 64, 128
+    q = torch.zeros(1, rows, heads, dim, device=GPU, dtype=torch.bfloat16)
+    k, v = (torch.randn(1, 70, heads, dim, device=GPU, dtype=torch.bfloat16) for _ in range(2))
+    q[0, -300:] = 3 * torch.randn(300, heads, dim, device=GPU)
+    last = q[:, -100:].clone().requires_grad_()
+    q.requires_grad_()
+    libattn.flash_attn_func(q, k, v).square().sum().backward()
+    libattn.flash_attn_func(last, k, v).square().sum().backward()
+    assert torch.equal(q.grad[:, -100:], last.grad)
+
+
 @pytest.mark.parametrize("causal", [False, True])
 def test_every_length_to_300(causal):
     """Sequences of 1, 2, ... 300 rows and as many keys in one packed batch."""
@@ -397,13 +558,6 @@ def test_every_length_to_300(causal):
 
 
 # ---- what is refused ----
-
-
-def test_backward_is_refused_in_the_words_of_the_library():
-    q = torch.randn(1, 9, 2, 32, device=GPU, requires_grad=True)
-    out = libattn.flash_attn_func(q, q, q)
-    with pytest.raises(NotImplementedError, match="backward"):
-        out.sum().backward()
 
 
 def test_mixed_devices_are_refused():

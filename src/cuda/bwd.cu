@@ -1,0 +1,212 @@
+/*
+ * Backward attention with mma.sync, for every NVIDIA GPU since Ampere. One line of variants.def is one build of this file; a line of
+ * side KEYS makes d_k and d_v, one of side ROWS d_q. Both are the same walk, with rows and keys in each other's place:
+ *
+ *     a block keeps OWN keys (rows) in shared memory, K and V (Q and d_o), and their sums in registers: d_k, d_v (d_q);
+ *     it walks over tiles of the others, Q and d_o of the heads of its group (K and V). Per tile:
+ *
+ *     wait for it              barrier 1: it is there for all warps, and nobody reads the one before any more
+ *     fetch the next one       into the other buffer; with stages = 1, when all are done with this one: barrier 2
+ *     S = own . others         scores of SUB of the others: K Q^T (Q K^T)
+ *     D = own . others         gradient of P: V d_o^T (d_o V^T)
+ *     P = exp2(S - lse)        with softcap, ALiBi, bias where there are any; masked where the tile is partial
+ *     d_s = P (D - delta)      times the softcap's derivative
+ *     d_v += P d_o             P and d_s stay in registers: as the tensor cores leave a product, so they want their left operand
+ *     d_k += d_s Q             (d_q += d_s K)
+ *
+ * Wide heads have no room for both sums: blocks then make either d_k or d_v (SPLIT). A partial tile has one more barrier
+ * (holds_nonfinite). Every sum has one owner, and the order of tiles is fixed: the same bits every time.
+ */
+#include "bwd.cuh"
+
+/* ---- products ---- */
+
+/* c0, c1 += a b for the two 8-column tiles of a fragment b of 16 columns. */
+DEVICE void multiply(float c0[4], float c1[4], const uint32_t a[4], const uint32_t b[4]) {
+    if (BF16) {
+        mma_m16n8k16_bf16(c0, a, b[0], b[1]);
+        mma_m16n8k16_bf16(c1, a, b[2], b[3]);
+    } else {
+        mma_m16n8k16_f16(c0, a, b[0], b[1]);
+        mma_m16n8k16_f16(c1, a, b[2], b[3]);
+    }
+}
+
+/* c = own . others, of the warp's own rows of a tile and the SUB rows of another from `first` on. */
+DEVICE void product(float c[MT][NT][4], uint32_t own, uint32_t others, int first) {
+    const int lane = here(threadIdx.x & 31), warp = threadIdx.x >> 5;
+    const uint32_t left = shared_at(own, warp * MT * 16 + (lane & 15), lane >> 4);
+    const uint32_t right = shared_at(others, first + (lane & 7) + (lane >> 4) * 8, lane >> 3 & 1);
+    EACH(mt, nt, e) c[mt][nt][e] = 0;
+#pragma unroll
+    for (int step = 0; step < DIM / 16; step++) {
+        uint32_t x[MT][4], y[4];
+#pragma unroll
+        for (int mt = 0; mt < MT; mt++) ldmatrix_x4(x[mt], shared_step(left, step) + mt * 16 * CHUNKS * 16);
+#pragma unroll
+        for (int n = 0; n < NT / 2; n++) {
+            ldmatrix_x4(y, shared_step(right, step) + n * 16 * CHUNKS * 16);
+#pragma unroll
+            for (int mt = 0; mt < MT; mt++) multiply(c[mt][2 * n], c[mt][2 * n + 1], x[mt], y);
+        }
+    }
+}
+
+/* sums += w . others, with the SUB rows of a tile from `first` on. */
+DEVICE void add_product(float sums[MT][DT][4], const float w[MT][NT][4], uint32_t others, int first) {
+    const int lane = here(threadIdx.x & 31);
+    const uint32_t right = shared_at(others, first + (lane & 15), lane >> 4);
+#pragma unroll
+    for (int step = 0; step < NT / 2; step++) {
+        uint32_t x[MT][4], y[4];
+#pragma unroll
+        for (int mt = 0; mt < MT; mt++)
+#pragma unroll
+            for (int part = 0; part < 2; part++) {
+                const float *from = w[mt][2 * step + part];
+                x[mt][2 * part] = pack(from[0], from[1]);
+                x[mt][2 * part + 1] = pack(from[2], from[3]);
+            }
+#pragma unroll
+        for (int n = 0; n < DIM / 16; n++) {
+            ldmatrix_x4_trans(y, shared_step(right, n) + step * 16 * CHUNKS * 16);
+#pragma unroll
+            for (int mt = 0; mt < MT; mt++) multiply(sums[mt][2 * n], sums[mt][2 * n + 1], x[mt], y);
+        }
+    }
+}
+
+/* ---- a tile ---- */
+
+/* Sums: d_k or d_q, or with SPLIT d_v; and d_v, TWO. */
+typedef struct totals {
+    float one[MT][DT][4], two[MT][DT][4];
+} totals;
+
+DEVICE void weigh(const attn_cuda_args &a, const place &at, float s[MT][NT][4], float d[MT][NT][4], bool partial, int32_t n0,
+                  uint32_t of_stats, const stats (*own_stats)[2]) {
+    const bool drops = a.philox.threshold > 0, featured = (a.p.flags & (ATTN_ALIBI | ATTN_BIAS)) || a.p.softcap > 0;
+    pairs x = {~0u, ~0u, 1};
+    if (partial) x.seen = seen_pairs(a, at, n0);
+    if (drops) {
+        x.kept = kept_pairs(a, at, n0);
+        x.keep = (float)(1 / (1 - a.p.dropout));
+    }
+    if (featured)
+        weigh_featured(a, at, s, d, x, n0);
+    else if (partial || drops)
+        weigh_plain(a, s, d, x, false, of_stats, own_stats);
+    else
+        weigh_plain(a, s, d, x, true, of_stats, own_stats);
+}
+
+/* The others of a sub-tile are added to the sums; bad: some of them are not finite, and not everybody may see them. */
+DEVICE void add_others(const place &at, totals &sum, float s[MT][NT][4], float d[MT][NT][4], uint32_t tile, int first,
+                       bool bad) {
+    const uint32_t one = tile + (SPLIT && !at.for_k ? (int)TILE_BYTES : 0), two = tile + TILE_BYTES;
+    if (!SPLIT || at.for_k) {
+        if (!TWO) EACH(mt, nt, e) s[mt][nt][e] = d[mt][nt][e];
+    }
+    float(*w)[NT][4] = TWO ? d : s;
+    if (bad) {
+        add_bad(sum.one, w, one, first);
+        if (TWO) add_bad(sum.two, s, two, first);
+        __syncthreads();
+        clear_nonfinite(one, first);
+        if (TWO) clear_nonfinite(two, first);
+        __syncthreads();
+    }
+    if (TWO) add_product(sum.two, s, two, first);
+    add_product(sum.one, w, one, first);
+}
+
+/* One tile of others. */
+DEVICE void step(const attn_cuda_args &a, const place &at, const walk &w, totals &sum, uint32_t own, uint32_t tile,
+                 uint32_t of_stats, const stats (*own_stats)[2]) {
+    if (BY_KEYS) clear_empty_rows(tile, of_stats);
+    const bool bad = w.partial && holds_nonfinite(tile);
+#pragma unroll 1
+    for (int first = 0; first < OTHERS; first += SUB) {
+        float s[MT][NT][4], d[MT][NT][4];
+        product(s, own, tile, first);
+        if (!SPLIT || at.for_k) {
+            product(d, own + OWN_BYTES, tile + TILE_BYTES, first);
+        } else {
+            EACH(mt, nt, e) d[mt][nt][e] = 0;
+        }
+        weigh(a, at, s, d, w.partial, w.n * OTHERS + first, of_stats + first * 8, own_stats);
+        add_others(at, sum, s, d, tile, first, bad);
+    }
+}
+
+/* ---- the walk ---- */
+
+/* BY_KEYS: lse and delta of the row of the tile that this thread looks after. */
+DEVICE stats fetch_stats(const attn_cuda_args &a, const place &at, const walk &w) {
+    return row_stats(a, at, w.h, w.n * OTHERS + (int32_t)threadIdx.x);
+}
+DEVICE void put_stats(uint32_t to, stats x) {
+    if ((int)threadIdx.x >= OTHERS) return;
+    st_shared_b32(to + threadIdx.x * 8, __float_as_uint(x.lse));
+    st_shared_b32(to + threadIdx.x * 8 + 4, __float_as_uint(x.delta));
+}
+static_assert(!BY_KEYS || OTHERS <= THREADS, "a thread looks after one row");
+
+DEVICE void walk_others(const attn_cuda_args &a, place &at, totals &sum, uint32_t own, const stats (*own_stats)[2]) {
+    const uint32_t tiles = own + 2 * OWN_BYTES, of_stats = tiles + STAGES * STAGE_BYTES;
+    walk w = {at.h, at.first, false, false};
+    uint32_t stage = 0;
+    find_tile(a, at, w);
+    if (w.done) return;
+    load_own(a, at, own);
+    load_others(a, at, w, tiles);
+    cp_async_commit_group();
+    if (BY_KEYS) put_stats(of_stats, fetch_stats(a, at, w));
+#pragma unroll 1
+    while (!w.done) {
+        walk next = w;
+        next.n++;
+        find_tile(a, at, next);
+        const uint32_t then = STAGES == 2 ? stage ^ 1 : 0;
+        stats of_next = {};
+        cp_async_wait_all();
+        __syncthreads(); /* 1 */
+        if (BY_KEYS && !next.done) of_next = fetch_stats(a, at, next);
+        if (STAGES == 2 && !next.done) load_others(a, at, next, tiles + then * STAGE_BYTES);
+        cp_async_commit_group();
+        at.h = w.h;
+        step(a, at, w, sum, own, tiles + stage * STAGE_BYTES, of_stats + stage * STATS_BYTES, own_stats);
+        if (STAGES == 1) __syncthreads(); /* 2 */
+        if (STAGES == 1 && !next.done) load_others(a, at, next, tiles);
+        cp_async_commit_group();
+        if (BY_KEYS) put_stats(of_stats + then * STATS_BYTES, of_next);
+        stage = then;
+        w = next;
+    }
+}
+
+KERNEL __launch_bounds__(THREADS, CTAS) VARIANT(const __grid_constant__ attn_cuda_args a) {
+    extern __shared__ __align__(128) uint8_t shared[];
+    place at;
+    if (!find_place(a, at)) return;
+    totals sum = {};
+    stats own_stats[MT][2];
+    bool empty[MT][2];
+#pragma unroll
+    for (int r = 0; r < 2 * MT; r++) {
+        own_stats[r / 2][r % 2] = BY_KEYS ? stats{0, 0} : row_stats(a, at, at.h, own_at(at, r / 2, r % 2));
+        empty[r / 2][r % 2] = own_stats[r / 2][r % 2].lse == -INFINITY;
+        own_stats[r / 2][r % 2].lse = safe_lse(own_stats[r / 2][r % 2].lse);
+    }
+    walk_others(a, at, sum, cvta_shared(shared), own_stats);
+    const float scale = (float)a.p.scale, keep = (float)(1 / (1 - a.p.dropout));
+    if (!BY_KEYS) {
+        store_sums(a, at, a.f.d_q, sum.one, a.p.dim_qk, scale, empty);
+    } else if (TWO) {
+        store_sums(a, at, a.f.d_k, sum.one, a.p.dim_qk, scale, empty);
+        store_sums(a, at, a.f.d_v, sum.two, a.p.dim_v, keep, empty);
+    } else {
+        store_sums(a, at, at.for_k ? a.f.d_k : a.f.d_v, sum.one, at.for_k ? a.p.dim_qk : a.p.dim_v,
+                   at.for_k ? scale : keep, empty);
+    }
+}

@@ -1,0 +1,543 @@
+/*
+ * The parts of the portable backward kernels that are not products: where a block works, how tiles get into shared memory, which
+ * pairs count, what becomes of their products, how sums get out. Reads the line VARIANT of variants.def.
+ *
+ * A block keeps `own` keys (side KEYS) or rows (side ROWS) and walks over tiles of the others. Nearly all of this is the same for both;
+ * row_at and key_at say which is which. A thread has of a tile of products, own x others, the elements that the tensor cores leave it:
+ * lane = 4 g + t of 16 own ones g, g + 8, of every 8 others 2t, 2t + 1.
+ */
+#ifndef ATTN_BWD_CUH
+#define ATTN_BWD_CUH
+
+#include "ptx.cuh"
+#include "score.cuh"
+
+/* ---- the line of the table ---- */
+
+enum { KEYS, ROWS };
+#define PIECE(...)
+#define FWD(...)
+#define FWD90(...)
+#define BWD(name, arch, side, dtype, dim, own, others, warps, ctas, stages)                                                \
+    enum {                                                                                                                 \
+        name##_SIDE = side,                                                                                                \
+        name##_DTYPE = ATTN_##dtype,                                                                                       \
+        name##_DIM = dim,                                                                                                  \
+        name##_OWN = own,                                                                                                  \
+        name##_OTHERS = others,                                                                                            \
+        name##_WARPS = warps,                                                                                              \
+        name##_CTAS = ctas,                                                                                                \
+        name##_STAGES = stages                                                                                             \
+    };
+#include "variants.def"
+#undef PIECE
+#undef FWD
+#undef FWD90
+#undef BWD
+#define K_(variant, field) variant##_##field
+#define K__(variant, field) K_(variant, field)
+#define K(field) K__(VARIANT, field)
+
+enum {
+    BY_KEYS = (int)K(SIDE) == (int)KEYS,
+    BF16 = (int)K(DTYPE) == (int)ATTN_BF16,
+    DIM = K(DIM),
+    OWN = K(OWN),
+    OTHERS = K(OTHERS),
+    WARPS = K(WARPS),
+    CTAS = K(CTAS),
+    STAGES = K(STAGES),
+    THREADS = 32 * WARPS,
+    CHUNKS = DIM / 8,                      /* 16-byte pieces of a row */
+    MT = OWN / WARPS / 16,                 /* 16-row tiles of a warp */
+    SUB = ATTN_BWD_SUB(OWN, OTHERS, WARPS), /* others that are worked at a time: what has room in registers */
+    NT = SUB / 8,                          /* 8-column tiles of these */
+    DT = DIM / 8,                          /* 8-column tiles of the sums */
+    ELEMENTS = MT * NT * 4,                /* of a tile, that a thread has */
+    SPLIT = BY_KEYS && ATTN_BWD_SPLIT(OWN, WARPS, DIM), /* blocks make either d_k or d_v */
+    TWO = BY_KEYS && !SPLIT,               /* or both */
+    TILE_BYTES = OTHERS * DIM * 2,         /* of one of the two streamed tensors */
+    OWN_BYTES = OWN * DIM * 2,
+    STATS_BYTES = BY_KEYS ? OTHERS * 8 : 0,
+    STAGE_BYTES = 2 * TILE_BYTES
+};
+static_assert(ELEMENTS <= 32, "a word has a bit for each");
+static_assert(OTHERS % SUB == 0 && SUB % 16 == 0 && OWN % (16 * WARPS) == 0, "want other tiles");
+static_assert(OWN % ATTN_ANY_COLS == 0 && OTHERS % ATTN_ANY_COLS == 0, "tiles of keys have whole ranges of FlashMask");
+
+/* All elements that a thread has of a tile; x counts them. */
+#define EACH(mt, nt, e)                                                                                                    \
+    _Pragma("unroll") for (int mt = 0; mt < MT; mt++) _Pragma("unroll") for (int nt = 0; nt < NT; nt++)                    \
+        _Pragma("unroll") for (int e = 0; e < 4; e++)
+#define NUMBER(mt, nt, e) (((mt)*NT + (nt)) * 4 + (e))
+
+DEVICE uint32_t pack(float low, float high) { return BF16 ? cvt_rn_bf16x2(low, high) : cvt_rn_f16x2(low, high); }
+
+/* ---- shared memory: as fwd.cuh has it ---- */
+
+/*
+ * Address of a 16-byte piece. Eight rows of one column are read at a time (ldmatrix); they must lie in eight different groups of
+ * four banks. Rows of a multiple of 128 bytes all begin in bank 0, so pieces are permuted by the row; otherwise two rows
+ * share 128 bytes, and half of that does.
+ */
+DEVICE uint32_t shared_at(uint32_t base, int row, int chunk) {
+    int swizzle = CHUNKS % 8 == 0 ? row & 7 : row >> 1 & 3;
+    return base + row * CHUNKS * 16 + ((chunk ^ swizzle) << 4);
+}
+/* The address of piece c + 2 * step of a row, from that of piece c, 0 or 1. Rows may be stepped over in eights by adding to it. */
+DEVICE uint32_t shared_step(uint32_t piece, int step) {
+    const int mixed = CHUNKS % 8 == 0 ? 7 : 3; /* bits of the piece's number that the swizzle changes */
+    return (piece ^ ((2 * step & mixed) << 4)) + ((2 * step & ~mixed) << 4);
+}
+
+/* ---- where a block works ---- */
+
+typedef struct place {
+    attn_seq s;
+    attn_mask mask;
+    int32_t h;           /* query head at hand */
+    int32_t kv_head;
+    int32_t own, count;  /* the first own key or row, and how many there are */
+    int32_t first, last; /* tiles of others that may be seen, before FlashMask */
+    bool for_k;          /* SPLIT: d_k, else d_v */
+    attn_flash_range range; /* BY_KEYS: FlashMask's, of the own keys */
+} place;
+
+DEVICE int32_t heads_of(const attn_cuda_args &a) { return BY_KEYS ? a.p.heads_kv : a.p.heads_q; }
+DEVICE int32_t group_of(const attn_cuda_args &a) { return a.p.heads_q / a.p.heads_kv; }
+
+/* Of FlashMask, over the keys [j0, j0 + count), which begin and end with ranges. */
+DEVICE attn_flash_range range_over(const attn_cuda_args &a, const place &at, int32_t j0, int32_t count) {
+    attn_flash_range all = *flash_range(a, at.s.b, at.kv_head, j0 / ATTN_ANY_COLS);
+    for (int32_t j = j0 + ATTN_ANY_COLS; j < attn__min32(j0 + count, at.s.sk); j += ATTN_ANY_COLS) {
+        const attn_flash_range *one = flash_range(a, at.s.b, at.kv_head, j / ATTN_ANY_COLS);
+        for (int v = 0; v < 4; v++) {
+            all.min[v] = attn__min32(all.min[v], one->min[v]);
+            all.max[v] = attn__max32(all.max[v], one->max[v]);
+        }
+    }
+    return all;
+}
+
+/*
+ * Work is ordered for the L2 cache: `group` heads at a time; among them what sees the most comes first: under a causal mask the first
+ * keys, or the last rows. Returns false when there is nothing to do.
+ */
+DEVICE bool find_place(const attn_cuda_args &a, place &at) {
+    const int64_t first = (blockIdx.y + (int64_t)blockIdx.z * gridDim.y) * a.group;
+    const int64_t left = (int64_t)a.p.batch * heads_of(a) - first;
+    if (left <= 0) return false;
+    const uint32_t size = left < a.group ? (uint32_t)left : (uint32_t)a.group;
+    const int32_t slot = (int32_t)(blockIdx.x / size), head = (int32_t)(first + blockIdx.x % size);
+    if (slot >= a.slots) return false;
+    at.for_k = SPLIT && slot % 2;
+    if (SPLIT && !(at.for_k ? a.f.d_k.data : a.f.d_v.data)) return false;
+    at.s = sequence(a, head / heads_of(a));
+    at.kv_head = BY_KEYS ? head % heads_of(a) : head % heads_of(a) / group_of(a);
+    at.h = BY_KEYS ? at.kv_head * group_of(a) : head % heads_of(a);
+    at.own = (BY_KEYS ? slot / (SPLIT ? 2 : 1) : a.row_tiles - 1 - slot) * OWN;
+    at.count = attn__min32(OWN, (BY_KEYS ? at.s.sk : at.s.sq) - at.own);
+    if (at.count <= 0) return false;
+    at.mask = attn__seq_mask(&a.p, &at.s);
+    int32_t from, to;
+    if (BY_KEYS)
+        attn__mask_cols(&at.mask, at.own, at.own + at.count, &from, &to);
+    else
+        attn__mask_rows(&at.mask, at.own, at.own + at.count, &from, &to);
+    at.first = from / OTHERS;
+    at.last = to > from ? (to - 1) / OTHERS : -1;
+    if (BY_KEYS && a.ranges) at.range = range_over(a, at, at.own, OWN);
+    return true;
+}
+
+/* Where the walk over the others is: a tile of them, and, of keys, a head of their group. */
+typedef struct walk {
+    int32_t h, n;
+    bool partial; /* is the mask to be looked at? */
+    bool done;
+} walk;
+
+/* The first tile from here on that is not skipped. */
+DEVICE void find_tile(const attn_cuda_args &a, const place &at, walk &w) {
+    for (;; w.n++) {
+        if (w.n > at.last) {
+            w.h++;
+            w.n = at.first;
+            w.done = !BY_KEYS || at.last < at.first || w.h >= (at.kv_head + 1) * group_of(a);
+            if (w.done) return;
+        }
+        const int32_t n0 = w.n * OTHERS;
+        const int32_t i0 = BY_KEYS ? n0 : at.own, i1 = BY_KEYS ? attn__min32(n0 + OTHERS, at.s.sq) : at.own + at.count;
+        const int32_t j0 = BY_KEYS ? at.own : n0, j1 = j0 + (BY_KEYS ? (int)OWN : (int)OTHERS);
+        attn_flash_range range;
+        if (a.ranges && !BY_KEYS) range = range_over(a, at, n0, OTHERS);
+        const attn_flash_range *of_keys = !a.ranges ? NULL : BY_KEYS ? &at.range : &range;
+        const int tile_class = attn__mask_tile(&at.mask, i0, i1, j0, j1, of_keys);
+        w.partial = tile_class == ATTN_TILE_PARTIAL;
+        if (tile_class != ATTN_TILE_SKIP) return;
+    }
+}
+
+/* Own key or row of half `half` of 16-row tile mt; another one, of the sub-tile that begins with n0. */
+DEVICE int32_t own_at(const place &at, int mt, int half) {
+    return at.own + ((int32_t)(threadIdx.x >> 5) * MT + mt) * 16 + half * 8 + (int32_t)(threadIdx.x >> 2 & 7);
+}
+DEVICE int32_t other_at(int32_t n0, int nt, int c) { return n0 + nt * 8 + (int32_t)(threadIdx.x & 3) * 2 + c; }
+DEVICE int32_t row_at(int32_t own, int32_t other) { return BY_KEYS ? other : own; }
+DEVICE int32_t key_at(int32_t own, int32_t other) { return BY_KEYS ? own : other; }
+
+/* ---- tiles to shared memory ---- */
+
+/* What is read: of rows q and d_o, of keys k and v. */
+typedef struct source {
+    const uint8_t *data;
+    int64_t row, first; /* elements between rows; of row or key 0 */
+    int32_t count, dim;
+} source;
+
+DEVICE source rows_of(const attn_cuda_args &a, const attn_tensor &t, const attn_seq &s, int32_t h, int32_t dim) {
+    return {(const uint8_t *)t.data, t.stride[1], attn__q_offset(&a.p, &t, &s, 0, h), s.sq, dim};
+}
+DEVICE source keys_of(const attn_cuda_args &a, const attn_tensor &t, const attn_seq &s, int32_t kv_head, int32_t dim) {
+    return {(const uint8_t *)t.data, t.stride[1], attn__kv_offset(&a.p, &a.f, &t, &s, s.leftpad, kv_head), s.sk, dim};
+}
+
+/* One piece of a row that begins at any address. */
+static __device__ __noinline__ uint4 gather(const uint8_t *from, int32_t count) {
+    uint32_t word[4] = {0, 0, 0, 0};
+    for (int x = 0; x < count; x++) word[x / 2] |= (uint32_t)((const uint16_t *)from)[x] << (x % 2 * 16);
+    return make_uint4(word[0], word[1], word[2], word[3]);
+}
+
+/* Rows [n0, n0 + rows), zeros past the end of the sequence and of its rows. */
+DEVICE void load_tile(const attn_cuda_args &a, const source &from, uint32_t to, int32_t n0, int rows) {
+    const uint8_t *start = from.data + (from.first + n0 * from.row) * 2;
+    const bool whole = n0 + rows <= from.count && from.dim == DIM;
+    if (a.vector_ok && whole) {
+#pragma unroll 4
+        for (int n = threadIdx.x; n < rows * CHUNKS; n += THREADS)
+            cp_async_cg(shared_at(to, n / CHUNKS, n % CHUNKS), start + n / CHUNKS * from.row * 2 + n % CHUNKS * 16);
+        return;
+    }
+#pragma unroll 1
+    for (int n = threadIdx.x; n < rows * CHUNKS; n += THREADS) {
+        const int row = n / CHUNKS, c = n % CHUNKS, left = from.dim - c * 8;
+        const int count = n0 + row >= from.count || left < 0 ? 0 : left < 8 ? left : 8;
+        const uint8_t *piece = start + row * from.row * 2 + c * 16;
+        if (a.vector_ok && count)
+            cp_async_cg_zfill(shared_at(to, row, c), piece, count * 2);
+        else
+            st_shared_v4(shared_at(to, row, c), count ? gather(piece, count) : make_uint4(0, 0, 0, 0));
+    }
+}
+
+/* The others of a tile: q and d_o, or k and v. d_v alone does without the second product, but not without d_o. */
+DEVICE void load_others(const attn_cuda_args &a, const place &at, const walk &w, uint32_t to) {
+    const int32_t n0 = w.n * OTHERS;
+    const source one = BY_KEYS ? rows_of(a, a.f.q, at.s, w.h, a.p.dim_qk) : keys_of(a, a.f.k, at.s, at.kv_head, a.p.dim_qk);
+    const source two = BY_KEYS ? rows_of(a, a.f.d_o, at.s, w.h, a.p.dim_v) : keys_of(a, a.f.v, at.s, at.kv_head, a.p.dim_v);
+    load_tile(a, one, to, n0, OTHERS);
+    load_tile(a, two, to + TILE_BYTES, n0, OTHERS);
+}
+DEVICE void load_own(const attn_cuda_args &a, const place &at, uint32_t to) {
+    const source one = BY_KEYS ? keys_of(a, a.f.k, at.s, at.kv_head, a.p.dim_qk) : rows_of(a, a.f.q, at.s, at.h, a.p.dim_qk);
+    const source two = BY_KEYS ? keys_of(a, a.f.v, at.s, at.kv_head, a.p.dim_v) : rows_of(a, a.f.d_o, at.s, at.h, a.p.dim_v);
+    load_tile(a, one, to, at.own, OWN);
+    load_tile(a, two, to + OWN_BYTES, at.own, OWN);
+}
+
+/* ---- lse and delta ---- */
+
+typedef struct stats {
+    float lse, delta;
+} stats;
+
+/* Zeros past the end: there q and d_o are zeros too, and nothing comes of it. */
+DEVICE stats row_stats(const attn_cuda_args &a, const place &at, int32_t h, int32_t i) {
+    if (i >= at.s.sq) return {0, 0};
+    const float *from = (const float *)a.row_stats + 2 * attn__lse_index(&a.p, &at.s, i, h);
+    return {from[0], from[1]};
+}
+
+/* A row without keys has p = 0. */
+DEVICE float safe_lse(float lse) { return lse == -INFINITY ? INFINITY : lse; }
+
+/*
+ * BY_KEYS: rows of the tile that have no keys, whatever their q and d_o hold: zeros take their place, or 0 * NaN would reach keys. Rare.
+ * All warps see the same.
+ */
+DEVICE void clear_empty_rows(uint32_t tile, uint32_t of_stats) {
+    bool any = false;
+#pragma unroll
+    for (int n = threadIdx.x & 31; n < OTHERS; n += 32)
+        any |= __uint_as_float(ld_shared_b32(of_stats + n * 8)) == -INFINITY;
+    if (!__any_sync(~0u, any)) return;
+    for (int n = threadIdx.x; n < OTHERS * CHUNKS; n += THREADS) {
+        if (__uint_as_float(ld_shared_b32(of_stats + n / CHUNKS * 8)) != -INFINITY) continue;
+        st_shared_v4(tile + n * 16, make_uint4(0, 0, 0, 0));
+        st_shared_v4(tile + TILE_BYTES + n * 16, make_uint4(0, 0, 0, 0));
+    }
+    __syncthreads();
+}
+
+/* ---- which pairs count ---- */
+
+/* Others that this own one may see before FlashMask. */
+DEVICE void others_of(const place &at, int32_t own, int32_t *first, int32_t *end) {
+    if (BY_KEYS)
+        attn__mask_cols(&at.mask, own, own + 1, first, end);
+    else
+        attn__mask_row(&at.mask, own, first, end);
+    *end = attn__min32(*end, BY_KEYS ? at.s.sq : at.s.sk);
+    if (own >= at.own + at.count) *end = *first;
+}
+
+DEVICE attn_flash flash_of(const attn_cuda_args &a, const place &at, int32_t j) {
+    return attn__flash_load(&at.mask,
+                            attn__flash_at(&a.p, &a.f, at.s.b, at.kv_head, attn__min32(j, at.s.sk - 1)));
+}
+
+/* FlashMask: of these pairs those that it leaves. */
+static __device__ __noinline__ uint32_t flash_seen(const attn_cuda_args &a, const place &at, int32_t n0, uint32_t seen) {
+#pragma unroll 1
+    for (int x = 0; x < ELEMENTS; x++) {
+        const int32_t own = own_at(at, x / (NT * 4), x >> 1 & 1), other = other_at(n0, x / 4 % NT, x & 1);
+        if (!(seen >> x & 1)) continue;
+        if (attn__flash_masked(flash_of(a, at, key_at(own, other)), row_at(own, other))) seen &= ~(1u << x);
+    }
+    return seen;
+}
+
+/* A bit for each element of the sub-tile from n0 on: is the pair allowed? */
+DEVICE uint32_t seen_pairs(const attn_cuda_args &a, const place &at, int32_t n0) {
+    uint32_t seen = 0;
+#pragma unroll
+    for (int mt = 0; mt < MT; mt++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            int32_t first, end;
+            others_of(at, own_at(at, mt, half), &first, &end);
+            const uint32_t from = (uint32_t)(other_at(n0, 0, 0) - first), count = (uint32_t)attn__max32(end - first, 0);
+#pragma unroll
+            for (int nt = 0; nt < NT; nt++)
+#pragma unroll
+                for (int c = 0; c < 2; c++) /* first <= other < end in one comparison */
+                    if (from + (nt * 8 + c) < count) seen |= 1u << NUMBER(mt, nt, 2 * half + c);
+        }
+    if (!a.ranges) return seen;
+    const place copy = at; /* whose address may be taken */
+    return flash_seen(a, copy, n0, seen);
+}
+
+/*
+ * Dropout: a bit for each element that is kept. One call of the generator serves eight neighbouring keys of a row. These are the own
+ * keys of eight lanes (BY_KEYS), or those of one 8-column tile, which a quad shares. So each lane makes one call in eight, or in four, eight bits
+ * of each, and they exchange them.
+ */
+DEVICE uint32_t kept_pairs(const attn_cuda_args &a, const place &at, int32_t n0) {
+    enum { CALLS = BY_KEYS ? MT * 2 * NT * 2 : MT * 2 * NT, SHARE = BY_KEYS ? 8 : 4, BYTES = (CALLS + SHARE - 1) / SHARE };
+    static_assert(BYTES <= 4, "a word has room for them");
+    const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, mine = BY_KEYS ? g : t;
+    const uint32_t head = (uint32_t)at.s.b * (uint32_t)a.p.heads_q + (uint32_t)at.h;
+    uint32_t bytes = 0, kept = 0;
+#pragma unroll 1
+    for (int n = 0; n < BYTES; n++) {
+        const int call = n * SHARE + mine, each = BY_KEYS ? NT * 2 : (int)NT; /* calls of one half of 16 own ones */
+        const int32_t own = own_at(at, call / each / 2, call / each % 2);
+        const int32_t other = BY_KEYS ? other_at(n0, call % each / 2, call % 2) : n0 + call % each * 8;
+        uint32_t words[4];
+        attn__philox4(&a.philox, head, (uint32_t)row_at(own, other), (uint32_t)key_at(own, other) / ATTN_PHILOX_KEYS, words);
+#pragma unroll
+        for (int key = 0; key < 8; key++)
+            if (!attn__drops(&a.philox, words, (uint32_t)key)) bytes |= 1u << (n * 8 + key);
+    }
+#pragma unroll
+    for (int from = 0; from < SHARE; from++) {
+        const uint32_t theirs = __shfl_sync(~0u, bytes, BY_KEYS ? from * 4 + t : g * 4 + from);
+        EACH(mt, nt, e) {
+            const int call = BY_KEYS ? (mt * 2 + (e >> 1)) * NT * 2 + nt * 2 + (e & 1) : (mt * 2 + (e >> 1)) * NT + nt;
+            const int key = BY_KEYS ? g : 2 * t + (e & 1);
+            if (call % SHARE == from && (theirs >> (call / SHARE * 8 + key) & 1)) kept |= 1u << NUMBER(mt, nt, e);
+        }
+    }
+    return kept;
+}
+
+/* ---- from products to weights ---- */
+
+/* What is to be done with the pairs of a sub-tile, besides. */
+typedef struct pairs {
+    uint32_t seen, kept; /* bits */
+    float keep;          /* 1 / (1 - dropout) */
+} pairs;
+
+/* Softcap, ALiBi, bias: one element after the other, by the definition of score.cuh. */
+DEVICE void weigh_featured(const attn_cuda_args &a, const place &at, float s[MT][NT][4], float d[MT][NT][4], const pairs &x,
+                           int32_t n0) {
+    float product[ELEMENTS], d_p[ELEMENTS];
+    EACH(mt, nt, e) {
+        product[NUMBER(mt, nt, e)] = s[mt][nt][e];
+        d_p[NUMBER(mt, nt, e)] = d[mt][nt][e];
+    }
+    const float scale = (float)a.p.scale;
+#pragma unroll 1
+    for (int n = 0; n < ELEMENTS; n++) {
+        const int32_t own = own_at(at, n / (NT * 4), n >> 1 & 1), other = other_at(n0, n / 4 % NT, n & 1);
+        const int32_t i = row_at(own, other), j = key_at(own, other);
+        float p = 0, d_s = 0;
+        if ((x.seen >> n & 1) && i < at.s.sq && j < at.s.sk) {
+            const stats row = row_stats(a, at, at.h, i);
+            float slope, y = score(a, at.s, at.h, i, j, __fmul_rn(scale, product[n]), &slope);
+            p = row.lse == -INFINITY ? 0 : ex2_approx(__fmul_rn(y - row.lse, (float)ATTN_LOG2E));
+            const bool kept = x.kept >> n & 1;
+            d_s = p * ((kept ? x.keep * d_p[n] : 0) - row.delta) * slope;
+            if (!kept) p = 0;
+        }
+        product[n] = p;
+        d_p[n] = d_s;
+    }
+    EACH(mt, nt, e) {
+        s[mt][nt][e] = product[NUMBER(mt, nt, e)];
+        d[mt][nt][e] = d_p[NUMBER(mt, nt, e)];
+    }
+}
+
+/* Lse and delta of the rows of this thread's elements: of the others, or its own. */
+#define STATS_OF(nt, e, tile_stats, own_stats, mt) (BY_KEYS ? (tile_stats)[(e)&1] : (own_stats)[mt][(e) >> 1])
+
+/*
+ * s: products of q and k, becomes p, what is dropped left out; d: of d_o and v, becomes d_s. In base 2: exp2(scale * s - lse).
+ * of_stats: BY_KEYS, where those of the sub-tile's rows are; own_stats: otherwise.
+ */
+DEVICE void weigh_plain(const attn_cuda_args &a, float s[MT][NT][4], float d[MT][NT][4], const pairs &x, bool all,
+                        uint32_t of_stats, const stats (*own_stats)[2]) {
+    const float scale = a.scale_log2, log2e = (float)ATTN_LOG2E;
+#pragma unroll
+    for (int nt = 0; nt < NT; nt++) {
+        stats of_tile[2] = {};
+        if (BY_KEYS) {
+            const uint4 two = ld_shared_v4(of_stats + (nt * 8 + (threadIdx.x & 3) * 2) * 8);
+            of_tile[0] = {safe_lse(__uint_as_float(two.x)), __uint_as_float(two.y)};
+            of_tile[1] = {safe_lse(__uint_as_float(two.z)), __uint_as_float(two.w)};
+        }
+#pragma unroll
+        for (int mt = 0; mt < MT; mt++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+                const stats row = STATS_OF(nt, e, of_tile, own_stats, mt);
+                float p = ex2_approx(__fmaf_rn(s[mt][nt][e], scale, -__fmul_rn(row.lse, log2e)));
+                if (all) {
+                    s[mt][nt][e] = p;
+                    d[mt][nt][e] = p * (d[mt][nt][e] - row.delta);
+                } else {
+                    const int bit = NUMBER(mt, nt, e);
+                    const bool seen = x.seen >> bit & 1, kept = x.kept >> bit & 1;
+                    const float d_s = p * ((kept ? x.keep * d[mt][nt][e] : 0) - row.delta);
+                    d[mt][nt][e] = seen ? d_s : 0;
+                    s[mt][nt][e] = seen && kept ? p : 0;
+                }
+            }
+    }
+}
+
+/* ---- infinities and NaN, where some pairs are masked ---- */
+
+/* In one word of a tile: bit 0 for its low half, bit 1 for its high half. */
+DEVICE int nonfinite_word(uint32_t x) {
+    const uint32_t ones = BF16 ? 0x7f80 : 0x7c00;
+    return ((x & ones) == ones) | ((x >> 16 & ones) == ones) << 1;
+}
+
+/* Does any thread see one in the tile? Of keys only the first tensor is summed up. A barrier of the whole block. */
+DEVICE bool holds_nonfinite(uint32_t tile) {
+    uint32_t most = 0;
+#pragma unroll 4
+    for (int n = threadIdx.x; n < OTHERS * CHUNKS * (BY_KEYS ? 2 : 1); n += THREADS) {
+        const uint4 x = ld_shared_v4(tile + n * 16);
+        most = __vmaxu2(__vmaxu2(most, x.x & 0x7fff7fff), x.y & 0x7fff7fff);
+        most = __vmaxu2(__vmaxu2(most, x.z & 0x7fff7fff), x.w & 0x7fff7fff);
+    }
+    return __syncthreads_or(nonfinite_word(most));
+}
+
+/* Of the sub-tile that begins with row `first` of a tensor's tile: adds what is not finite, times its weight, to the sums of those that see it. */
+static __device__ __noinline__ void add_nonfinite(float *sums, const float *weights, uint32_t tile, int first) {
+    const int lane = threadIdx.x & 31, t = lane & 3;
+#pragma unroll 1
+    for (int n = 0; n < SUB; n++) {
+        const int from = (lane & ~3) + n % 8 / 2;
+        float weight[MT * 2];
+        for (int r = 0; r < MT * 2; r++)
+            weight[r] = __shfl_sync(~0u, weights[NUMBER(r / 2, n / 8, r % 2 * 2 + n % 2)], from);
+        /* the number that the source gives is of its own n: all lanes ask for the same one */
+#pragma unroll 1
+        for (int dt = 0; dt < DT; dt++) {
+            const uint32_t word = ld_shared_b32(shared_at(tile, first + n, dt) + t * 4);
+            const int which = nonfinite_word(word);
+            for (int c = 0; c < 2; c++) {
+                if (!(which >> c & 1)) continue;
+                const uint16_t half = (uint16_t)(word >> 16 * c);
+                const float number = BF16 ? attn__from_bf16(half) : cvt_f32_f16(half);
+                for (int r = 0; r < MT * 2; r++)
+                    if (weight[r] != 0) sums[(r / 2 * DT + dt) * 4 + r % 2 * 2 + c] += weight[r] * number;
+            }
+        }
+    }
+}
+
+/* What is not finite in the sub-tile of a tensor becomes zero, for the products. */
+DEVICE void clear_nonfinite(uint32_t tile, int first) {
+    for (int n = threadIdx.x; n < SUB * CHUNKS * 4; n += THREADS) {
+        const uint32_t at = tile + first * CHUNKS * 16 + n * 4, word = ld_shared_b32(at);
+        const int which = nonfinite_word(word);
+        if (which) st_shared_b32(at, word & ((which & 1 ? 0 : 0xffffu) | (which & 2 ? 0 : 0xffff0000u)));
+    }
+}
+
+/* Sums by memory, so that the function above can stand by itself. */
+DEVICE void add_bad(float sums[MT][DT][4], const float w[MT][NT][4], uint32_t tile, int first) {
+    float copy[MT * DT * 4], weights[ELEMENTS];
+#pragma unroll
+    for (int n = 0; n < MT * DT * 4; n++) copy[n] = sums[n / (DT * 4)][n / 4 % DT][n % 4];
+    EACH(mt, nt, e) weights[NUMBER(mt, nt, e)] = w[mt][nt][e];
+    add_nonfinite(copy, weights, tile, first);
+#pragma unroll
+    for (int n = 0; n < MT * DT * 4; n++) sums[n / (DT * 4)][n / 4 % DT][n % 4] = copy[n];
+}
+
+/* ---- sums to memory ---- */
+
+DEVICE void store_number(void *data, int64_t at, float x) {
+    ((uint16_t *)data)[at] = BF16 ? attn__to_bf16(x) : (uint16_t)cvt_rn_f16x2(x, 0);
+}
+
+/* Times `factor`; rows of which `empty` says so have zeros. */
+DEVICE void store_sums(const attn_cuda_args &a, const place &at, const attn_tensor &to, float sums[MT][DT][4], int32_t dim,
+                       float factor, const bool (*empty)[2]) {
+    if (!to.data) return;
+#pragma unroll
+    for (int mt = 0; mt < MT; mt++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const int32_t own = own_at(at, mt, half);
+            if (own >= at.own + at.count) continue;
+            const int64_t row = BY_KEYS ? attn__kv_offset(&a.p, &a.f, &to, &at.s, at.s.leftpad + own, at.kv_head)
+                                        : attn__q_offset(&a.p, &to, &at.s, own, at.h);
+            const bool pairs = ((uint64_t)to.data + row * 2) % 4 == 0;
+            const bool zero = !BY_KEYS && empty[mt][half];
+#pragma unroll
+            for (int dt = 0; dt < DT; dt++) {
+                const int column = dt * 8 + (threadIdx.x & 3) * 2;
+                const float low = zero ? 0 : sums[mt][dt][2 * half] * factor;
+                const float high = zero ? 0 : sums[mt][dt][2 * half + 1] * factor;
+                if (pairs && column + 1 < dim) {
+                    *(uint32_t *)((uint8_t *)to.data + (row + column) * 2) = pack(low, high);
+                } else {
+                    if (column < dim) store_number(to.data, row + column, low);
+                    if (column + 1 < dim) store_number(to.data, row + column + 1, high);
+                }
+            }
+        }
+}
+
+#endif
