@@ -19,6 +19,8 @@ REGISTERS = 65536  # of a multiprocessor
 SHARED = {80: 99 << 10, 90: 227 << 10}  # most that a block can have; sm_86 and 89, which have the rows of sm_80, have 99 KB
 LIBRARY_BYTES = 15 << 20  # most that all images together may have
 PIECE_THREADS = 128
+SINK_THREADS = 256
+ANY_REALS = 4 * 4 * 576 + 32 * 33  # ATTN_BWD_ANY_REALS of src/cuda/args.h
 NOTES = int(re.search(r"ATTN_HOPPER_NOTES = (\d+)", (ROOT / "src/cuda/args.h").read_text())[1])
 BYTES = {"F16": 2, "BF16": 2, "F32": 4}
 
@@ -27,12 +29,20 @@ def read_table():
     """{entry: (image, threads, dynamic shared memory, its limit, blocks on a multiprocessor, arch)} from variants.def."""
     entries = {}
     for line in (ROOT / "src/cuda/variants.def").read_text().splitlines():
-        match = re.match(r"(FWD|FWD90|PIECE)\((.*)\)", line)
+        match = re.match(r"(FWD|FWD90|BWD|PIECE)\((.*)\)", line)
         if not match:
             continue
         words = [word.strip() for word in match[2].split(",")]
         if match[1] == "PIECE":
-            entries[words[0]] = (words[1].rsplit(".", 1)[0], PIECE_THREADS, 0, SHARED[80], 1, None)
+            shared = ANY_REALS * 8 if words[1] == "bwd_any.cu" else 0
+            threads = SINK_THREADS if words[0] == "bwd_sink" else PIECE_THREADS
+            entries[words[0]] = (words[1].rsplit(".", 1)[0], threads, shared, SHARED[80], 1, None)
+            continue
+        if match[1] == "BWD":
+            dim, own, others, warps, blocks, stages = map(int, words[4:10])
+            rows = stages * others * 8 if words[2] == "KEYS" else 0
+            shared = 2 * (own + stages * others) * dim * 2 + rows  # ATTN_BWD_BYTES of cuda.h
+            entries[words[0]] = (words[0], 32 * warps, shared, SHARED[80], blocks, None)
             continue
         if match[1] == "FWD90":
             dim, _, dim_v, bn, consumers, stages, qbuf = map(int, words[2:9])

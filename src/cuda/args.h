@@ -50,8 +50,7 @@ enum {
  * Of a BWD line: others that are worked at a time, so that a thread has at most 32 elements of their products; and whether a block
  * has room for the sums of d_k and d_v both.
  */
-#define ATTN_BWD_SUB(own, others, warps)                                                                                   \
-    ((others) < 64 * 16 * (warps) / (own) ? (others) : 64 * 16 * (warps) / (own))
+#define ATTN_BWD_SUB(own, others, warps) ((others) < 64 * 16 * (warps) / (own) ? (others) : 64 * 16 * (warps) / (own))
 #define ATTN_BWD_SPLIT(own, warps, dim) ((own) / (warps) / 16 * (dim) > 160)
 
 /* What a forward kernel takes, each with what comes before it: variants.def says what that is. */

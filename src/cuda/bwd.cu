@@ -78,13 +78,14 @@ DEVICE void add_product(float sums[MT][DT][4], const float w[MT][NT][4], uint32_
 
 /* ---- a tile ---- */
 
-/* Sums: d_k or d_q, or with SPLIT d_v; and d_v, TWO. */
+/* Sums: d_k or d_q, or with SPLIT d_v; and d_v, TWO. factor: of the first. */
 typedef struct totals {
     float one[MT][DT][4], two[MT][DT][4];
+    float factor[MT][2];
 } totals;
 
-DEVICE void weigh(const attn_cuda_args &a, const place &at, float s[MT][NT][4], float d[MT][NT][4], bool partial, int32_t n0,
-                  uint32_t of_stats, const stats (*own_stats)[2]) {
+DEVICE void weigh(const attn_cuda_args &a, const place &at, float s[MT][NT][4], float d[MT][NT][4], bool partial,
+                  int32_t n0, uint32_t of_stats, const stats (*own_stats)[2]) {
     const bool drops = a.philox.threshold > 0, featured = (a.p.flags & (ATTN_ALIBI | ATTN_BIAS)) || a.p.softcap > 0;
     pairs x = {~0u, ~0u, 1};
     if (partial) x.seen = seen_pairs(a, at, n0);
@@ -104,7 +105,11 @@ DEVICE void weigh(const attn_cuda_args &a, const place &at, float s[MT][NT][4], 
 DEVICE void add_others(const place &at, totals &sum, float s[MT][NT][4], float d[MT][NT][4], uint32_t tile, int first,
                        bool bad) {
     const uint32_t one = tile + (SPLIT && !at.for_k ? (int)TILE_BYTES : 0), two = tile + TILE_BYTES;
+    if (FITS && BY_KEYS) {
+        EACH(mt, nt, e) s[mt][nt][e] *= P_FACTOR;
+    }
     if (!SPLIT || at.for_k) {
+        if (FITS) fit(d, sum.one, sum.factor);
         if (!TWO) EACH(mt, nt, e) s[mt][nt][e] = d[mt][nt][e];
     }
     float(*w)[NT][4] = TWO ? d : s;
@@ -192,21 +197,25 @@ KERNEL __launch_bounds__(THREADS, CTAS) VARIANT(const __grid_constant__ attn_cud
     totals sum = {};
     stats own_stats[MT][2];
     bool empty[MT][2];
+    float ones[MT][2];
 #pragma unroll
     for (int r = 0; r < 2 * MT; r++) {
+        ones[r / 2][r % 2] = 1;
+        sum.factor[r / 2][r % 2] = first_factor();
         own_stats[r / 2][r % 2] = BY_KEYS ? stats{0, 0} : row_stats(a, at, at.h, own_at(at, r / 2, r % 2));
         empty[r / 2][r % 2] = own_stats[r / 2][r % 2].lse == -INFINITY;
         own_stats[r / 2][r % 2].lse = safe_lse(own_stats[r / 2][r % 2].lse);
     }
     walk_others(a, at, sum, cvta_shared(shared), own_stats);
-    const float scale = (float)a.p.scale, keep = (float)(1 / (1 - a.p.dropout));
+    const float scale = (float)a.p.scale, keep = (float)(1 / (1 - a.p.dropout)) / P_FACTOR;
     if (!BY_KEYS) {
-        store_sums(a, at, a.f.d_q, sum.one, a.p.dim_qk, scale, empty);
+        store_sums(a, at, a.f.d_q, sum.one, a.p.dim_qk, scale, sum.factor, empty);
     } else if (TWO) {
-        store_sums(a, at, a.f.d_k, sum.one, a.p.dim_qk, scale, empty);
-        store_sums(a, at, a.f.d_v, sum.two, a.p.dim_v, keep, empty);
+        store_sums(a, at, a.f.d_k, sum.one, a.p.dim_qk, scale, sum.factor, empty);
+        store_sums(a, at, a.f.d_v, sum.two, a.p.dim_v, keep, ones, empty);
+    } else if (at.for_k) {
+        store_sums(a, at, a.f.d_k, sum.one, a.p.dim_qk, scale, sum.factor, empty);
     } else {
-        store_sums(a, at, at.for_k ? a.f.d_k : a.f.d_v, sum.one, at.for_k ? a.p.dim_qk : a.p.dim_v,
-                   at.for_k ? scale : keep, empty);
+        store_sums(a, at, a.f.d_v, sum.one, a.p.dim_v, keep, ones, empty);
     }
 }

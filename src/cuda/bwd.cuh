@@ -48,15 +48,15 @@ enum {
     CTAS = K(CTAS),
     STAGES = K(STAGES),
     THREADS = 32 * WARPS,
-    CHUNKS = DIM / 8,                      /* 16-byte pieces of a row */
-    MT = OWN / WARPS / 16,                 /* 16-row tiles of a warp */
-    SUB = ATTN_BWD_SUB(OWN, OTHERS, WARPS), /* others that are worked at a time: what has room in registers */
-    NT = SUB / 8,                          /* 8-column tiles of these */
-    DT = DIM / 8,                          /* 8-column tiles of the sums */
-    ELEMENTS = MT * NT * 4,                /* of a tile, that a thread has */
+    CHUNKS = DIM / 8,                                   /* 16-byte pieces of a row */
+    MT = OWN / WARPS / 16,                              /* 16-row tiles of a warp */
+    SUB = ATTN_BWD_SUB(OWN, OTHERS, WARPS),             /* others that are worked at a time: what has room in registers */
+    NT = SUB / 8,                                       /* 8-column tiles of these */
+    DT = DIM / 8,                                       /* 8-column tiles of the sums */
+    ELEMENTS = MT * NT * 4,                             /* of a tile, that a thread has */
     SPLIT = BY_KEYS && ATTN_BWD_SPLIT(OWN, WARPS, DIM), /* blocks make either d_k or d_v */
-    TWO = BY_KEYS && !SPLIT,               /* or both */
-    TILE_BYTES = OTHERS * DIM * 2,         /* of one of the two streamed tensors */
+    TWO = BY_KEYS && !SPLIT,                            /* or both */
+    TILE_BYTES = OTHERS * DIM * 2,                      /* of one of the two streamed tensors */
     OWN_BYTES = OWN * DIM * 2,
     STATS_BYTES = BY_KEYS ? OTHERS * 8 : 0,
     STAGE_BYTES = 2 * TILE_BYTES
@@ -95,11 +95,11 @@ DEVICE uint32_t shared_step(uint32_t piece, int step) {
 typedef struct place {
     attn_seq s;
     attn_mask mask;
-    int32_t h;           /* query head at hand */
+    int32_t h; /* query head at hand */
     int32_t kv_head;
-    int32_t own, count;  /* the first own key or row, and how many there are */
-    int32_t first, last; /* tiles of others that may be seen, before FlashMask */
-    bool for_k;          /* SPLIT: d_k, else d_v */
+    int32_t own, count;     /* the first own key or row, and how many there are */
+    int32_t first, last;    /* tiles of others that may be seen, before FlashMask */
+    bool for_k;             /* SPLIT: d_k, else d_v */
     attn_flash_range range; /* BY_KEYS: FlashMask's, of the own keys */
 } place;
 
@@ -240,8 +240,10 @@ DEVICE void load_others(const attn_cuda_args &a, const place &at, const walk &w,
     load_tile(a, two, to + TILE_BYTES, n0, OTHERS);
 }
 DEVICE void load_own(const attn_cuda_args &a, const place &at, uint32_t to) {
-    const source one = BY_KEYS ? keys_of(a, a.f.k, at.s, at.kv_head, a.p.dim_qk) : rows_of(a, a.f.q, at.s, at.h, a.p.dim_qk);
-    const source two = BY_KEYS ? keys_of(a, a.f.v, at.s, at.kv_head, a.p.dim_v) : rows_of(a, a.f.d_o, at.s, at.h, a.p.dim_v);
+    const source one =
+        BY_KEYS ? keys_of(a, a.f.k, at.s, at.kv_head, a.p.dim_qk) : rows_of(a, a.f.q, at.s, at.h, a.p.dim_qk);
+    const source two =
+        BY_KEYS ? keys_of(a, a.f.v, at.s, at.kv_head, a.p.dim_v) : rows_of(a, a.f.d_o, at.s, at.h, a.p.dim_v);
     load_tile(a, one, to, at.own, OWN);
     load_tile(a, two, to + OWN_BYTES, at.own, OWN);
 }
@@ -293,8 +295,7 @@ DEVICE void others_of(const place &at, int32_t own, int32_t *first, int32_t *end
 }
 
 DEVICE attn_flash flash_of(const attn_cuda_args &a, const place &at, int32_t j) {
-    return attn__flash_load(&at.mask,
-                            attn__flash_at(&a.p, &a.f, at.s.b, at.kv_head, attn__min32(j, at.s.sk - 1)));
+    return attn__flash_load(&at.mask, attn__flash_at(&a.p, &a.f, at.s.b, at.kv_head, attn__min32(j, at.s.sk - 1)));
 }
 
 /* FlashMask: of these pairs those that it leaves. */
@@ -346,7 +347,8 @@ DEVICE uint32_t kept_pairs(const attn_cuda_args &a, const place &at, int32_t n0)
         const int32_t own = own_at(at, call / each / 2, call / each % 2);
         const int32_t other = BY_KEYS ? other_at(n0, call % each / 2, call % 2) : n0 + call % each * 8;
         uint32_t words[4];
-        attn__philox4(&a.philox, head, (uint32_t)row_at(own, other), (uint32_t)key_at(own, other) / ATTN_PHILOX_KEYS, words);
+        attn__philox4(&a.philox, head, (uint32_t)row_at(own, other), (uint32_t)key_at(own, other) / ATTN_PHILOX_KEYS,
+                      words);
 #pragma unroll
         for (int key = 0; key < 8; key++)
             if (!attn__drops(&a.philox, words, (uint32_t)key)) bytes |= 1u << (n * 8 + key);
@@ -440,6 +442,52 @@ DEVICE void weigh_plain(const attn_cuda_args &a, float s[MT][NT][4], float d[MT]
     }
 }
 
+/* ---- float16: numbers that are small ---- */
+
+/*
+ * P and d_s are rounded to the tile's dtype, and most of them are far below 1: in float16 they would vanish. P, at most 1, is
+ * multiplied by a constant. d_s can be of any size, so each own key or row has a factor, a power of two, under which its largest one so far
+ * is about 2^13; when a larger one comes, the factor and the sums follow. That is rare, as a maximum in a softmax.
+ */
+enum { FITS = !BF16 };
+#define P_FACTOR (FITS ? 4096.0f : 1.0f)
+
+DEVICE float first_factor(void) { return FITS ? 0x1p100f : 1.0f; }
+
+/* 2^13 divided by a number, as a power of two. */
+DEVICE float factor_for(float most) {
+    const int32_t e = attn__min32(attn__max32((int32_t)(__float_as_uint(most) >> 23 & 255) - 127, -86), 120);
+    return __uint_as_float((uint32_t)(127 + 13 - e) << 23);
+}
+
+DEVICE void fit(float w[MT][NT][4], float sums[MT][DT][4], float factor[MT][2]) {
+    float most[MT][2];
+    bool over = false;
+#pragma unroll
+    for (int r = 0; r < 2 * MT; r++) {
+        float x = 0;
+#pragma unroll
+        for (int nt = 0; nt < NT; nt++)
+            x = fmaxf(x, fmaxf(fabsf(w[r / 2][nt][r % 2 * 2]), fabsf(w[r / 2][nt][r % 2 * 2 + 1])));
+        most[r / 2][r % 2] = x;
+        over |= __fmul_rn(x, factor[r / 2][r % 2]) > 16384.0f;
+    }
+    if (__any_sync(~0u, over)) {
+#pragma unroll
+        for (int r = 0; r < 2 * MT; r++) {
+            float x = most[r / 2][r % 2], before = factor[r / 2][r % 2];
+            x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+            x = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+            if (!(__fmul_rn(x, before) > 16384.0f)) continue;
+            factor[r / 2][r % 2] = factor_for(x);
+            const float ratio = factor[r / 2][r % 2] / before;
+#pragma unroll
+            for (int n = 0; n < 2 * DT; n++) sums[r / 2][n / 2][r % 2 * 2 + n % 2] *= ratio;
+        }
+    }
+    EACH(mt, nt, e) w[mt][nt][e] *= factor[mt][e >> 1];
+}
+
 /* ---- infinities and NaN, where some pairs are masked ---- */
 
 /* In one word of a tile: bit 0 for its low half, bit 1 for its high half. */
@@ -469,7 +517,7 @@ static __device__ __noinline__ void add_nonfinite(float *sums, const float *weig
         float weight[MT * 2];
         for (int r = 0; r < MT * 2; r++)
             weight[r] = __shfl_sync(~0u, weights[NUMBER(r / 2, n / 8, r % 2 * 2 + n % 2)], from);
-        /* the number that the source gives is of its own n: all lanes ask for the same one */
+            /* the number that the source gives is of its own n: all lanes ask for the same one */
 #pragma unroll 1
         for (int dt = 0; dt < DT; dt++) {
             const uint32_t word = ld_shared_b32(shared_at(tile, first + n, dt) + t * 4);
@@ -511,9 +559,9 @@ DEVICE void store_number(void *data, int64_t at, float x) {
     ((uint16_t *)data)[at] = BF16 ? attn__to_bf16(x) : (uint16_t)cvt_rn_f16x2(x, 0);
 }
 
-/* Times `factor`; rows of which `empty` says so have zeros. */
+/* Divided by `factors`, times `scale`; rows of which `empty` says so have zeros. */
 DEVICE void store_sums(const attn_cuda_args &a, const place &at, const attn_tensor &to, float sums[MT][DT][4], int32_t dim,
-                       float factor, const bool (*empty)[2]) {
+                       float scale, const float (*factors)[2], const bool (*empty)[2]) {
     if (!to.data) return;
 #pragma unroll
     for (int mt = 0; mt < MT; mt++)
@@ -525,11 +573,12 @@ DEVICE void store_sums(const attn_cuda_args &a, const place &at, const attn_tens
                                         : attn__q_offset(&a.p, &to, &at.s, own, at.h);
             const bool pairs = ((uint64_t)to.data + row * 2) % 4 == 0;
             const bool zero = !BY_KEYS && empty[mt][half];
+            const float factor = 1 / factors[mt][half];
 #pragma unroll
             for (int dt = 0; dt < DT; dt++) {
                 const int column = dt * 8 + (threadIdx.x & 3) * 2;
-                const float low = zero ? 0 : sums[mt][dt][2 * half] * factor;
-                const float high = zero ? 0 : sums[mt][dt][2 * half + 1] * factor;
+                const float low = zero ? 0 : sums[mt][dt][2 * half] * factor * scale;
+                const float high = zero ? 0 : sums[mt][dt][2 * half + 1] * factor * scale;
                 if (pairs && column + 1 < dim) {
                     *(uint32_t *)((uint8_t *)to.data + (row + column) * 2) = pack(low, high);
                 } else {

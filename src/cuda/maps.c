@@ -30,8 +30,7 @@ static void view_all(const attn_plan *plan, const attn_buffers *f, view views[VI
     views[VIEW_Q] = (view){q, {batch_q, rows_q, p->heads_q}, p->dim_qk, p->dtype};
     views[VIEW_K] = (view){f->k, {batch, rows, p->heads_kv}, p->dim_qk, p->kv_dtype};
     views[VIEW_V] = (view){f->v, {batch, rows, p->heads_kv}, p->dim_v, p->kv_dtype};
-    views[VIEW_O] =
-        (view){p->op == ATTN_BACKWARD ? f->d_o : f->o, {batch_q, rows_q, p->heads_q}, p->dim_v, p->out_dtype};
+    views[VIEW_O] = (view){p->op == ATTN_BACKWARD ? f->d_o : f->o, {batch_q, rows_q, p->heads_q}, p->dim_v, p->out_dtype};
 }
 
 /* Do rows start at multiples of 16 bytes? A stride of a dim with one element is not used. */
