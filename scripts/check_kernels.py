@@ -17,6 +17,7 @@ import sys
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 REGISTERS = 65536  # of a multiprocessor
 SHARED = {80: 99 << 10, 90: 227 << 10}  # most that a block can have; sm_86 and 89, which have the rows of sm_80, have 99 KB
+SHARED_A100 = 163 << 10  # sm_80 itself
 LIBRARY_BYTES = 15 << 20  # most that all images together may have
 PIECE_THREADS = 128
 SINK_THREADS = 256
@@ -40,9 +41,11 @@ def read_table():
             continue
         if match[1] == "BWD":
             dim, own, others, warps, blocks, stages = map(int, words[4:10])
-            rows = stages * others * 8 if words[2] == "KEYS" else 0
-            shared = 2 * (own + stages * others) * dim * 2 + rows  # ATTN_BWD_BYTES of cuda.h
-            entries[words[0]] = (words[0], 32 * warps, shared, SHARED[80], blocks, None)
+            rows = stages * others * 8 if words[2] != "ROWS" else 0
+            weights = 4 * own * others if words[2] == "BOTH" else 0
+            shared = 2 * (own + stages * others) * dim * 2 + rows + weights  # ATTN_BWD_BYTES of cuda.h
+            limit = SHARED[80] if words[2] != "BOTH" else SHARED_A100  # others have the line before
+            entries[words[0]] = (words[0], 32 * warps, shared, limit, blocks, None)
             continue
         if match[1] == "FWD90":
             dim, _, dim_v, bn, consumers, stages, qbuf = map(int, words[2:9])

@@ -35,6 +35,7 @@ enum {
     ATTN_ANY_ROWS = ATTN_CUDA_WARPS, /* fwd_any: rows of a block, one warp each ... */
     ATTN_ANY_COLS = 32,              /* ... and keys that are masked or skipped together */
     ATTN_BWD_ANY_REALS = 4 * ATTN_ANY_ROWS * 576 + ATTN_ANY_COLS * 33, /* bwd_any: shared memory of a block */
+    ATTN_ONE_ROWS = 64,                                                /* bwd_one.cu: rows of a tile */
     ATTN_SINK_THREADS = 256,                                           /* bwd_sink: of a block */
     ATTN_MERGE_PARTS = 48,                                             /* parts that one launch of merge takes */
     ATTN_MAP_COLS = 64,       /* columns of a tensor map's box: 128 bytes, which its swizzle is over */
@@ -112,6 +113,11 @@ typedef struct attn_cuda_args {
      * keys and those that no sequence covers have -inf and 0, whatever the caller's arrays hold there.
      */
     void *row_stats;
+    /*
+     * Backward in one pass: d_q of tiles of rows as far as it has come, in part_o, and the turns of blocks that add to it: bwd_one.cu.
+     * bwd_delta then writes zeros to d_q, for rows that no block comes by.
+     */
+    uint32_t *turns;
 } attn_cuda_args;
 
 #ifdef __cplusplus

@@ -21,37 +21,6 @@
 
 /* ---- products ---- */
 
-/* c0, c1 += a b for the two 8-column tiles of a fragment b of 16 columns. */
-DEVICE void multiply(float c0[4], float c1[4], const uint32_t a[4], const uint32_t b[4]) {
-    if (BF16) {
-        mma_m16n8k16_bf16(c0, a, b[0], b[1]);
-        mma_m16n8k16_bf16(c1, a, b[2], b[3]);
-    } else {
-        mma_m16n8k16_f16(c0, a, b[0], b[1]);
-        mma_m16n8k16_f16(c1, a, b[2], b[3]);
-    }
-}
-
-/* c = own . others, of the warp's own rows of a tile and the SUB rows of another from `first` on. */
-DEVICE void product(float c[MT][NT][4], uint32_t own, uint32_t others, int first) {
-    const int lane = here(threadIdx.x & 31), warp = threadIdx.x >> 5;
-    const uint32_t left = shared_at(own, warp * MT * 16 + (lane & 15), lane >> 4);
-    const uint32_t right = shared_at(others, first + (lane & 7) + (lane >> 4) * 8, lane >> 3 & 1);
-    EACH(mt, nt, e) c[mt][nt][e] = 0;
-#pragma unroll
-    for (int step = 0; step < DIM / 16; step++) {
-        uint32_t x[MT][4], y[4];
-#pragma unroll
-        for (int mt = 0; mt < MT; mt++) ldmatrix_x4(x[mt], shared_step(left, step) + mt * 16 * CHUNKS * 16);
-#pragma unroll
-        for (int n = 0; n < NT / 2; n++) {
-            ldmatrix_x4(y, shared_step(right, step) + n * 16 * CHUNKS * 16);
-#pragma unroll
-            for (int mt = 0; mt < MT; mt++) multiply(c[mt][2 * n], c[mt][2 * n + 1], x[mt], y);
-        }
-    }
-}
-
 /* sums += w . others, with the SUB rows of a tile from `first` on. */
 DEVICE void add_product(float sums[MT][DT][4], const float w[MT][NT][4], uint32_t others, int first) {
     const int lane = here(threadIdx.x & 31);
@@ -84,23 +53,6 @@ typedef struct totals {
     float factor[MT][2];
 } totals;
 
-DEVICE void weigh(const attn_cuda_args &a, const place &at, float s[MT][NT][4], float d[MT][NT][4], bool partial,
-                  int32_t n0, uint32_t of_stats, const stats (*own_stats)[2]) {
-    const bool drops = a.philox.threshold > 0, featured = (a.p.flags & (ATTN_ALIBI | ATTN_BIAS)) || a.p.softcap > 0;
-    pairs x = {~0u, ~0u, 1};
-    if (partial) x.seen = seen_pairs(a, at, n0);
-    if (drops) {
-        x.kept = kept_pairs(a, at, n0);
-        x.keep = (float)(1 / (1 - a.p.dropout));
-    }
-    if (featured)
-        weigh_featured(a, at, s, d, x, n0);
-    else if (partial || drops)
-        weigh_plain(a, s, d, x, false, of_stats, own_stats);
-    else
-        weigh_plain(a, s, d, x, true, of_stats, own_stats);
-}
-
 /* The others of a sub-tile are added to the sums; bad: some of them are not finite, and not everybody may see them. */
 DEVICE void add_others(const place &at, totals &sum, float s[MT][NT][4], float d[MT][NT][4], uint32_t tile, int first,
                        bool bad) {
@@ -128,8 +80,8 @@ DEVICE void add_others(const place &at, totals &sum, float s[MT][NT][4], float d
 /* One tile of others. */
 DEVICE void step(const attn_cuda_args &a, const place &at, const walk &w, totals &sum, uint32_t own, uint32_t tile,
                  uint32_t of_stats, const stats (*own_stats)[2]) {
-    if (BY_KEYS) clear_empty_rows(tile, of_stats);
-    const bool bad = w.partial && holds_nonfinite(tile);
+    const bool partial = (BY_KEYS && clear_empty_rows(tile, of_stats)) || w.partial;
+    const bool bad = partial && holds_nonfinite(tile);
 #pragma unroll 1
     for (int first = 0; first < OTHERS; first += SUB) {
         float s[MT][NT][4], d[MT][NT][4];
@@ -139,23 +91,12 @@ DEVICE void step(const attn_cuda_args &a, const place &at, const walk &w, totals
         } else {
             EACH(mt, nt, e) d[mt][nt][e] = 0;
         }
-        weigh(a, at, s, d, w.partial, w.n * OTHERS + first, of_stats + first * 8, own_stats);
+        weigh(a, at, s, d, partial, w.n * OTHERS + first, of_stats + first * 8, own_stats);
         add_others(at, sum, s, d, tile, first, bad);
     }
 }
 
 /* ---- the walk ---- */
-
-/* BY_KEYS: lse and delta of the row of the tile that this thread looks after. */
-DEVICE stats fetch_stats(const attn_cuda_args &a, const place &at, const walk &w) {
-    return row_stats(a, at, w.h, w.n * OTHERS + (int32_t)threadIdx.x);
-}
-DEVICE void put_stats(uint32_t to, stats x) {
-    if ((int)threadIdx.x >= OTHERS) return;
-    st_shared_b32(to + threadIdx.x * 8, __float_as_uint(x.lse));
-    st_shared_b32(to + threadIdx.x * 8 + 4, __float_as_uint(x.delta));
-}
-static_assert(!BY_KEYS || OTHERS <= THREADS, "a thread looks after one row");
 
 DEVICE void walk_others(const attn_cuda_args &a, place &at, totals &sum, uint32_t own, const stats (*own_stats)[2]) {
     const uint32_t tiles = own + 2 * OWN_BYTES, of_stats = tiles + STAGES * STAGE_BYTES;

@@ -14,7 +14,7 @@
 
 /* ---- the line of the table ---- */
 
-enum { KEYS, ROWS };
+enum { KEYS, ROWS, BOTH };
 #define PIECE(...)
 #define FWD(...)
 #define FWD90(...)
@@ -39,7 +39,9 @@ enum { KEYS, ROWS };
 #define K(field) K__(VARIANT, field)
 
 enum {
-    BY_KEYS = (int)K(SIDE) == (int)KEYS,
+    PAIRED =
+        (int)K(SIDE) == (int)BOTH, /* two warps have the same own ones, and each a half of the others, or of the dims */
+    BY_KEYS = (int)K(SIDE) != (int)ROWS,
     BF16 = (int)K(DTYPE) == (int)ATTN_BF16,
     DIM = K(DIM),
     OWN = K(OWN),
@@ -48,15 +50,16 @@ enum {
     CTAS = K(CTAS),
     STAGES = K(STAGES),
     THREADS = 32 * WARPS,
-    CHUNKS = DIM / 8,                                   /* 16-byte pieces of a row */
-    MT = OWN / WARPS / 16,                              /* 16-row tiles of a warp */
-    SUB = ATTN_BWD_SUB(OWN, OTHERS, WARPS),             /* others that are worked at a time: what has room in registers */
-    NT = SUB / 8,                                       /* 8-column tiles of these */
-    DT = DIM / 8,                                       /* 8-column tiles of the sums */
-    ELEMENTS = MT * NT * 4,                             /* of a tile, that a thread has */
-    SPLIT = BY_KEYS && ATTN_BWD_SPLIT(OWN, WARPS, DIM), /* blocks make either d_k or d_v */
-    TWO = BY_KEYS && !SPLIT,                            /* or both */
-    TILE_BYTES = OTHERS * DIM * 2,                      /* of one of the two streamed tensors */
+    CHUNKS = DIM / 8,                     /* 16-byte pieces of a row */
+    MT = OWN * (1 + PAIRED) / WARPS / 16, /* 16-row tiles of a warp */
+    SUB =
+        ATTN_BWD_SUB(OWN, OTHERS, WARPS / (1 + PAIRED)), /* others that are worked at a time: what has room in registers */
+    NT = SUB / 8,                                        /* 8-column tiles of these */
+    DT = DIM / 8,                                        /* 8-column tiles of the sums */
+    ELEMENTS = MT * NT * 4,                              /* of a tile, that a thread has */
+    SPLIT = BY_KEYS && !PAIRED && ATTN_BWD_SPLIT(OWN, WARPS, DIM), /* blocks make either d_k or d_v */
+    TWO = BY_KEYS && !SPLIT,                                       /* or both */
+    TILE_BYTES = OTHERS * DIM * 2,                                 /* of one of the two streamed tensors */
     OWN_BYTES = OWN * DIM * 2,
     STATS_BYTES = BY_KEYS ? OTHERS * 8 : 0,
     STAGE_BYTES = 2 * TILE_BYTES
@@ -173,14 +176,15 @@ DEVICE void find_tile(const attn_cuda_args &a, const place &at, walk &w) {
         if (a.ranges && !BY_KEYS) range = range_over(a, at, n0, OTHERS);
         const attn_flash_range *of_keys = !a.ranges ? NULL : BY_KEYS ? &at.range : &range;
         const int tile_class = attn__mask_tile(&at.mask, i0, i1, j0, j1, of_keys);
-        w.partial = tile_class == ATTN_TILE_PARTIAL;
+        w.partial = tile_class == ATTN_TILE_PARTIAL || (BY_KEYS && n0 + OTHERS > at.s.sq); /* K may hold infinities */
         if (tile_class != ATTN_TILE_SKIP) return;
     }
 }
 
 /* Own key or row of half `half` of 16-row tile mt; another one, of the sub-tile that begins with n0. */
 DEVICE int32_t own_at(const place &at, int mt, int half) {
-    return at.own + ((int32_t)(threadIdx.x >> 5) * MT + mt) * 16 + half * 8 + (int32_t)(threadIdx.x >> 2 & 7);
+    return at.own + ((int32_t)(threadIdx.x >> 5) / (1 + PAIRED) * MT + mt) * 16 + half * 8 +
+           (int32_t)(threadIdx.x >> 2 & 7);
 }
 DEVICE int32_t other_at(int32_t n0, int nt, int c) { return n0 + nt * 8 + (int32_t)(threadIdx.x & 3) * 2 + c; }
 DEVICE int32_t row_at(int32_t own, int32_t other) { return BY_KEYS ? other : own; }
@@ -265,22 +269,35 @@ DEVICE stats row_stats(const attn_cuda_args &a, const place &at, int32_t h, int3
 DEVICE float safe_lse(float lse) { return lse == -INFINITY ? INFINITY : lse; }
 
 /*
- * BY_KEYS: rows of the tile that have no keys, whatever their q and d_o hold: zeros take their place, or 0 * NaN would reach keys. Rare.
- * All warps see the same.
+ * BY_KEYS: are there rows in the tile that have no keys? Whatever their q and d_o hold, zeros take their place, or 0 * NaN would reach
+ * keys; and weigh_plain has to know of them. Rare. All warps see the same.
  */
-DEVICE void clear_empty_rows(uint32_t tile, uint32_t of_stats) {
+DEVICE bool clear_empty_rows(uint32_t tile, uint32_t of_stats) {
     bool any = false;
 #pragma unroll
     for (int n = threadIdx.x & 31; n < OTHERS; n += 32)
         any |= __uint_as_float(ld_shared_b32(of_stats + n * 8)) == -INFINITY;
-    if (!__any_sync(~0u, any)) return;
+    if (!__any_sync(~0u, any)) return false;
     for (int n = threadIdx.x; n < OTHERS * CHUNKS; n += THREADS) {
         if (__uint_as_float(ld_shared_b32(of_stats + n / CHUNKS * 8)) != -INFINITY) continue;
         st_shared_v4(tile + n * 16, make_uint4(0, 0, 0, 0));
         st_shared_v4(tile + TILE_BYTES + n * 16, make_uint4(0, 0, 0, 0));
     }
     __syncthreads();
+    return true;
 }
+
+/* BY_KEYS: lse and delta of the row of the tile that this thread looks after. */
+DEVICE stats fetch_stats(const attn_cuda_args &a, const place &at, const walk &w) {
+    if ((int)threadIdx.x >= OTHERS) return {0, 0};
+    return row_stats(a, at, w.h, w.n * OTHERS + (int32_t)threadIdx.x);
+}
+DEVICE void put_stats(uint32_t to, stats x) {
+    if ((int)threadIdx.x >= OTHERS) return;
+    st_shared_b32(to + threadIdx.x * 8, __float_as_uint(x.lse));
+    st_shared_b32(to + threadIdx.x * 8 + 4, __float_as_uint(x.delta));
+}
+static_assert(!BY_KEYS || OTHERS <= THREADS, "a thread looks after one row");
 
 /* ---- which pairs count ---- */
 
@@ -387,10 +404,10 @@ DEVICE void weigh_featured(const attn_cuda_args &a, const place &at, float s[MT]
         const int32_t own = own_at(at, n / (NT * 4), n >> 1 & 1), other = other_at(n0, n / 4 % NT, n & 1);
         const int32_t i = row_at(own, other), j = key_at(own, other);
         float p = 0, d_s = 0;
-        if ((x.seen >> n & 1) && i < at.s.sq && j < at.s.sk) {
-            const stats row = row_stats(a, at, at.h, i);
+        const stats row = row_stats(a, at, at.h, i);
+        if ((x.seen >> n & 1) && i < at.s.sq && j < at.s.sk && row.lse != -INFINITY) {
             float slope, y = score(a, at.s, at.h, i, j, __fmul_rn(scale, product[n]), &slope);
-            p = row.lse == -INFINITY ? 0 : ex2_approx(__fmul_rn(y - row.lse, (float)ATTN_LOG2E));
+            p = ex2_approx(__fmul_rn(y - row.lse, (float)ATTN_LOG2E));
             const bool kept = x.kept >> n & 1;
             d_s = p * ((kept ? x.keep * d_p[n] : 0) - row.delta) * slope;
             if (!kept) p = 0;
@@ -433,13 +450,30 @@ DEVICE void weigh_plain(const attn_cuda_args &a, float s[MT][NT][4], float d[MT]
                     d[mt][nt][e] = p * (d[mt][nt][e] - row.delta);
                 } else {
                     const int bit = NUMBER(mt, nt, e);
-                    const bool seen = x.seen >> bit & 1, kept = x.kept >> bit & 1;
+                    const bool seen = (x.seen >> bit & 1) && row.lse != INFINITY, kept = x.kept >> bit & 1;
                     const float d_s = p * ((kept ? x.keep * d[mt][nt][e] : 0) - row.delta);
                     d[mt][nt][e] = seen ? d_s : 0;
                     s[mt][nt][e] = seen && kept ? p : 0;
                 }
             }
     }
+}
+
+DEVICE void weigh(const attn_cuda_args &a, const place &at, float s[MT][NT][4], float d[MT][NT][4], bool partial,
+                  int32_t n0, uint32_t of_stats, const stats (*own_stats)[2]) {
+    const bool drops = a.philox.threshold > 0, featured = (a.p.flags & (ATTN_ALIBI | ATTN_BIAS)) || a.p.softcap > 0;
+    pairs x = {~0u, ~0u, 1};
+    if (partial) x.seen = seen_pairs(a, at, n0);
+    if (drops) {
+        x.kept = kept_pairs(a, at, n0);
+        x.keep = (float)(1 / (1 - a.p.dropout));
+    }
+    if (featured)
+        weigh_featured(a, at, s, d, x, n0);
+    else if (partial || drops)
+        weigh_plain(a, s, d, x, false, of_stats, own_stats);
+    else
+        weigh_plain(a, s, d, x, true, of_stats, own_stats);
 }
 
 /* ---- float16: numbers that are small ---- */
@@ -553,10 +587,53 @@ DEVICE void add_bad(float sums[MT][DT][4], const float w[MT][NT][4], uint32_t ti
     for (int n = 0; n < MT * DT * 4; n++) sums[n / (DT * 4)][n / 4 % DT][n % 4] = copy[n];
 }
 
+/* ---- products ---- */
+
+/* c0, c1 += a b for the two 8-column tiles of a fragment b of 16 columns. */
+DEVICE void multiply(float c0[4], float c1[4], const uint32_t a[4], const uint32_t b[4]) {
+    if (BF16) {
+        mma_m16n8k16_bf16(c0, a, b[0], b[1]);
+        mma_m16n8k16_bf16(c1, a, b[2], b[3]);
+    } else {
+        mma_m16n8k16_f16(c0, a, b[0], b[1]);
+        mma_m16n8k16_f16(c1, a, b[2], b[3]);
+    }
+}
+
+/* c = own . others, of the warp's own rows of a tile and the SUB rows of another from `first` on. */
+DEVICE void product(float c[MT][NT][4], uint32_t own, uint32_t others, int first) {
+    const int lane = here(threadIdx.x & 31), warp = threadIdx.x >> 5;
+    const uint32_t left = shared_at(own, warp / (1 + PAIRED) * MT * 16 + (lane & 15), lane >> 4);
+    const uint32_t right = shared_at(others, first + (lane & 7) + (lane >> 4) * 8, lane >> 3 & 1);
+    EACH(mt, nt, e) c[mt][nt][e] = 0;
+#pragma unroll
+    for (int step = 0; step < DIM / 16; step++) {
+        uint32_t x[MT][4], y[4];
+#pragma unroll
+        for (int mt = 0; mt < MT; mt++) ldmatrix_x4(x[mt], shared_step(left, step) + mt * 16 * CHUNKS * 16);
+#pragma unroll
+        for (int n = 0; n < NT / 2; n++) {
+            ldmatrix_x4(y, shared_step(right, step) + n * 16 * CHUNKS * 16);
+#pragma unroll
+            for (int mt = 0; mt < MT; mt++) multiply(c[mt][2 * n], c[mt][2 * n + 1], x[mt], y);
+        }
+    }
+}
+
 /* ---- sums to memory ---- */
 
 DEVICE void store_number(void *data, int64_t at, float x) {
     ((uint16_t *)data)[at] = BF16 ? attn__to_bf16(x) : (uint16_t)cvt_rn_f16x2(x, 0);
+}
+
+/* Columns `column` and the next, as far as there are such. */
+DEVICE void store_pair(void *data, int64_t row, int column, int32_t dim, float low, float high) {
+    if (column + 1 < dim && ((uint64_t)data + row * 2) % 4 == 0) {
+        *(uint32_t *)((uint8_t *)data + (row + column) * 2) = pack(low, high);
+    } else {
+        if (column < dim) store_number(data, row + column, low);
+        if (column + 1 < dim) store_number(data, row + column + 1, high);
+    }
 }
 
 /* Divided by `factors`, times `scale`; rows of which `empty` says so have zeros. */
@@ -571,7 +648,6 @@ DEVICE void store_sums(const attn_cuda_args &a, const place &at, const attn_tens
             if (own >= at.own + at.count) continue;
             const int64_t row = BY_KEYS ? attn__kv_offset(&a.p, &a.f, &to, &at.s, at.s.leftpad + own, at.kv_head)
                                         : attn__q_offset(&a.p, &to, &at.s, own, at.h);
-            const bool pairs = ((uint64_t)to.data + row * 2) % 4 == 0;
             const bool zero = !BY_KEYS && empty[mt][half];
             const float factor = 1 / factors[mt][half];
 #pragma unroll
@@ -579,12 +655,7 @@ DEVICE void store_sums(const attn_cuda_args &a, const place &at, const attn_tens
                 const int column = dt * 8 + (threadIdx.x & 3) * 2;
                 const float low = zero ? 0 : sums[mt][dt][2 * half] * factor * scale;
                 const float high = zero ? 0 : sums[mt][dt][2 * half + 1] * factor * scale;
-                if (pairs && column + 1 < dim) {
-                    *(uint32_t *)((uint8_t *)to.data + (row + column) * 2) = pack(low, high);
-                } else {
-                    if (column < dim) store_number(to.data, row + column, low);
-                    if (column + 1 < dim) store_number(to.data, row + column + 1, high);
-                }
+                store_pair(to.data, row, column, dim, low, high);
             }
         }
 }

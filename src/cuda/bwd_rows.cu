@@ -36,6 +36,10 @@ KERNEL bwd_delta(const __grid_constant__ attn_cuda_args a) {
         delta = row_delta(a, s, (int32_t)i, h);
         if (a.f.d_lse) delta -= attn__load(real_dtype, a.f.d_lse, n);
     }
+    if (a.turns && i >= 0 && i < s.sq) {
+        const int64_t to = attn__q_offset(&a.p, &a.f.d_q, &s, (int32_t)i, h);
+        for (int32_t x = lane_index(); x < a.p.dim_qk; x += 32) attn__store(a.p.dtype, a.f.d_q.data, to + x, 0);
+    }
     if (lane_index() != 0) return;
     attn__store(real_dtype, a.row_stats, 2 * n, lse);
     attn__store(real_dtype, a.row_stats, 2 * n + 1, delta);

@@ -70,12 +70,17 @@ const attn_cuda_entry attn__cuda_entries[ATTN_ENTRIES] = {
                          .shared_bytes = ATTN_HOPPER_BYTES(64 * (consumers), n, most, v, stages, qbuf)},
 #define SIDE_KEYS true
 #define SIDE_ROWS false
+#define SIDE_BOTH true
+#define ONE_KEYS false
+#define ONE_ROWS false
+#define ONE_BOTH true
 #define BWD(id, least, side, type, most, own, others, w, ctas, stages)                                                     \
     [ATTN_ENTRY_##id] = {.name = #id,                                                                                      \
                          .file = #id,                                                                                      \
                          .op = ATTN_BACKWARD,                                                                              \
+                         .one = ONE_##side,                                                                                \
                          .by_keys = SIDE_##side,                                                                           \
-                         .split = SIDE_##side && ATTN_BWD_SPLIT(own, w, most),                                             \
+                         .split = SIDE_##side && !ONE_##side && ATTN_BWD_SPLIT(own, w, most),                              \
                          .arch = least,                                                                                    \
                          .dtype = ATTN_##type,                                                                             \
                          .dim_qk = most,                                                                                   \
@@ -86,7 +91,7 @@ const attn_cuda_entry attn__cuda_entries[ATTN_ENTRIES] = {
                          .bn = SIDE_##side ? (own) : (others),                                                             \
                          .warps = w,                                                                                       \
                          .takes = ATTN_TAKES_ALL,                                                                          \
-                         .shared_bytes = ATTN_BWD_BYTES(SIDE_##side, most, own, others, stages)},
+                         .shared_bytes = ATTN_BWD_BYTES(SIDE_##side, ONE_##side, most, own, others, stages)},
 #define PIECE(...)
 #include "variants.def"
 #undef FWD
@@ -133,6 +138,7 @@ static const attn_kernel kernels[] = {
      .rows = others,                                                                                                       \
      .cols = own},
 #define BWD_ROWS(...) /* comes with the line before it */
+#define BWD_BOTH BWD_KEYS
 #define PIECE(...)
 #include "variants.def"
 #undef FWD
@@ -224,7 +230,7 @@ static const attn_kernel *choose(const attn_problem *p, const attn_gpu *gpu, boo
     for (int32_t n = 0; n < KERNELS; n++) {
         const attn_cuda_entry *e = kernels[n].impl;
         bool any = e == &attn__cuda_entries[ATTN_ENTRY_fwd_any] || e == &attn__cuda_entries[ATTN_ENTRY_bwd_any];
-        bool both = e->op != ATTN_BACKWARD || attn__cuda_runs_on(e + 1, gpu); /* d_q comes with d_k and d_v */
+        bool both = e->op != ATTN_BACKWARD || e->one || attn__cuda_runs_on(e + 1, gpu); /* d_q comes with d_k and d_v */
         bool fits = any || (e->dtype == tile_dtype(p) && attn__cuda_serves(e, p, aligned));
         if (kernels[n].op != p->op || !fits || !both || !attn__cuda_runs_on(e, gpu)) continue;
         if (chosen->op != p->op || e->dim <= ((const attn_cuda_entry *)chosen->impl)->dim) chosen = &kernels[n];
@@ -370,12 +376,32 @@ static attn_status lay_out(attn_plan *plan) {
     return ATTN_OK;
 }
 
-/* Two numbers for each row, and FlashMask's ranges: that is all, whatever the lengths. */
+/* The dim of the kernel that makes d_q in turns, on any device; 0: none does. */
+static int32_t one_pass_dim(const attn_plan *plan) {
+    int32_t dim = 0;
+    for (int32_t n = 0; n < plan->context->cuda->state->gpus; n++) {
+        int entry = plan->gpu_kernel[n][0];
+        if (entry >= 0 && attn__cuda_entries[entry].one) dim = attn__max32(dim, attn__cuda_entries[entry].dim);
+    }
+    return dim;
+}
+
+/* Tiles of rows that d_q is summed up in, over all sequences and heads; packed sequences each begin with one of their own. */
+int64_t attn__cuda_q_tiles(const attn_problem *p, int32_t rows) {
+    return p->heads_q *
+           (p->flags & ATTN_VARLEN_Q ? p->total_q / rows + p->batch + 1 : p->batch * attn__ceil_div(p->max_q, rows));
+}
+
+/* Two numbers for each row, FlashMask's ranges, and in one pass d_q in float and the turns of its tiles. */
 static attn_status lay_out_backward(attn_plan *plan) {
     const attn_problem *p = &plan->problem;
+    const int32_t dim = one_pass_dim(plan);
+    const int64_t tiles = dim ? attn__cuda_q_tiles(p, ATTN_ONE_ROWS) : 0;
     int64_t ranges = (int64_t)p->batch * p->flashmask_heads * attn__ceil_div(p->max_kv, ATTN_ANY_COLS);
     bool fits = attn__plan_reserve(plan, CUDA_ROWS, rows_of(p), p->dtype == ATTN_F64 ? 16 : 8) &&
-                attn__plan_reserve(plan, CUDA_RANGES, ranges, sizeof(attn_flash_range));
+                attn__plan_reserve(plan, CUDA_RANGES, ranges, sizeof(attn_flash_range)) &&
+                attn__plan_reserve(plan, CUDA_D_Q, tiles, (int64_t)ATTN_ONE_ROWS * dim * (int64_t)sizeof(float)) &&
+                attn__plan_reserve(plan, CUDA_TURNS, tiles, sizeof(uint32_t));
     RETURN_IF(!fits, ATTN_INVALID, "max_q=%d, max_kv=%d: the workspace does not fit into memory", p->max_q, p->max_kv);
     return ATTN_OK;
 }
@@ -419,10 +445,9 @@ static attn_status load_backward(attn_plan *plan, uint32_t gpus) {
     if (p->flags & ATTN_OWN_LENGTHS) pieces[count++] = ATTN_ENTRY_bwd_fill;
     RETURN_IF_ERROR(attn__cuda_load(cuda, pieces, count, gpus));
     for (int32_t n = 0; n < cuda->state->gpus; n++) {
-        int kernel[4];
-        if (plan->gpu_kernel[n][0] < 0) continue;
-        for (int k = 0; k < 4; k++) kernel[k] = plan->gpu_kernel[n][k / 2] + k % 2;
-        RETURN_IF_ERROR(attn__cuda_load(cuda, kernel, 4, UINT32_C(1) << n));
+        const int entry = plan->gpu_kernel[n][0], kernel[] = {entry, entry + 1}; /* alignment does not matter */
+        if (entry >= 0)
+            RETURN_IF_ERROR(attn__cuda_load(cuda, kernel, attn__cuda_entries[entry].one ? 1 : 2, UINT32_C(1) << n));
     }
     return ATTN_OK;
 }

@@ -57,6 +57,7 @@ typedef struct attn_cuda_entry {
     const char *name; /* its symbol */
     const char *file; /* the image is named like it, without ".cu" */
     attn_op op;       /* forward, of pieces too; or backward: then dims as below, and it takes everything */
+    bool one;         /* backward: d_q, d_k and d_v in one kernel, with turns; otherwise the next entry makes d_q */
     bool by_keys;     /* backward: keeps keys and makes d_k and d_v; otherwise d_q, and bm is of the rows that it keeps */
     bool split;       /* backward: blocks make either d_k or d_v */
     bool hopper;      /* of fwd_sm90.cu: for its arch alone, given attn_cuda_args90, its blocks share the work */
@@ -78,9 +79,10 @@ extern const attn_cuda_entry attn__cuda_entries[ATTN_ENTRIES];
 #define ATTN_TILE_BYTES(dtype, bm, bn, dim, dimv, eager)                                                                   \
     (((size_t)(bm) * (dim) + ((eager) == 2 ? 2 : 1) * (size_t)(bn) * ((dim) + (dimv))) * ((dtype) == ATTN_F32 ? 4 : 2))
 
-/* Of a BWD line: the two tensors that are kept, tiles of the two others, lse and delta of rows where these are the others. */
-#define ATTN_BWD_BYTES(is_keys, dim, own, others, stages)                                                                  \
-    (2 * ((size_t)(own) + (size_t)(stages) * (others)) * (dim)*2 + ((is_keys) ? (size_t)(stages) * (others)*8 : 0))
+/* Of a BWD line: the two tensors that are kept, tiles of the two others, lse and delta of rows where these are the others; P, d_s. */
+#define ATTN_BWD_BYTES(is_keys, is_one, dim, own, others, stages)                                                          \
+    (2 * ((size_t)(own) + (size_t)(stages) * (others)) * (dim)*2 + ((is_keys) ? (size_t)(stages) * (others)*8 : 0) +       \
+     ((is_one) ? (size_t)4 * (own) * (others) : 0))
 
 /* args.scale_log2; 0 where the scale is too small for a float. */
 static inline float attn__scale_log2(const attn_problem *p) { return (float)(p->scale * ATTN_LOG2E); }
@@ -109,6 +111,9 @@ bool attn__cuda_counts(const attn_problem *p);
 
 /* What a kernel of the family has to take for this problem. aligned: rows of its tensors start at multiples of 16 bytes. */
 attn_cuda_takes attn__cuda_wants(const attn_problem *p, bool hopper, bool aligned);
+
+/* Tiles of so many rows of all sequences and heads, in which a backward in one pass has d_q. */
+int64_t attn__cuda_q_tiles(const attn_problem *p, int32_t rows);
 
 /* Does a line do all that the problem asks for, its dtype apart? */
 bool attn__cuda_serves(const attn_cuda_entry *e, const attn_problem *p, bool aligned);
@@ -207,12 +212,14 @@ void attn__cuda_unload(attn_cuda *cuda);
 
 /* Parts of the workspace, as plan->part[]; attn__part (internal.h) gives the address. Empty ones have no bytes. */
 enum {
-    CUDA_PART_O,   /* part_o of args.h */
-    CUDA_PART_LSE, /* part_lse of args.h */
-    CUDA_RANGES,   /* ranges of args.h */
-    CUDA_COUNTER,  /* counter of args.h */
-    CUDA_Q,        /* ATTN_ROTARY: the rotated q; attn__cuda_rotated_q says how it lies */
-    CUDA_ROWS      /* backward: row_stats of args.h */
+    CUDA_PART_O,              /* part_o of args.h */
+    CUDA_PART_LSE,            /* part_lse of args.h */
+    CUDA_RANGES,              /* ranges of args.h */
+    CUDA_COUNTER,             /* counter of args.h */
+    CUDA_Q,                   /* ATTN_ROTARY: the rotated q; attn__cuda_rotated_q says how it lies */
+    CUDA_ROWS,                /* backward: row_stats of args.h */
+    CUDA_D_Q = CUDA_PART_O,   /* backward in one pass: part_o of args.h */
+    CUDA_TURNS = CUDA_COUNTER /* and turns */
 };
 
 /* What the launches of one call share. The CUDA context that they go to is current. */

@@ -176,6 +176,10 @@ static attn_cuda_args make_backward(const attn_cuda_run *run, const attn_plan *p
     a.f = *f;
     a.status = run->status;
     a.row_stats = attn__part(plan, f, CUDA_ROWS);
+    if (run->entries[run->forward].one && f->d_q.data) {
+        a.part_o = attn__part(plan, f, CUDA_D_Q);
+        a.turns = attn__part(plan, f, CUDA_TURNS);
+    }
     if (p->flashmask_vectors) {
         a.ranges = attn__part(plan, f, CUDA_RANGES);
         a.range_cols = ATTN_ANY_COLS;
@@ -195,6 +199,7 @@ static attn_status launch_plain(const attn_cuda_run *run, int entry, int64_t blo
 
 /* d_k and d_v, or d_q: a block to each tile of keys of each KV head, or of rows of each query head; bwd_any numbers its blocks itself. */
 static attn_status launch_gradient(const attn_cuda_run *run, int entry, attn_cuda_args a) {
+    enum { HEADS = 32 };
     const attn_cuda_entry *e = &run->entries[entry];
     const attn_problem *p = &a.p;
     const bool any = e->dtype == ATTN_DTYPE_DEFAULT, keys = any ? entry == ATTN_ENTRY_bwd_any : e->by_keys;
@@ -203,7 +208,8 @@ static attn_status launch_gradient(const attn_cuda_run *run, int entry, attn_cud
     const int64_t tiles = attn__ceil_div(keys ? p->max_kv : p->max_q, own);
     if (any) return launch_plain(run, entry, heads * tiles, &a);
     if (heads == 0) return ATTN_OK;
-    a.group = attn__min32(heads_side_by_side(p), heads > INT32_MAX ? INT32_MAX : (int32_t)heads);
+    a.group = (int32_t)(heads < heads_side_by_side(p) ? heads : heads_side_by_side(p));
+    if (e->one) a.group = (int32_t)(heads < HEADS ? heads : HEADS); /* so that few blocks of a head are at work at a time */
     a.row_tiles = (int32_t)tiles;
     a.slots = a.row_tiles * (e->split ? 2 : 1);
     return attn__cuda_launch(run, entry, a.group * (int64_t)a.slots, attn__ceil_div(heads, a.group), 32 * e->warps,
@@ -241,8 +247,13 @@ attn_status attn__cuda_backward(const attn_cuda_run *run, const attn_plan *plan,
     RETURN_IF_ERROR(launch_warps(run, ATTN_ENTRY_bwd_delta, rows * p->heads_q, &a));
     if (a.ranges)
         RETURN_IF_ERROR(launch_warps(run, ATTN_ENTRY_ranges, (int64_t)p->batch * p->flashmask_heads * a.range_tiles, &a));
-    if (f->d_q.data) RETURN_IF_ERROR(launch_gradient(run, run->forward + 1, a));
-    if (f->d_k.data || f->d_v.data) RETURN_IF_ERROR(launch_gradient(run, run->forward, a));
+    const bool one = run->entries[run->forward].one;
+    if (a.turns)
+        RETURN_IF_DRIVER(
+            run->driver, cuMemsetD32Async,
+            ((attn_cu_pointer)(uintptr_t)a.turns, 0, (size_t)attn__cuda_q_tiles(p, ATTN_ONE_ROWS), run->stream));
+    if (f->d_q.data && !one) RETURN_IF_ERROR(launch_gradient(run, run->forward + 1, a));
+    if (f->d_k.data || f->d_v.data || (f->d_q.data && one)) RETURN_IF_ERROR(launch_gradient(run, run->forward, a));
     if (f->d_bias.data) RETURN_IF_ERROR(launch_bias(run, &a));
     return launch_after(run, &a);
 }

@@ -84,6 +84,29 @@ PTX void st_shared_v4(uint32_t to, uint4 x) {
 }
 PTX void st_shared_b32(uint32_t to, uint32_t x) { asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(x) : "memory"); }
 
+/* What other blocks have written, past L1. */
+PTX float4 ld_global_cg_v4(const float4 *from) {
+    float4 x;
+    asm volatile("ld.global.cg.v4.f32 {%0,%1,%2,%3}, [%4];"
+                 : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+                 : "l"(from)
+                 : "memory");
+    return x;
+}
+PTX void st_global_cg_v4(float4 *to, float x, float y, float z, float w) {
+    asm volatile("st.global.cg.v4.f32 [%0], {%1,%2,%3,%4};" ::"l"(to), "f"(x), "f"(y), "f"(z), "f"(w) : "memory");
+}
+
+/* Until another block has released this number; what was written before that is seen from here on. */
+PTX void wait_acquire_gpu(const uint32_t *at, uint32_t number) {
+    uint32_t x;
+    do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(at) : "memory");
+    while (x != number);
+}
+PTX void st_release_gpu(uint32_t *at, uint32_t x) {
+    asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(at), "r"(x) : "memory");
+}
+
 /* c += a b: a is 16x16 (tf32: 16x8), b two registers, c 16x8 in float. */
 #define MMA(name, shape)                                                                                                   \
     PTX void name(float c[4], const uint32_t a[4], uint32_t b0, uint32_t b1) {                                             \

@@ -45,7 +45,8 @@ for kernel in $(sed -n 's/^FWD90(\([a-z0-9_]*\),.*/\1/p' src/cuda/variants.def);
     compile "$kernel.o" $fwd "-DVARIANT=$kernel" -c src/cuda/fwd_sm90.cu
 done
 for kernel in $(sed -n 's/^BWD(\([a-z0-9_]*\),.*/\1/p' src/cuda/variants.def); do
-    compile "$kernel.o" $fwd "-DVARIANT=$kernel" -c src/cuda/bwd.cu
+    case $kernel in *_one) source=bwd_one.cu ;; *) source=bwd.cu ;; esac
+    compile "$kernel.o" $fwd "-DVARIANT=$kernel" -c src/cuda/$source
 done
 kernels=$objects
 compile hopper_test.o $fwd -DVARIANT=none -c tests/emulate/hopper_test.cu

@@ -133,6 +133,18 @@ static inline void st_shared(uint32_t to, const void *x, uint32_t bytes) {
 static inline void st_shared_v4(uint32_t to, uint4 x) { st_shared(to, &x, 16); }
 static inline void st_shared_b32(uint32_t to, uint32_t x) { st_shared(to, &x, 4); }
 
+/* ---- other blocks: they run one after the other, so what is not there yet never comes ---- */
+
+typedef struct float4 {
+    float x, y, z, w;
+} float4;
+static inline float4 ld_global_cg_v4(const float4 *from) { return *from; }
+static inline void st_global_cg_v4(float4 *to, float x, float y, float z, float w) { *to = float4{x, y, z, w}; }
+static inline void wait_acquire_gpu(const uint32_t *at, uint32_t number) {
+    if (*at != number) emulate_fail("waits for %u of a block that has left %u", number, *at);
+}
+static inline void st_release_gpu(uint32_t *at, uint32_t x) { *at = x; }
+
 /* ---- numbers ---- */
 
 static inline float ex2_approx(float x) {

@@ -1,0 +1,394 @@
+/*
+ * The whole backward in one pass, with mma.sync: lines of side BOTH. As bwd.cu with keys in the place of its own, and d_q besides, so
+ * that the products of a tile are five instead of seven: S and d_p are not computed a second time.
+ *
+ * A block keeps OWN keys and walks over tiles of 64 rows. Warps work in pairs, which have 32 keys in common. Per tile:
+ *
+ *     wait for it              barrier 1: Q and d_o are there for all warps, and nobody reads anything of the tile before
+ *     fetch the next one       into the other buffer
+ *     S = K Q^T, D = V d_o^T   a warp has its 32 keys and one half of the rows
+ *     P, d_s                   as in bwd.cu, then to shared memory, [keys][rows]
+ *     wait for the turn        d_q of these rows is there as the blocks of the keys before have left it
+ *                              barrier 2: P, d_s and the turn
+ *     d_v += P d_o, d_k += d_s Q   a warp has its 32 keys and one half of the dims
+ *     d_q += d_s^T K           a warp has 16 or 32 of the rows and a part of the dims
+ *
+ * d_q is a sum over blocks, and so that it is the same every time they take turns, in the order of keys: `turns` has, for each tile of
+ * rows and head, the number of the last block that has added to it, plus 1. The sum is in float, in the workspace, in the order in which
+ * threads hold it; whoever comes last writes the result instead. A block only waits for blocks that were launched before it, and at a time
+ * few of one head are at work (launch.c), so that they seldom wait at all. It passes the turn on at barrier 1 of the tile after, when all
+ * its threads have written.
+ */
+#include "bwd.cuh"
+
+enum {
+    HALF = DT / 2,                  /* 8-column tiles of the sums of a warp: one half of the dims */
+    W_BYTES = OWN * OTHERS * 2,     /* P or d_s of a tile */
+    ACROSS = DIM % 64 == 0 ? 4 : 2, /* d_q: warps that share the dims ... */
+    DOWN = WARPS / ACROSS,          /* ... and the rows */
+    QM = OTHERS / DOWN / 16,        /* d_q: 16-row tiles of a warp */
+    QN = DT / ACROSS,               /* d_q: 8-column tiles of a warp */
+    AT_V = OWN_BYTES,               /* shared memory: K, V, stages of Q and d_o, P, d_s, lse and delta */
+    AT_TILES = 2 * OWN_BYTES,
+    AT_P = AT_TILES + STAGES * STAGE_BYTES,
+    AT_D_S = AT_P + W_BYTES,
+    AT_STATS = AT_D_S + W_BYTES
+};
+static_assert(PAIRED && STAGES == 2 && WARPS == 8 && BF16, "what this file is written for");
+static_assert(OTHERS == 64 && 2 * SUB == OTHERS && MT == 2, "a warp has one half of the rows");
+static_assert(QN % 2 == 0 && HALF % 2 == 0, "want another dim");
+
+/* ---- P and d_s in shared memory ---- */
+
+/* A 16-byte piece: rows 8 * chunk, ... of a key. */
+DEVICE uint32_t w_at(uint32_t base, int key, int chunk) { return base + key * OTHERS * 2 + ((chunk ^ (key & 7)) << 4); }
+
+DEVICE void put_weights(uint32_t base, const float w[MT][NT][4]) {
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+#pragma unroll
+    for (int mt = 0; mt < MT; mt++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const int key = (warp / 2 * MT + mt) * 16 + half * 8 + (lane >> 2);
+#pragma unroll
+            for (int nt = 0; nt < NT; nt++)
+                st_shared_b32(w_at(base, key, warp % 2 * NT + nt) + (lane & 3) * 4,
+                              pack(w[mt][nt][2 * half], w[mt][nt][2 * half + 1]));
+        }
+}
+
+DEVICE float weight_at(uint32_t base, int key, int row) {
+    const uint32_t word = ld_shared_b32(w_at(base, key, row / 8) + row % 8 / 2 * 4);
+    return attn__from_bf16((uint16_t)(word >> row % 2 * 16));
+}
+
+/* ---- products ---- */
+
+/* sums += w . others: of the pair's keys, all rows of the tile, and the warp's half of the dims. */
+DEVICE void add_weighted(float sums[MT][HALF][4], uint32_t w, uint32_t others) {
+    const int lane = here(threadIdx.x & 31), warp = threadIdx.x >> 5;
+    const uint32_t right = shared_at(others, lane & 15, lane >> 4);
+#pragma unroll
+    for (int step = 0; step < OTHERS / 16; step++) {
+        uint32_t x[MT][4], y[4];
+#pragma unroll
+        for (int mt = 0; mt < MT; mt++)
+            ldmatrix_x4(x[mt], w_at(w, (warp / 2 * MT + mt) * 16 + (lane & 15), 2 * step + (lane >> 4)));
+#pragma unroll
+        for (int n = 0; n < HALF / 2; n++) {
+            ldmatrix_x4_trans(y, shared_step(right, warp % 2 * (HALF / 2) + n) + step * 16 * CHUNKS * 16);
+#pragma unroll
+            for (int mt = 0; mt < MT; mt++) multiply(sums[mt][2 * n], sums[mt][2 * n + 1], x[mt], y);
+        }
+    }
+}
+
+/* d_q += d_s^T . K: of all keys, the warp's part of the rows and of the dims. */
+DEVICE void add_queries(float d_q[QM][QN][4], uint32_t d_s, uint32_t keys) {
+    const int lane = here(threadIdx.x & 31), warp = threadIdx.x >> 5;
+    const uint32_t right = shared_at(keys, lane & 15, lane >> 4);
+#pragma unroll
+    for (int step = 0; step < OWN / 16; step++) {
+        uint32_t x[QM][4], y[4];
+#pragma unroll
+        for (int mt = 0; mt < QM; mt++)
+            ldmatrix_x4_trans(x[mt], w_at(d_s, step * 16 + (lane & 7) + (lane >> 4) * 8,
+                                          (warp / ACROSS * QM + mt) * 2 + (lane >> 3 & 1)));
+#pragma unroll
+        for (int n = 0; n < QN / 2; n++) {
+            ldmatrix_x4_trans(y, shared_step(right, warp % ACROSS * (QN / 2) + n) + step * 16 * CHUNKS * 16);
+#pragma unroll
+            for (int mt = 0; mt < QM; mt++) multiply(d_q[mt][2 * n], d_q[mt][2 * n + 1], x[mt], y);
+        }
+    }
+}
+
+/* ---- infinities and NaN, where some pairs are masked: rare, so slow ---- */
+
+/* What is not finite in a tile of others, times its weight, to the sums of the keys that rows with a weight have. */
+static __device__ __noinline__ void add_bad_rows(float *sums, uint32_t w, uint32_t others) {
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+#pragma unroll 1
+    for (int row = 0; row < OTHERS; row++)
+#pragma unroll 1
+        for (int dt = 0; dt < HALF; dt++) {
+            const uint32_t word = ld_shared_b32(shared_at(others, row, warp % 2 * HALF + dt) + (lane & 3) * 4);
+            const int which = nonfinite_word(word);
+            for (int n = 0; n < MT * 4; n++) {
+                if (!(which >> n % 2 & 1)) continue;
+                const int key = (warp / 2 * MT + n / 4) * 16 + n / 2 % 2 * 8 + (lane >> 2);
+                const float weight = weight_at(w, key, row);
+                if (weight != 0)
+                    sums[(n / 4 * HALF + dt) * 4 + n % 4] += weight * attn__from_bf16((uint16_t)(word >> n % 2 * 16));
+            }
+        }
+}
+DEVICE void add_bad(float sums[MT][HALF][4], uint32_t w, uint32_t others) {
+    float copy[MT * HALF * 4];
+#pragma unroll
+    for (int n = 0; n < MT * HALF * 4; n++) copy[n] = sums[n / (HALF * 4)][n / 4 % HALF][n % 4];
+    add_bad_rows(copy, w, others);
+#pragma unroll
+    for (int n = 0; n < MT * HALF * 4; n++) sums[n / (HALF * 4)][n / 4 % HALF][n % 4] = copy[n];
+}
+
+/* d_q without tensor cores, for keys that are not finite: those without a weight are left out. */
+static __device__ __noinline__ void add_queries_slowly(float *d_q, uint32_t d_s, uint32_t keys) {
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+#pragma unroll 1
+    for (int n = 0; n < QM * QN * 4; n++) {
+        const int row = (warp / ACROSS * QM + n / (QN * 4)) * 16 + n / 2 % 2 * 8 + (lane >> 2);
+        const int column = (warp % ACROSS * QN + n / 4 % QN) * 8 + (lane & 3) * 2 + n % 2;
+        float sum = 0;
+        for (int key = 0; key < OWN; key++) {
+            const float weight = weight_at(d_s, key, row);
+            const uint32_t word = ld_shared_b32(shared_at(keys, key, column / 8) + column % 8 / 2 * 4);
+            if (weight != 0) sum += weight * attn__from_bf16((uint16_t)(word >> column % 2 * 16));
+        }
+        d_q[n] += sum;
+    }
+}
+DEVICE void add_queries_of_bad(float d_q[QM][QN][4], uint32_t d_s, uint32_t keys) {
+    float copy[QM * QN * 4];
+#pragma unroll
+    for (int n = 0; n < QM * QN * 4; n++) copy[n] = d_q[n / (QN * 4)][n / 4 % QN][n % 4];
+    add_queries_slowly(copy, d_s, keys);
+#pragma unroll
+    for (int n = 0; n < QM * QN * 4; n++) d_q[n / (QN * 4)][n / 4 % QN][n % 4] = copy[n];
+}
+
+/* Is any number among the own keys not finite? A barrier of the whole block. */
+DEVICE bool holds_bad_keys(uint32_t keys) {
+    uint32_t most = 0;
+    for (int n = threadIdx.x; n < OWN * CHUNKS; n += THREADS) {
+        const uint4 x = ld_shared_v4(keys + n * 16);
+        most = __vmaxu2(__vmaxu2(most, x.x & 0x7fff7fff), x.y & 0x7fff7fff);
+        most = __vmaxu2(__vmaxu2(most, x.z & 0x7fff7fff), x.w & 0x7fff7fff);
+    }
+    return __syncthreads_or(nonfinite_word(most));
+}
+
+DEVICE void clear_bad(uint32_t tile) {
+    for (int n = threadIdx.x; n < 2 * OTHERS * CHUNKS * 4; n += THREADS) {
+        const uint32_t word = ld_shared_b32(tile + n * 4);
+        const int which = nonfinite_word(word);
+        if (which) st_shared_b32(tile + n * 4, word & ((which & 1 ? 0 : 0xffffu) | (which & 2 ? 0 : 0xffff0000u)));
+    }
+}
+
+/* ---- turns ---- */
+
+/* Do the rows of tile n see any key of key tile m? The same as find_tile says of the own ones. */
+DEVICE bool meets(const attn_cuda_args &a, const place &at, int32_t n, int32_t m) {
+    const int32_t i0 = n * OTHERS, i1 = attn__min32(i0 + OTHERS, at.s.sq), j0 = m * OWN;
+    if (j0 >= at.s.sk) return false;
+    attn_flash_range range;
+    if (a.ranges) range = range_over(a, at, j0, OWN);
+    return attn__mask_tile(&at.mask, i0, i1, j0, j0 + OWN, a.ranges ? &range : NULL) != ATTN_TILE_SKIP;
+}
+
+/* Who adds to the d_q of a tile of rows before and after this block: key tiles; -1: nobody. */
+typedef struct turn {
+    int32_t before, after;
+} turn;
+
+/* With FlashMask a warp looks at 32 key tiles at a time. */
+DEVICE turn find_turn(const attn_cuda_args &a, const place &at, int32_t n) {
+    const int32_t i0 = n * OTHERS, i1 = attn__min32(i0 + OTHERS, at.s.sq), m = at.own / OWN, lane = threadIdx.x & 31;
+    int32_t from, to;
+    attn__mask_rows(&at.mask, i0, i1, &from, &to);
+    const int32_t first = from / OWN, last = (to - 1) / OWN;
+    if (!a.ranges) return {m > first ? m - 1 : -1, m < last ? m + 1 : -1};
+    turn t = {-1, -1};
+    for (int32_t x = m - 1; x >= first && t.before < 0; x -= 32) {
+        const uint32_t found = __ballot_sync(~0u, x - lane >= first && meets(a, at, n, x - lane));
+        if (found) t.before = x - (__ffs((int)found) - 1);
+    }
+    for (int32_t x = m + 1; x <= last && t.after < 0; x += 32) {
+        const uint32_t found = __ballot_sync(~0u, x + lane <= last && meets(a, at, n, x + lane));
+        if (found) t.after = x + __ffs((int)found) - 1;
+    }
+    return t;
+}
+
+/*
+ * Tiles of rows are counted over all sequences and heads: [tile of the sequence][head]. Packed ones have as many as their rows can
+ * touch: each begins with a tile of its own.
+ */
+DEVICE int64_t tile_index(const attn_cuda_args &a, const place &at, int32_t h, int32_t n) {
+    const int64_t first =
+        a.p.flags & ATTN_VARLEN_Q ? at.s.q_row / OTHERS + at.s.b : (int64_t)at.s.b * ((a.p.max_q + OTHERS - 1) / OTHERS);
+    return (first + n) * a.p.heads_q + h;
+}
+
+/* d_q of a tile as threads hold it, 16 bytes at a time side by side. */
+DEVICE float4 *part_of_q(const attn_cuda_args &a, int64_t tile) {
+    return (float4 *)((float *)a.part_o + tile * (OTHERS * DIM)) + threadIdx.x;
+}
+
+DEVICE void fetch_q(const attn_cuda_args &a, int64_t tile, float d_q[QM][QN][4]) {
+    const float4 *from = part_of_q(a, tile);
+#pragma unroll
+    for (int n = 0; n < QM * QN; n++) {
+        const float4 x = ld_global_cg_v4(from + n * THREADS);
+        float *to = d_q[n / QN][n % QN];
+        to[0] = x.x, to[1] = x.y, to[2] = x.z, to[3] = x.w;
+    }
+}
+DEVICE void keep_q(const attn_cuda_args &a, int64_t tile, const float d_q[QM][QN][4]) {
+    float4 *to = part_of_q(a, tile);
+#pragma unroll
+    for (int n = 0; n < QM * QN; n++) {
+        const float *x = d_q[n / QN][n % QN];
+        st_global_cg_v4(to + n * THREADS, x[0], x[1], x[2], x[3]);
+    }
+}
+
+/* The result. Rows without keys have zeros, whatever the keys hold. */
+DEVICE void store_q(const attn_cuda_args &a, const place &at, const walk &w, const float d_q[QM][QN][4],
+                    uint32_t of_stats) {
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    const float scale = (float)a.p.scale;
+#pragma unroll
+    for (int mt = 0; mt < QM; mt++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const int row = (warp / ACROSS * QM + mt) * 16 + half * 8 + (lane >> 2);
+            const int32_t i = w.n * OTHERS + row;
+            if (i >= at.s.sq) continue;
+            const bool empty = __uint_as_float(ld_shared_b32(of_stats + row * 8)) == -INFINITY;
+            const int64_t to = attn__q_offset(&a.p, &a.f.d_q, &at.s, i, w.h);
+#pragma unroll
+            for (int nt = 0; nt < QN; nt++) {
+                const float *x = &d_q[mt][nt][2 * half];
+                store_pair(a.f.d_q.data, to, (warp % ACROSS * QN + nt) * 8 + (lane & 3) * 2, a.p.dim_qk,
+                           empty ? 0 : x[0] * scale, empty ? 0 : x[1] * scale);
+            }
+        }
+}
+
+/* ---- a tile ---- */
+
+/* The sums of a warp, of one half of the dims; and the tile of d_q that this block has added to and not yet passed on. */
+typedef struct totals {
+    float d_k[MT][HALF][4], d_v[MT][HALF][4];
+    uint32_t *turn; /* NULL: none */
+} totals;
+
+/* d_q of the tile, from where the block before has left it to the one after. */
+DEVICE void add_to_q(const attn_cuda_args &a, const place &at, const walk &w, const turn &t, float d_q[QM][QN][4],
+                     uint32_t base, uint32_t of_stats, bool bad) {
+    if (bad)
+        add_queries_of_bad(d_q, base + AT_D_S, base);
+    else
+        add_queries(d_q, base + AT_D_S, base);
+    if (t.after < 0)
+        store_q(a, at, w, d_q, of_stats);
+    else
+        keep_q(a, tile_index(a, at, w.h, w.n), d_q);
+}
+
+DEVICE void step(const attn_cuda_args &a, const place &at, const walk &w, totals &sum, uint32_t base, uint32_t tile,
+                 uint32_t of_stats, bool bad_keys) {
+    const int first = (int)(threadIdx.x >> 5) % 2 * SUB;
+    const bool with_q = a.f.d_q.data != NULL;
+    const bool partial = clear_empty_rows(tile, of_stats) || w.partial;
+    const bool bad = partial && holds_nonfinite(tile);
+    {
+        float s[MT][NT][4], d[MT][NT][4];
+        product(s, base, tile, first);
+        product(d, base + AT_V, tile + TILE_BYTES, first);
+        weigh(a, at, s, d, partial, w.n * OTHERS + first, of_stats + first * 8, NULL);
+        put_weights(base + AT_P, s);
+        put_weights(base + AT_D_S, d);
+    }
+    const turn t = with_q ? find_turn(a, at, w.n) : turn{-1, -1};
+    const int64_t index = with_q ? tile_index(a, at, w.h, w.n) : 0;
+    if (t.before >= 0 && threadIdx.x == 0) wait_acquire_gpu(a.turns + index, (uint32_t)t.before + 1);
+    __syncthreads(); /* 2 */
+    float d_q[QM][QN][4] = {};
+    if (t.before >= 0) fetch_q(a, index, d_q);
+    if (bad) {
+        add_bad(sum.d_v, base + AT_P, tile + TILE_BYTES);
+        add_bad(sum.d_k, base + AT_D_S, tile);
+        __syncthreads();
+        clear_bad(tile);
+        __syncthreads();
+    }
+    add_weighted(sum.d_v, base + AT_P, tile + TILE_BYTES);
+    add_weighted(sum.d_k, base + AT_D_S, tile);
+    if (with_q) add_to_q(a, at, w, t, d_q, base, of_stats, bad_keys && partial);
+    sum.turn = with_q && t.after >= 0 ? a.turns + index : NULL;
+}
+
+/* After a barrier: all threads have written their part. */
+DEVICE void pass_turn(const place &at, const totals &sum) {
+    if (sum.turn && threadIdx.x == 0) st_release_gpu(sum.turn, (uint32_t)(at.own / OWN) + 1);
+}
+
+DEVICE void walk_rows(const attn_cuda_args &a, place &at, totals &sum, uint32_t base) {
+    walk w = {at.h, at.first, false, false};
+    uint32_t stage = 0;
+    bool bad_keys = false, is_first = true;
+    find_tile(a, at, w);
+    if (w.done) return;
+    load_own(a, at, base);
+    load_others(a, at, w, base + AT_TILES);
+    cp_async_commit_group();
+    put_stats(base + AT_STATS, fetch_stats(a, at, w));
+#pragma unroll 1
+    while (!w.done) {
+        walk next = w;
+        next.n++;
+        find_tile(a, at, next);
+        const uint32_t then = stage ^ 1;
+        stats of_next = {};
+        cp_async_wait_all();
+        __syncthreads(); /* 1 */
+        pass_turn(at, sum);
+        if (!next.done) {
+            of_next = fetch_stats(a, at, next);
+            load_others(a, at, next, base + AT_TILES + then * STAGE_BYTES);
+        }
+        cp_async_commit_group();
+        if (is_first) bad_keys = holds_bad_keys(base);
+        is_first = false;
+        at.h = w.h;
+        step(a, at, w, sum, base, base + AT_TILES + stage * STAGE_BYTES, base + AT_STATS + stage * STATS_BYTES, bad_keys);
+        put_stats(base + AT_STATS + then * STATS_BYTES, of_next);
+        stage = then;
+        w = next;
+    }
+    __syncthreads();
+    pass_turn(at, sum);
+}
+
+/* The warp's half of the dims of its keys. */
+DEVICE void store_keys(const attn_cuda_args &a, const place &at, const attn_tensor &to, const float sums[MT][HALF][4],
+                       int32_t dim, float factor) {
+    if (!to.data) return;
+#pragma unroll
+    for (int mt = 0; mt < MT; mt++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const int32_t key = own_at(at, mt, half);
+            if (key >= at.own + at.count) continue;
+            const int64_t row = attn__kv_offset(&a.p, &a.f, &to, &at.s, at.s.leftpad + key, at.kv_head);
+#pragma unroll
+            for (int dt = 0; dt < HALF; dt++) {
+                const float *x = &sums[mt][dt][2 * half];
+                const int column = ((int)(threadIdx.x >> 5) % 2 * HALF + dt) * 8 + (int)(threadIdx.x & 3) * 2;
+                store_pair(to.data, row, column, dim, x[0] * factor, x[1] * factor);
+            }
+        }
+}
+
+KERNEL __launch_bounds__(THREADS, CTAS) VARIANT(const __grid_constant__ attn_cuda_args a) {
+    extern __shared__ __align__(128) uint8_t shared[];
+    place at;
+    if (!find_place(a, at)) return;
+    totals sum = {};
+    walk_rows(a, at, sum, cvta_shared(shared));
+    store_keys(a, at, a.f.d_k, sum.d_k, a.p.dim_qk, (float)a.p.scale);
+    store_keys(a, at, a.f.d_v, sum.d_v, a.p.dim_v, (float)(1 / (1 - a.p.dropout)));
+}
