@@ -26,7 +26,6 @@ DEVICE double row_delta(const attn_cuda_args &a, const attn_seq &s, int32_t i, i
     for (int32_t x = lane_index() * 8; x < a.p.dim_v; x += 256) {
         if (pieces) {
             const uint4 one = *(const uint4 *)(at_o + x * 2), two = *(const uint4 *)(at_d_o + x * 2);
-#pragma unroll
             for (int n = 0; n < 8; n++) sum += (double)number_of(one, n, bf16) * (double)number_of(two, n, bf16);
         } else {
             for (int32_t n = x; n < attn__min32(x + 8, a.p.dim_v); n++)
