@@ -172,10 +172,13 @@ DEVICE void find_tile(const attn_cuda_args &a, const place &at, walk &w) {
         const int32_t n0 = w.n * OTHERS;
         const int32_t i0 = BY_KEYS ? n0 : at.own, i1 = BY_KEYS ? attn__min32(n0 + OTHERS, at.s.sq) : at.own + at.count;
         const int32_t j0 = BY_KEYS ? at.own : n0, j1 = j0 + (BY_KEYS ? (int)OWN : (int)OTHERS);
-        attn_flash_range range;
-        if (a.ranges && !BY_KEYS) range = range_over(a, at, n0, OTHERS);
-        const attn_flash_range *of_keys = !a.ranges ? NULL : BY_KEYS ? &at.range : &range;
-        const int tile_class = attn__mask_tile(&at.mask, i0, i1, j0, j1, of_keys);
+        int tile_class;
+        if (a.ranges) {
+            const attn_flash_range range = BY_KEYS ? at.range : range_over(a, at, n0, OTHERS);
+            tile_class = attn__mask_tile(&at.mask, i0, i1, j0, j1, &range);
+        } else {
+            tile_class = attn__mask_tile(&at.mask, i0, i1, j0, j1, NULL);
+        }
         w.partial = tile_class == ATTN_TILE_PARTIAL || (BY_KEYS && n0 + OTHERS > at.s.sq); /* K may hold infinities */
         if (tile_class != ATTN_TILE_SKIP) return;
     }

@@ -187,13 +187,12 @@ DEVICE bool holds_bad_keys(uint32_t keys) {
 
 /* ---- turns ---- */
 
-/* Do the rows of tile n see any key of key tile m? The same as find_tile says of the own ones. */
+/* With FlashMask: do the rows of tile n see any key of key tile m? The same as find_tile says of the own ones. */
 DEVICE bool meets(const attn_cuda_args &a, const place &at, int32_t n, int32_t m) {
     const int32_t i0 = n * OTHERS, i1 = attn__min32(i0 + OTHERS, at.s.sq), j0 = m * OWN;
     if (j0 >= at.s.sk) return false;
-    attn_flash_range range;
-    if (a.ranges) range = range_over(a, at, j0, OWN);
-    return attn__mask_tile(&at.mask, i0, i1, j0, j0 + OWN, a.ranges ? &range : NULL) != ATTN_TILE_SKIP;
+    const attn_flash_range range = range_over(a, at, j0, OWN);
+    return attn__mask_tile(&at.mask, i0, i1, j0, j0 + OWN, &range) != ATTN_TILE_SKIP;
 }
 
 /* Who adds to the d_q of a tile of rows before and after this block: key tiles; -1: nobody. */
