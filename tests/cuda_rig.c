@@ -51,3 +51,29 @@ const stub_launch *forward_launch(void) {
     }
     return NULL;
 }
+
+rig rich_backward(void) {
+    static int32_t cu[] = {0, 3, 5}, used[] = {100, 7};
+    rig r = {.p = problem(ATTN_F16, 2, 4, 2, 17, 110, 64)};
+    r.p.op = ATTN_BACKWARD;
+    r.p.flags = ATTN_CAUSAL | ATTN_VARLEN_Q | ATTN_USED_KV | ATTN_SINK | ATTN_BIAS;
+    r.p.total_q = 6;
+    r.p.flashmask_vectors = 1;
+    r.f.cu_q = cu;
+    r.f.used_kv = used;
+    return r;
+}
+
+void adopt_ints(const rig *r) {
+    stub_adopt(STUB_DEVICE, 0, (void *)(uintptr_t)r->f.cu_q, 3 * sizeof(int32_t));
+    stub_adopt(STUB_DEVICE, 0, (void *)(uintptr_t)r->f.used_kv, 2 * sizeof(int32_t));
+    if (r->f.rotary_pos) stub_adopt(STUB_DEVICE, 0, (void *)(uintptr_t)r->f.rotary_pos, 2 * sizeof(int32_t));
+}
+
+size_t workspace_of(attn_context *context, attn_problem p) {
+    attn_plan *plan;
+    if (!CHECK_OK(attn_plan_create(&plan, context, &p))) return 0;
+    size_t bytes = attn_plan_workspace(plan);
+    attn_plan_destroy(plan);
+    return bytes;
+}

@@ -26,4 +26,13 @@ const attn_cuda_entry *entry_named(const char *name);
 /* The launch of the forward kernel among those that were written down; NULL: there is none. */
 const stub_launch *forward_launch(void);
 
+/* A backward with every gradient, FlashMask and lengths. */
+rig rich_backward(void);
+
+/* Makes the integers of a rig (cu_q, used_kv, rotary_pos) memory of device 0. */
+void adopt_ints(const rig *r);
+
+/* Bytes of workspace of a plan for the problem; 0, and a failed check, if there is none. */
+size_t workspace_of(attn_context *context, attn_problem p);
+
 #endif

@@ -153,25 +153,6 @@ static rig rich(void) {
     return r;
 }
 
-/* A backward with every gradient, FlashMask and lengths. */
-static rig rich_backward(void) {
-    static int32_t cu[] = {0, 3, 5}, used[] = {100, 7};
-    rig r = {.p = problem(ATTN_F16, 2, 4, 2, 17, 110, 64)};
-    r.p.op = ATTN_BACKWARD;
-    r.p.flags = ATTN_CAUSAL | ATTN_VARLEN_Q | ATTN_USED_KV | ATTN_SINK | ATTN_BIAS;
-    r.p.total_q = 6;
-    r.p.flashmask_vectors = 1;
-    r.f.cu_q = cu;
-    r.f.used_kv = used;
-    return r;
-}
-
-static void adopt_ints(const rig *r) {
-    stub_adopt(STUB_DEVICE, 0, (void *)(uintptr_t)r->f.cu_q, 3 * sizeof(int32_t));
-    stub_adopt(STUB_DEVICE, 0, (void *)(uintptr_t)r->f.used_kv, 2 * sizeof(int32_t));
-    if (r->f.rotary_pos) stub_adopt(STUB_DEVICE, 0, (void *)(uintptr_t)r->f.rotary_pos, 2 * sizeof(int32_t));
-}
-
 static void fail_each_call(rig r) {
     stub_start();
     if (!rig_make_on(&r, 0)) return;
@@ -415,8 +396,8 @@ static const attn_cuda_entry *best_row(attn_dtype tile, int32_t dim, bool odd, c
         bool has_code = e->hopper ? stub.arch[0] == 90 : e->arch <= stub.arch[0];
         bool is_plain = !x->all && !odd && !(e->hopper && x->lengths);
         bool takes = e->takes == ATTN_TAKES_ALL || (e->takes == ATTN_TAKES_OWN && !x->all) || is_plain;
-        bool fits = e->dtype == tile && e->dim_qk >= dim && e->most_v >= dim && takes && has_code &&
-                    e->shared_bytes <= (size_t)stub.shared_bytes[0] && n != ATTN_ENTRY_fwd_any;
+        bool fits = e->op == ATTN_FORWARD && e->dtype == tile && e->dim_qk >= dim && e->most_v >= dim && takes &&
+                    has_code && e->shared_bytes <= (size_t)stub.shared_bytes[0] && n != ATTN_ENTRY_fwd_any;
         if (fits && e->dim <= best->dim) best = e;
     }
     return best;
@@ -580,14 +561,6 @@ TEST(cuda_takes_rows_of_any_alignment) {
     rig_free(&r);
 }
 
-static size_t workspace_of(attn_context *context, attn_problem p) {
-    attn_plan *plan;
-    if (!CHECK_OK(attn_plan_create(&plan, context, &p))) return 0;
-    size_t bytes = attn_plan_workspace(plan);
-    attn_plan_destroy(plan);
-    return bytes;
-}
-
 TEST(cuda_workspace_is_as_large_as_documented) {
     stub_start();
     attn_context *context = cuda_context();
@@ -680,124 +653,6 @@ TEST(cuda_grids_reach_past_two_billion_blocks) {
     attn_context_destroy(context);
     stub_stop();
     rig_free(&r);
-}
-
-/* ---- backward ---- */
-
-/* The launches of a backward of these buffers, their names with a space after each. */
-static const char *launches_of(attn_plan *plan, attn_buffers f) {
-    static char names[512];
-    names[0] = 0;
-    f.workspace_size = attn_plan_workspace(plan);
-    f.workspace = f.workspace_size ? stub_memory(STUB_DEVICE, 0, f.workspace_size) : NULL;
-    stub_forget();
-    if (!CHECK_OK(attn_run(plan, &f, NULL))) return names;
-    for (int n = 0; n < stub_launches(); n++) {
-        strncat(names, stub_launch_at(n)->name, sizeof names - strlen(names) - 2);
-        strcat(names, " ");
-    }
-    return names;
-}
-
-TEST(cuda_backward_launches_what_is_wanted) {
-    rig r = rich_backward();
-    stub_start();
-    if (!rig_make_on(&r, 0)) return;
-    adopt_ints(&r);
-    attn_context *context = cuda_context();
-    attn_plan *plan;
-    if (!CHECK_OK(attn_plan_create(&plan, context, &r.p))) return;
-    attn_buffers f = rig_backward_buffers(&r);
-    char kernel[64], all[512];
-    snprintf(kernel, sizeof kernel, "%s", attn_plan_kernel(plan));
-    snprintf(all, sizeof all, "bwd_delta ranges %s_q %s bwd_bias bwd_sink bwd_fill ", kernel, kernel);
-    CHECK_SAY(strcmp(launches_of(plan, f), all) == 0, "%s", launches_of(plan, f));
-    f.d_q.data = f.d_bias.data = NULL;
-    f.d_sink = NULL;
-    snprintf(all, sizeof all, "bwd_delta ranges %s bwd_fill ", kernel);
-    CHECK_SAY(strcmp(launches_of(plan, f), all) == 0, "%s", launches_of(plan, f));
-    f.d_k.data = NULL;
-    CHECK(strcmp(launches_of(plan, f), all) == 0);
-    f.d_v.data = NULL;
-    CHECK(strcmp(launches_of(plan, f), "bwd_delta ranges bwd_fill ") == 0);
-    attn_plan_destroy(plan);
-    attn_context_destroy(context);
-    CHECK(stub_live() == 0);
-    stub_stop();
-    rig_free(&r);
-}
-
-/* No sequences: a packed gradient is padding from end to end, sums along the batch are zero. */
-TEST(cuda_backward_of_nothing_writes_zeros) {
-    rig r = {.p = problem(ATTN_F32, 0, 2, 1, 5, 7, 16)};
-    stub_start();
-    r.p.op = ATTN_BACKWARD;
-    r.p.flags = ATTN_VARLEN_Q | ATTN_VARLEN_KV | ATTN_SINK | ATTN_BIAS;
-    r.p.total_q = 3;
-    r.p.total_kv = 4;
-    if (!rig_make_on(&r, 0)) return;
-    attn_context *context = cuda_context();
-    attn_plan *plan;
-    if (!CHECK_OK(attn_plan_create(&plan, context, &r.p))) return;
-    attn_buffers f = rig_backward_buffers(&r);
-    f.d_bias = (attn_matrix){.data = stub_memory(STUB_DEVICE, 0, 5 * 7 * 4), .stride = {0, 0, 7, 1}};
-    CHECK_SAY(strcmp(launches_of(plan, f), "bwd_delta bwd_bias bwd_sink bwd_fill ") == 0, "%s", launches_of(plan, f));
-    attn_plan_destroy(plan);
-    attn_context_destroy(context);
-    CHECK(stub_live() == 0);
-    stub_stop();
-    rig_free(&r);
-}
-
-TEST(cuda_backward_refuses_memory_that_it_cannot_reach) {
-    rig r = rich_backward();
-    stub_start();
-    if (!rig_make_on(&r, 0)) return;
-    adopt_ints(&r);
-    attn_context *context = cuda_context();
-    attn_plan *plan;
-    if (!CHECK_OK(attn_plan_create(&plan, context, &r.p))) return;
-    static const char *const names[] = {"d_o.data", "d_lse", "d_q.data", "d_k.data", "d_v.data", "d_bias.data", "d_sink"};
-    static _Alignas(64) char pageable[1 << 17];
-    for (int n = 0; n < 7; n++) {
-        attn_buffers f = rig_backward_buffers(&r);
-        f.workspace_size = attn_plan_workspace(plan);
-        f.workspace = stub_memory(STUB_DEVICE, 0, f.workspace_size);
-        const void *lse = f.d_lse;
-        void **field[] = {&f.d_o.data, NULL, &f.d_q.data, &f.d_k.data, &f.d_v.data, &f.d_bias.data, NULL};
-        if (field[n]) *field[n] = pageable;
-        f.d_lse = n == 1 ? pageable : lse;
-        if (n == 6) f.d_sink = (float *)(void *)pageable;
-        char text[96];
-        snprintf(text, sizeof text, "%s=%p: is host memory that the GPU cannot reach", names[n], (void *)pageable);
-        stub_forget();
-        CHECK_STATUS(attn_run(plan, &f, NULL), ATTN_INVALID, text);
-        CHECK(stub_launches() == 0 && stub_depth() == 0);
-    }
-    attn_plan_destroy(plan);
-    attn_context_destroy(context);
-    CHECK(stub_live() == 0);
-    stub_stop();
-    rig_free(&r);
-}
-
-TEST(cuda_backward_workspace_is_two_numbers_a_row) {
-    stub_start();
-    attn_context *context = cuda_context();
-    attn_problem p = problem(ATTN_BF16, 3, 4, 2, 100, 2048, 64);
-    p.op = ATTN_BACKWARD;
-    CHECK(workspace_of(context, p) == 3 * 4 * 100 * 8);
-    p.flags = ATTN_VARLEN_Q;
-    p.total_q = 48;
-    CHECK(workspace_of(context, p) == 48 * 4 * 8);
-    p.flashmask_vectors = 2;
-    CHECK(workspace_of(context, p) == 48 * 4 * 8 + 3 * 64 * 32); /* batch, tiles of 32 keys, two times four numbers */
-    p = problem(ATTN_F64, 3, 4, 2, 100, 2048, 64);
-    p.op = ATTN_BACKWARD;
-    CHECK(workspace_of(context, p) == 3 * 4 * 100 * 16);
-    attn_context_destroy(context);
-    CHECK(stub_live() == 0);
-    stub_stop();
 }
 
 /* ---- threads ---- */

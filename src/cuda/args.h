@@ -15,8 +15,8 @@
  *
  *   bwd_delta  always           lse and delta of each row -> row_stats                     bwd_rows.cu
  *   ranges     FlashMask        as above                                                   ranges.cu
- *   bwd_..._q  d_q                                                                         bwd.cu, bwd_any.cu
- *   bwd_...    d_k or d_v                                                                  bwd.cu, bwd_any.cu
+ *   bwd_..._q  d_q              not in one pass                                            bwd.cu, bwd_any.cu
+ *   bwd_...    d_k or d_v       in one pass d_q too                                        bwd_one.cu, bwd.cu, bwd_any.cu
  *   bwd_bias   d_bias                                                                      bwd_any.cu
  *   bwd_sink   d_sink           from row_stats                                             bwd_rows.cu
  *   bwd_fill   own lengths      rows of the gradients that no sequence covers              bwd_rows.cu

@@ -172,10 +172,13 @@ DEVICE void find_tile(const attn_cuda_args &a, const place &at, walk &w) {
         const int32_t n0 = w.n * OTHERS;
         const int32_t i0 = BY_KEYS ? n0 : at.own, i1 = BY_KEYS ? attn__min32(n0 + OTHERS, at.s.sq) : at.own + at.count;
         const int32_t j0 = BY_KEYS ? at.own : n0, j1 = j0 + (BY_KEYS ? (int)OWN : (int)OTHERS);
-        attn_flash_range range;
-        if (a.ranges && !BY_KEYS) range = range_over(a, at, n0, OTHERS);
-        const attn_flash_range *of_keys = !a.ranges ? NULL : BY_KEYS ? &at.range : &range;
-        const int tile_class = attn__mask_tile(&at.mask, i0, i1, j0, j1, of_keys);
+        int tile_class;
+        if (a.ranges) {
+            const attn_flash_range range = BY_KEYS ? at.range : range_over(a, at, n0, OTHERS);
+            tile_class = attn__mask_tile(&at.mask, i0, i1, j0, j1, &range);
+        } else {
+            tile_class = attn__mask_tile(&at.mask, i0, i1, j0, j1, NULL);
+        }
         w.partial = tile_class == ATTN_TILE_PARTIAL || (BY_KEYS && n0 + OTHERS > at.s.sq); /* K may hold infinities */
         if (tile_class != ATTN_TILE_SKIP) return;
     }
@@ -390,9 +393,9 @@ typedef struct pairs {
     float keep;          /* 1 / (1 - dropout) */
 } pairs;
 
-/* Softcap, ALiBi, bias: one element after the other, by the definition of score.cuh. */
-DEVICE void weigh_featured(const attn_cuda_args &a, const place &at, float s[MT][NT][4], float d[MT][NT][4], const pairs &x,
-                           int32_t n0) {
+/* With a bias: one element after the other, by the definition of score.cuh. */
+DEVICE void weigh_biased(const attn_cuda_args &a, const place &at, float s[MT][NT][4], float d[MT][NT][4], const pairs &x,
+                         int32_t n0) {
     float product[ELEMENTS], d_p[ELEMENTS];
     EACH(mt, nt, e) {
         product[NUMBER(mt, nt, e)] = s[mt][nt][e];
@@ -421,6 +424,13 @@ DEVICE void weigh_featured(const attn_cuda_args &a, const place &at, float s[MT]
     }
 }
 
+/* BY_KEYS: of the two rows of 8 that this thread has. */
+DEVICE void load_stats(stats of_tile[2], uint32_t of_stats, int nt) {
+    const uint4 two = ld_shared_v4(of_stats + (nt * 8 + (threadIdx.x & 3) * 2) * 8);
+    of_tile[0] = {safe_lse(__uint_as_float(two.x)), __uint_as_float(two.y)};
+    of_tile[1] = {safe_lse(__uint_as_float(two.z)), __uint_as_float(two.w)};
+}
+
 /* Lse and delta of the rows of this thread's elements: of the others, or its own. */
 #define STATS_OF(nt, e, tile_stats, own_stats, mt) (BY_KEYS ? (tile_stats)[(e)&1] : (own_stats)[mt][(e) >> 1])
 
@@ -434,11 +444,7 @@ DEVICE void weigh_plain(const attn_cuda_args &a, float s[MT][NT][4], float d[MT]
 #pragma unroll
     for (int nt = 0; nt < NT; nt++) {
         stats of_tile[2] = {};
-        if (BY_KEYS) {
-            const uint4 two = ld_shared_v4(of_stats + (nt * 8 + (threadIdx.x & 3) * 2) * 8);
-            of_tile[0] = {safe_lse(__uint_as_float(two.x)), __uint_as_float(two.y)};
-            of_tile[1] = {safe_lse(__uint_as_float(two.z)), __uint_as_float(two.w)};
-        }
+        if (BY_KEYS) load_stats(of_tile, of_stats, nt);
 #pragma unroll
         for (int mt = 0; mt < MT; mt++)
 #pragma unroll
@@ -459,17 +465,53 @@ DEVICE void weigh_plain(const attn_cuda_args &a, float s[MT][NT][4], float d[MT]
     }
 }
 
+/* The same with softcap or ALiBi, which score() of score.cuh defines: of all elements, in base e. */
+DEVICE void weigh_capped(const attn_cuda_args &a, const place &at, float s[MT][NT][4], float d[MT][NT][4], const pairs &x,
+                         int32_t n0, uint32_t of_stats, const stats (*own_stats)[2]) {
+    const float scale = (float)a.p.scale, cap = (float)a.p.softcap, by_cap = cap > 0 ? 1 / cap : 0;
+    const float slope_h = a.p.flags & ATTN_ALIBI ? a.f.alibi[at.s.b * a.f.alibi_stride + at.h] : 0;
+    const int32_t offset = at.s.sk - at.s.sq; /* distances are whole numbers: in float they are exact */
+#pragma unroll
+    for (int nt = 0; nt < NT; nt++) {
+        stats of_tile[2] = {};
+        if (BY_KEYS) load_stats(of_tile, of_stats, nt);
+#pragma unroll
+        for (int mt = 0; mt < MT; mt++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+                const stats row = STATS_OF(nt, e, of_tile, own_stats, mt);
+                const int32_t own = own_at(at, mt, e >> 1), other = other_at(n0, nt, e & 1);
+                const float distance = (float)(row_at(own, other) + offset - key_at(own, other));
+                float y = __fmul_rn(s[mt][nt][e], scale), slope = 1;
+                if (cap > 0) {
+                    const float part = tanhf(__fmul_rn(y, by_cap));
+                    y = cap * part;
+                    slope = 1 - part * part;
+                }
+                y = fmaf(-slope_h, fabsf(distance), y);
+                const float p = ex2_approx(__fmul_rn(y - row.lse, (float)ATTN_LOG2E));
+                const int bit = NUMBER(mt, nt, e);
+                const bool seen = (x.seen >> bit & 1) && row.lse != INFINITY, kept = x.kept >> bit & 1;
+                const float d_s = p * ((kept ? x.keep * d[mt][nt][e] : 0) - row.delta) * slope;
+                d[mt][nt][e] = seen ? d_s : 0;
+                s[mt][nt][e] = seen && kept ? p : 0;
+            }
+    }
+}
+
 DEVICE void weigh(const attn_cuda_args &a, const place &at, float s[MT][NT][4], float d[MT][NT][4], bool partial,
                   int32_t n0, uint32_t of_stats, const stats (*own_stats)[2]) {
-    const bool drops = a.philox.threshold > 0, featured = (a.p.flags & (ATTN_ALIBI | ATTN_BIAS)) || a.p.softcap > 0;
+    const bool drops = a.philox.threshold > 0;
     pairs x = {~0u, ~0u, 1};
     if (partial) x.seen = seen_pairs(a, at, n0);
     if (drops) {
         x.kept = kept_pairs(a, at, n0);
         x.keep = (float)(1 / (1 - a.p.dropout));
     }
-    if (featured)
-        weigh_featured(a, at, s, d, x, n0);
+    if (a.p.flags & ATTN_BIAS)
+        weigh_biased(a, at, s, d, x, n0);
+    else if ((a.p.flags & ATTN_ALIBI) || a.p.softcap > 0)
+        weigh_capped(a, at, s, d, x, n0, of_stats, own_stats);
     else if (partial || drops)
         weigh_plain(a, s, d, x, false, of_stats, own_stats);
     else

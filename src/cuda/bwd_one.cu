@@ -105,6 +105,15 @@ DEVICE void add_queries(float d_q[QM][QN][4], uint32_t d_s, uint32_t keys) {
 
 /* ---- infinities and NaN, where some pairs are masked: rare, so slow ---- */
 
+/* They become zeros, in so many words. */
+DEVICE void clear_bad(uint32_t from, int words) {
+    for (int n = threadIdx.x; n < words; n += THREADS) {
+        const uint32_t word = ld_shared_b32(from + n * 4);
+        const int which = nonfinite_word(word);
+        if (which) st_shared_b32(from + n * 4, word & ((which & 1 ? 0 : 0xffffu) | (which & 2 ? 0 : 0xffff0000u)));
+    }
+}
+
 /* What is not finite in a tile of others, times its weight, to the sums of the keys that rows with a weight have. */
 static __device__ __noinline__ void add_bad_rows(float *sums, uint32_t w, uint32_t others) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
@@ -132,29 +141,37 @@ DEVICE void add_bad(float sums[MT][HALF][4], uint32_t w, uint32_t others) {
     for (int n = 0; n < MT * HALF * 4; n++) sums[n / (HALF * 4)][n / 4 % HALF][n % 4] = copy[n];
 }
 
-/* d_q without tensor cores, for keys that are not finite: those without a weight are left out. */
-static __device__ __noinline__ void add_queries_slowly(float *d_q, uint32_t d_s, uint32_t keys) {
+/* What is not finite among the own keys, times its weight, to d_q of the rows that have one. */
+static __device__ __noinline__ void add_bad_keys(float *d_q, uint32_t d_s, uint32_t keys) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
 #pragma unroll 1
     for (int n = 0; n < QM * QN * 4; n++) {
         const int row = (warp / ACROSS * QM + n / (QN * 4)) * 16 + n / 2 % 2 * 8 + (lane >> 2);
         const int column = (warp % ACROSS * QN + n / 4 % QN) * 8 + (lane & 3) * 2 + n % 2;
-        float sum = 0;
         for (int key = 0; key < OWN; key++) {
             const float weight = weight_at(d_s, key, row);
             const uint32_t word = ld_shared_b32(shared_at(keys, key, column / 8) + column % 8 / 2 * 4);
-            if (weight != 0) sum += weight * attn__from_bf16((uint16_t)(word >> column % 2 * 16));
+            if (weight != 0 && (nonfinite_word(word) >> column % 2 & 1))
+                d_q[n] += weight * attn__from_bf16((uint16_t)(word >> column % 2 * 16));
         }
-        d_q[n] += sum;
     }
 }
-DEVICE void add_queries_of_bad(float d_q[QM][QN][4], uint32_t d_s, uint32_t keys) {
+
+/* d_q += d_s^T . K where K holds such numbers: they are taken out of it for the product, and then K is fetched again. */
+DEVICE void add_queries_of_bad(const attn_cuda_args &a, const place &at, float d_q[QM][QN][4], uint32_t d_s,
+                               uint32_t keys) {
     float copy[QM * QN * 4];
 #pragma unroll
     for (int n = 0; n < QM * QN * 4; n++) copy[n] = d_q[n / (QN * 4)][n / 4 % QN][n % 4];
-    add_queries_slowly(copy, d_s, keys);
+    add_bad_keys(copy, d_s, keys);
 #pragma unroll
     for (int n = 0; n < QM * QN * 4; n++) d_q[n / (QN * 4)][n / 4 % QN][n % 4] = copy[n];
+    __syncthreads();
+    clear_bad(keys, OWN * CHUNKS * 4);
+    __syncthreads();
+    add_queries(d_q, d_s, keys);
+    __syncthreads();
+    load_tile(a, keys_of(a, a.f.k, at.s, at.kv_head, a.p.dim_qk), keys, at.own, OWN);
 }
 
 /* Is any number among the own keys not finite? A barrier of the whole block. */
@@ -168,23 +185,14 @@ DEVICE bool holds_bad_keys(uint32_t keys) {
     return __syncthreads_or(nonfinite_word(most));
 }
 
-DEVICE void clear_bad(uint32_t tile) {
-    for (int n = threadIdx.x; n < 2 * OTHERS * CHUNKS * 4; n += THREADS) {
-        const uint32_t word = ld_shared_b32(tile + n * 4);
-        const int which = nonfinite_word(word);
-        if (which) st_shared_b32(tile + n * 4, word & ((which & 1 ? 0 : 0xffffu) | (which & 2 ? 0 : 0xffff0000u)));
-    }
-}
-
 /* ---- turns ---- */
 
-/* Do the rows of tile n see any key of key tile m? The same as find_tile says of the own ones. */
+/* With FlashMask: do the rows of tile n see any key of key tile m? The same as find_tile says of the own ones. */
 DEVICE bool meets(const attn_cuda_args &a, const place &at, int32_t n, int32_t m) {
     const int32_t i0 = n * OTHERS, i1 = attn__min32(i0 + OTHERS, at.s.sq), j0 = m * OWN;
     if (j0 >= at.s.sk) return false;
-    attn_flash_range range;
-    if (a.ranges) range = range_over(a, at, j0, OWN);
-    return attn__mask_tile(&at.mask, i0, i1, j0, j0 + OWN, a.ranges ? &range : NULL) != ATTN_TILE_SKIP;
+    const attn_flash_range range = range_over(a, at, j0, OWN);
+    return attn__mask_tile(&at.mask, i0, i1, j0, j0 + OWN, &range) != ATTN_TILE_SKIP;
 }
 
 /* Who adds to the d_q of a tile of rows before and after this block: key tiles; -1: nobody. */
@@ -279,7 +287,7 @@ typedef struct totals {
 DEVICE void add_to_q(const attn_cuda_args &a, const place &at, const walk &w, const turn &t, float d_q[QM][QN][4],
                      uint32_t base, uint32_t of_stats, bool bad) {
     if (bad)
-        add_queries_of_bad(d_q, base + AT_D_S, base);
+        add_queries_of_bad(a, at, d_q, base + AT_D_S, base);
     else
         add_queries(d_q, base + AT_D_S, base);
     if (t.after < 0)
@@ -312,7 +320,7 @@ DEVICE void step(const attn_cuda_args &a, const place &at, const walk &w, totals
         add_bad(sum.d_v, base + AT_P, tile + TILE_BYTES);
         add_bad(sum.d_k, base + AT_D_S, tile);
         __syncthreads();
-        clear_bad(tile);
+        clear_bad(tile, 2 * OTHERS * CHUNKS * 4);
         __syncthreads();
     }
     add_weighted(sum.d_v, base + AT_P, tile + TILE_BYTES);
@@ -359,6 +367,7 @@ DEVICE void walk_rows(const attn_cuda_args &a, place &at, totals &sum, uint32_t 
         stage = then;
         w = next;
     }
+    cp_async_wait_all();
     __syncthreads();
     pass_turn(at, sum);
 }

@@ -9,13 +9,59 @@
 
 /* ---- delta ---- */
 
-/* Lanes have dims. o and d_o are of one dtype; the sum is in double, and so the same however lanes share it. */
+/* Eight 16-bit numbers as they are loaded: number x of them. */
+DEVICE float number_of(const uint4 &piece, int x, bool bf16) {
+    const uint32_t word = x < 2 ? piece.x : x < 4 ? piece.y : x < 6 ? piece.z : piece.w;
+    const uint16_t half = (uint16_t)(word >> x % 2 * 16);
+    return bf16 ? attn__from_bf16(half) : attn__from_f16(half);
+}
+
+/* A lane has eight neighbouring dims at a time, which one load can fetch where rows are aligned; the sum is the same either way. */
 DEVICE double row_delta(const attn_cuda_args &a, const attn_seq &s, int32_t i, int32_t h) {
-    int64_t o = attn__q_offset(&a.p, &a.f.o, &s, i, h), d_o = attn__q_offset(&a.p, &a.f.d_o, &s, i, h);
+    const int64_t o = attn__q_offset(&a.p, &a.f.o, &s, i, h), d_o = attn__q_offset(&a.p, &a.f.d_o, &s, i, h);
+    const uint64_t at_o = (uint64_t)a.f.o.data + o * 2, at_d_o = (uint64_t)a.f.d_o.data + d_o * 2;
+    const bool bf16 = a.p.out_dtype == ATTN_BF16, halves = bf16 || a.p.out_dtype == ATTN_F16;
+    const bool pieces = halves && at_o % 16 == 0 && at_d_o % 16 == 0 && a.p.dim_v % 8 == 0;
     double sum = 0;
-    for (int32_t x = lane_index(); x < a.p.dim_v; x += 32)
-        sum += attn__load(a.p.out_dtype, a.f.o.data, o + x) * attn__load(a.p.out_dtype, a.f.d_o.data, d_o + x);
+    for (int32_t x = lane_index() * 8; x < a.p.dim_v; x += 256) {
+        if (pieces) {
+            const uint4 one = *(const uint4 *)(at_o + x * 2), two = *(const uint4 *)(at_d_o + x * 2);
+            for (int n = 0; n < 8; n++) sum += (double)number_of(one, n, bf16) * (double)number_of(two, n, bf16);
+        } else {
+            for (int32_t n = x; n < attn__min32(x + 8, a.p.dim_v); n++)
+                sum += attn__load(a.p.out_dtype, a.f.o.data, o + n) * attn__load(a.p.out_dtype, a.f.d_o.data, d_o + n);
+        }
+    }
     return warp_sum(sum);
+}
+
+/* Row n of lse: its sequence (b below 0: none), head and row. Divisions of 64 bits would take longer than all the rest. */
+typedef struct row_place {
+    int32_t b, h;
+    int64_t i;
+} row_place;
+
+DEVICE row_place find_row(const attn_cuda_args &a, int64_t n, int64_t each) {
+    const bool packed = a.p.flags & ATTN_VARLEN_Q;
+    row_place r;
+    if (n <= INT32_MAX) {
+        const uint32_t head = (uint32_t)n / (uint32_t)each;
+        r = {(int32_t)(head / (uint32_t)a.p.heads_q), (int32_t)(head % (uint32_t)a.p.heads_q), n - head * each};
+    } else {
+        r = {(int32_t)(n / each / a.p.heads_q), (int32_t)(n / each % a.p.heads_q), n % each};
+    }
+    if (packed) r.b = sequence_from(a.f.cu_q, a.p.batch, r.i);
+    return r;
+}
+
+/* In one pass, rows that no block comes by: d_q is zero. */
+DEVICE void clear_unseen(const attn_cuda_args &a, const attn_seq &s, int32_t i, int32_t h) {
+    const attn_mask mask = attn__seq_mask(&a.p, &s);
+    int32_t first, end;
+    attn__mask_row(&mask, i, &first, &end);
+    if (first < end && !a.ranges) return;
+    const int64_t to = attn__q_offset(&a.p, &a.f.d_q, &s, i, h);
+    for (int32_t x = lane_index(); x < a.p.dim_qk; x += 32) attn__store(a.p.dtype, a.f.d_q.data, to + x, 0);
 }
 
 /* Warps: as lse, [batch][heads_q][max_q] or [heads_q][total_q]. */
@@ -23,23 +69,19 @@ KERNEL bwd_delta(const __grid_constant__ attn_cuda_args a) {
     const bool packed = a.p.flags & ATTN_VARLEN_Q;
     const int64_t each = packed ? a.p.total_q : a.p.max_q, n = warp_index();
     if (n >= (packed ? 1 : a.p.batch) * (int64_t)a.p.heads_q * each) return;
-    int64_t i = n % each;
-    int32_t h = (int32_t)(n / each % a.p.heads_q), b = (int32_t)(n / each / a.p.heads_q);
-    if (packed) b = sequence_from(a.f.cu_q, a.p.batch, i);
+    const row_place r = find_row(a, n, each);
     attn_seq s = {};
-    if (b >= 0) s = sequence(a, b);
-    i -= s.q_row;
-    double lse = -INFINITY, delta = 0;
+    if (r.b >= 0) s = sequence(a, r.b);
+    const int64_t i = r.i - s.q_row;
+    const bool there = i >= 0 && i < s.sq;
     const attn_dtype real_dtype = attn__real_dtype(a.p.dtype);
-    if (i >= 0 && i < s.sq) lse = attn__load(real_dtype, a.f.lse, n);
+    double lse = -INFINITY, delta = 0;
+    if (there) lse = attn__load(real_dtype, a.f.lse, n);
     if (lse != -INFINITY) { /* a row without keys: its d_o does not count, nor does its d_lse */
-        delta = row_delta(a, s, (int32_t)i, h);
+        delta = row_delta(a, s, (int32_t)i, r.h);
         if (a.f.d_lse) delta -= attn__load(real_dtype, a.f.d_lse, n);
     }
-    if (a.turns && i >= 0 && i < s.sq) {
-        const int64_t to = attn__q_offset(&a.p, &a.f.d_q, &s, (int32_t)i, h);
-        for (int32_t x = lane_index(); x < a.p.dim_qk; x += 32) attn__store(a.p.dtype, a.f.d_q.data, to + x, 0);
-    }
+    if (a.turns && there) clear_unseen(a, s, (int32_t)i, r.h);
     if (lane_index() != 0) return;
     attn__store(real_dtype, a.row_stats, 2 * n, lse);
     attn__store(real_dtype, a.row_stats, 2 * n + 1, delta);

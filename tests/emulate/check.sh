@@ -78,5 +78,9 @@ ATTN_TEST_BACKEND=cuda "$build/attn-tests" c1_ c4_empty s01_ s09_inf c5_unused c
 EMULATE_GUARD=before "$build/attn" tune --kernels "$tune" --rounds 1 --heads 1 --dim 120/104 --seqlen 70/200 --causal
 "$build/attn" tune --kernels "$tune" --rounds 1 --heads 1 --dim 248/232 --seqlen 70/200 --causal
 "$build/attn" check --backend cuda --small --cases 40 --seed 3 --feature dim_v
+# The backward's: rows and keys of more than a tile, in the dtypes that have lines of their own.
+EMULATE_ORDER=random "$build/attn" check --backend cuda --op backward --dtype bf16 --cases 60 --seed 5
+EMULATE_GUARD=before "$build/attn" check --backend cuda --op backward --dtype f16 --cases 40 --seed 6
+EMULATE_ORDER=reverse "$build/attn" check --backend cuda --op backward --dtype bf16 --feature flashmask --cases 30 --seed 7
 EMULATE_ORDER=reverse EMULATE_GUARD=before "$build/attn" check --backend cuda --small --cases 100 --seed 1
 "$build/attn" check --backend cuda --small --cases 500 --seed 2

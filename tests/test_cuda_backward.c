@@ -1,0 +1,210 @@
+/*
+ * The backward of the cuda backend, its host side, on a stub of the driver (stub_driver.h): what is chosen, launched and refused.
+ * That each call may fail is in test_cuda.c.
+ */
+#define _GNU_SOURCE
+#include <stdio.h>
+#include <string.h>
+
+#include "cuda/cuda.h"
+#include "cuda_rig.h"
+#include "test.h"
+
+/* The launches of a backward of these buffers, their names with a space after each. */
+static const char *launches_of(attn_plan *plan, attn_buffers f) {
+    static char names[512];
+    names[0] = 0;
+    f.workspace_size = attn_plan_workspace(plan);
+    f.workspace = f.workspace_size ? stub_memory(STUB_DEVICE, 0, f.workspace_size) : NULL;
+    stub_forget();
+    if (!CHECK_OK(attn_run(plan, &f, NULL))) return names;
+    for (int n = 0; n < stub_launches(); n++) {
+        strncat(names, stub_launch_at(n)->name, sizeof names - strlen(names) - 2);
+        strcat(names, " ");
+    }
+    return names;
+}
+
+TEST(cuda_backward_launches_what_is_wanted) {
+    rig r = rich_backward();
+    stub_start();
+    if (!rig_make_on(&r, 0)) return;
+    adopt_ints(&r);
+    attn_context *context = cuda_context();
+    attn_plan *plan;
+    if (!CHECK_OK(attn_plan_create(&plan, context, &r.p))) return;
+    attn_buffers f = rig_backward_buffers(&r);
+    char kernel[64], all[512];
+    snprintf(kernel, sizeof kernel, "%s", attn_plan_kernel(plan));
+    snprintf(all, sizeof all, "bwd_delta ranges %s_q %s bwd_bias bwd_sink bwd_fill ", kernel, kernel);
+    CHECK_SAY(strcmp(launches_of(plan, f), all) == 0, "%s", launches_of(plan, f));
+    f.d_q.data = f.d_bias.data = NULL;
+    f.d_sink = NULL;
+    snprintf(all, sizeof all, "bwd_delta ranges %s bwd_fill ", kernel);
+    CHECK_SAY(strcmp(launches_of(plan, f), all) == 0, "%s", launches_of(plan, f));
+    f.d_k.data = NULL;
+    CHECK(strcmp(launches_of(plan, f), all) == 0);
+    f.d_v.data = NULL;
+    CHECK(strcmp(launches_of(plan, f), "bwd_delta ranges bwd_fill ") == 0);
+    attn_plan_destroy(plan);
+    attn_context_destroy(context);
+    CHECK(stub_live() == 0);
+    stub_stop();
+    rig_free(&r);
+}
+
+/* No sequences: a packed gradient is padding from end to end, sums along the batch are zero. */
+TEST(cuda_backward_of_nothing_writes_zeros) {
+    rig r = {.p = problem(ATTN_F32, 0, 2, 1, 5, 7, 16)};
+    stub_start();
+    r.p.op = ATTN_BACKWARD;
+    r.p.flags = ATTN_VARLEN_Q | ATTN_VARLEN_KV | ATTN_SINK | ATTN_BIAS;
+    r.p.total_q = 3;
+    r.p.total_kv = 4;
+    if (!rig_make_on(&r, 0)) return;
+    attn_context *context = cuda_context();
+    attn_plan *plan;
+    if (!CHECK_OK(attn_plan_create(&plan, context, &r.p))) return;
+    attn_buffers f = rig_backward_buffers(&r);
+    f.d_bias = (attn_matrix){.data = stub_memory(STUB_DEVICE, 0, 5 * 7 * 4), .stride = {0, 0, 7, 1}};
+    CHECK_SAY(strcmp(launches_of(plan, f), "bwd_delta bwd_bias bwd_sink bwd_fill ") == 0, "%s", launches_of(plan, f));
+    attn_plan_destroy(plan);
+    attn_context_destroy(context);
+    CHECK(stub_live() == 0);
+    stub_stop();
+    rig_free(&r);
+}
+
+TEST(cuda_backward_refuses_memory_that_it_cannot_reach) {
+    rig r = rich_backward();
+    stub_start();
+    if (!rig_make_on(&r, 0)) return;
+    adopt_ints(&r);
+    attn_context *context = cuda_context();
+    attn_plan *plan;
+    if (!CHECK_OK(attn_plan_create(&plan, context, &r.p))) return;
+    static const char *const names[] = {"d_o.data", "d_lse", "d_q.data", "d_k.data", "d_v.data", "d_bias.data", "d_sink"};
+    static _Alignas(64) char pageable[1 << 17];
+    for (int n = 0; n < 7; n++) {
+        attn_buffers f = rig_backward_buffers(&r);
+        f.workspace_size = attn_plan_workspace(plan);
+        f.workspace = stub_memory(STUB_DEVICE, 0, f.workspace_size);
+        const void *lse = f.d_lse;
+        void **field[] = {&f.d_o.data, NULL, &f.d_q.data, &f.d_k.data, &f.d_v.data, &f.d_bias.data, NULL};
+        if (field[n]) *field[n] = pageable;
+        f.d_lse = n == 1 ? pageable : lse;
+        if (n == 6) f.d_sink = (float *)(void *)pageable;
+        char text[96];
+        snprintf(text, sizeof text, "%s=%p: is host memory that the GPU cannot reach", names[n], (void *)pageable);
+        stub_forget();
+        CHECK_STATUS(attn_run(plan, &f, NULL), ATTN_INVALID, text);
+        CHECK(stub_launches() == 0 && stub_depth() == 0);
+    }
+    attn_plan_destroy(plan);
+    attn_context_destroy(context);
+    CHECK(stub_live() == 0);
+    stub_stop();
+    rig_free(&r);
+}
+
+/* By dtype and dim alone; and the lines for d_k, d_v and for d_q come together. */
+TEST(cuda_backward_chooses_the_kernel_by_dtype_and_dim) {
+    static const struct {
+        attn_dtype dtype;
+        int32_t dim;
+        const char *large, *small; /* with much shared memory, and with little */
+    } rows[] = {
+        {ATTN_BF16, 1, "bwd_sm80_bf16_d32", "bwd_sm80_bf16_d32"},
+        {ATTN_BF16, 33, "bwd_sm80_bf16_d64_one", "bwd_sm80_bf16_d64_one"},
+        {ATTN_BF16, 96, "bwd_sm80_bf16_d96_one", "bwd_sm80_bf16_d96"},
+        {ATTN_BF16, 128, "bwd_sm80_bf16_d128_one", "bwd_sm80_bf16_d128"},
+        {ATTN_BF16, 129, "bwd_sm80_bf16_d192", "bwd_sm80_bf16_d192"},
+        {ATTN_F16, 128, "bwd_sm80_f16_d128", "bwd_sm80_f16_d128"},
+        {ATTN_F16, 256, "bwd_sm80_f16_d256", "bwd_sm80_f16_d256"},
+        {ATTN_F16, 257, "bwd_any", "bwd_any"},
+        {ATTN_F32, 64, "bwd_any", "bwd_any"},
+        {ATTN_F64, 64, "bwd_any", "bwd_any"},
+    };
+    for (int gpu = 0; gpu < 2; gpu++) {
+        stub_start();
+        stub.arch[0] = gpu ? 89 : 80;
+        stub.shared_bytes[0] = gpu ? 101376 : 166912;
+        attn_context *context = cuda_context();
+        for (size_t n = 0; n < sizeof rows / sizeof rows[0]; n++) {
+            attn_problem p = problem(rows[n].dtype, 2, 4, 2, 100, 300, rows[n].dim);
+            attn_plan *plan;
+            p.op = ATTN_BACKWARD;
+            for (int way = 0; way < 2; way++) {
+                if (way) p.flags = ATTN_CAUSAL | ATTN_ALIBI | ATTN_BIAS | ATTN_SINK | ATTN_LEFTPAD;
+                if (!CHECK_OK(attn_plan_create(&plan, context, &p))) return;
+                test_context("%s, dim %d, gpu %d", attn_dtype_name(rows[n].dtype), rows[n].dim, gpu);
+                CHECK_SAY(strcmp(attn_plan_kernel(plan), gpu ? rows[n].small : rows[n].large) == 0, "%s",
+                          attn_plan_kernel(plan));
+                attn_plan_destroy(plan);
+            }
+        }
+        attn_context_destroy(context);
+        CHECK(stub_live() == 0);
+        stub_stop();
+    }
+    for (int n = 0; n < ATTN_ENTRIES; n++) {
+        const attn_cuda_entry *e = &attn__cuda_entries[n];
+        char name[64];
+        if (e->op != ATTN_BACKWARD || e->one || !e->by_keys) continue;
+        snprintf(name, sizeof name, "%s_q", e->name);
+        CHECK_SAY(strcmp(e[1].name, name) == 0 && !e[1].by_keys && e[1].dim == e->dim, "%s is followed by %s", e->name,
+                  e[1].name);
+    }
+}
+
+/* In one pass the turns are cleared before the kernel, if d_q is wanted. */
+TEST(cuda_backward_in_one_pass) {
+    rig r = {.p = problem(ATTN_BF16, 2, 4, 2, 70, 300, 64)};
+    stub_start();
+    r.p.op = ATTN_BACKWARD;
+    if (!rig_make_on(&r, 0)) return;
+    attn_context *context = cuda_context();
+    attn_plan *plan;
+    if (!CHECK_OK(attn_plan_create(&plan, context, &r.p))) return;
+    attn_buffers f = rig_backward_buffers(&r);
+    CHECK(strcmp(launches_of(plan, f), "bwd_delta bwd_sm80_bf16_d64_one ") == 0);
+    CHECK(stub_calls("cuMemsetD32Async") == 1);
+    const attn_cuda_args *a = stub_args(stub_launch_at(1));
+    CHECK(a->turns && a->part_o && a->group == 4 && a->slots == 3 && stub_launch_at(1)->grid[0] == 12);
+    f.d_k.data = f.d_v.data = NULL;
+    CHECK(strcmp(launches_of(plan, f), "bwd_delta bwd_sm80_bf16_d64_one ") == 0);
+    f = rig_backward_buffers(&r);
+    f.d_q.data = NULL;
+    CHECK(strcmp(launches_of(plan, f), "bwd_delta bwd_sm80_bf16_d64_one ") == 0);
+    CHECK(stub_calls("cuMemsetD32Async") == 0 && !stub_args(stub_launch_at(1))->turns);
+    attn_plan_destroy(plan);
+    attn_context_destroy(context);
+    CHECK(stub_live() == 0);
+    stub_stop();
+    rig_free(&r);
+}
+
+TEST(cuda_backward_workspace_is_two_numbers_a_row) {
+    stub_start();
+    attn_context *context = cuda_context();
+    attn_problem p = problem(ATTN_BF16, 3, 4, 2, 100, 2048, 50);
+    p.op = ATTN_BACKWARD; /* in one pass: d_q, too, two tiles of 64 rows for each sequence and head, and their turns */
+    CHECK(workspace_of(context, p) == 3 * 4 * (100 * 8 + 2 * 64 * 64 * 4) + 128);
+    p.flags = ATTN_VARLEN_Q;
+    p.total_q = 160;
+    CHECK(workspace_of(context, p) == 4 * (160 * 8 + 6 * 64 * 64 * 4) + 128);
+    p = problem(ATTN_F16, 3, 4, 2, 100, 2048, 64);
+    p.op = ATTN_BACKWARD;
+    CHECK(workspace_of(context, p) == 3 * 4 * 100 * 8);
+    p.flags = ATTN_VARLEN_Q;
+    p.total_q = 48;
+    CHECK(workspace_of(context, p) == 48 * 4 * 8);
+    p.flashmask_vectors = 2;
+    CHECK(workspace_of(context, p) == 48 * 4 * 8 + 3 * 64 * 32); /* batch, tiles of 32 keys, two times four numbers */
+    p = problem(ATTN_F64, 3, 4, 2, 100, 2048, 64);
+    p.op = ATTN_BACKWARD;
+    CHECK(workspace_of(context, p) == 3 * 4 * 100 * 16);
+    attn_context_destroy(context);
+    CHECK(stub_live() == 0);
+    stub_stop();
+}
