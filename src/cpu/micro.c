@@ -11,6 +11,8 @@
 
 #if defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(ATTN_NEON) /* cmake/library.cmake; table c of aarch64 goes without */
+#include <arm_neon.h>
 #endif
 
 #include "../numeric.h"
@@ -20,13 +22,18 @@
 enum { VECTOR_BYTES = 64, MR = 6, NV = 4 };
 #elif defined(__AVX2__)
 enum { VECTOR_BYTES = 32, MR = 6, NV = 2 };
-#elif defined(__aarch64__)
-enum { VECTOR_BYTES = 16, MR = 6, NV = 4 };
+#elif defined(ATTN_NEON)
+enum { VECTOR_BYTES = 16, MR = 4, NV = 4 };
 #else
 enum { VECTOR_BYTES = 16, MR = 6, NV = 2 };
 #endif
 enum { VL = VECTOR_BYTES / sizeof(real), KB = 4 };
 enum { BLOCK = 16, GROUP = 64 }; /* of dims, see dots in micro.h */
+#if defined(ATTN_NEON)
+enum { DOTS_NV = 2 }; /* vectors of rows in a block of dots: the sums of a block and those of its group both stay in registers */
+#else
+enum { DOTS_NV = NV };
+#endif
 
 #ifdef ATTN_REAL_F64
 typedef int64_t integer;
@@ -38,7 +45,7 @@ typedef uint32_t natural;
 typedef real vreal __attribute__((vector_size(VECTOR_BYTES)));
 typedef float vsingle __attribute__((vector_size(VL * sizeof(float))));
 typedef uint16_t vhalf __attribute__((vector_size(VL * sizeof(uint16_t))));
-#if defined(__aarch64__)
+#if defined(ATTN_NEON)
 typedef __fp16 vfloat16 __attribute__((vector_size(VL * sizeof(uint16_t))));
 #endif
 typedef real pair __attribute__((vector_size(2 * sizeof(real))));
@@ -53,15 +60,13 @@ INLINE vreal load(const real *p) {
 
 INLINE void store(real *p, vreal v) { memcpy(p, &v, sizeof v); }
 
-#if !defined(ATTN_REAL_F64) && !defined(__AVX2__) && !defined(__aarch64__)
+#if !defined(ATTN_REAL_F64) && !defined(__AVX2__) && !defined(ATTN_NEON)
 /* f16 in the low bits of each lane: the exponent is moved by a product, exact for subnormals too; infinities by a mask. */
 INLINE vreal widened_f16(vbits x) {
     vbits sign = (x & 0x8000) << 16, rest = (x & 0x7fff) << 13, infinite = (vbits)(rest >= 0x7c00u << 13);
     vbits bits = (vbits)((vreal)rest * 0x1p112f);
     return (vreal)(sign | bits | (infinite & 0x7f800000));
 }
-#elif !defined(ATTN_REAL_F64) && defined(__aarch64__)
-#define widened_f16(x) ((vreal)(x)) /* not reached */
 #endif
 
 /* VL numbers from place `at` of an array of reals, or of what READABLE names. */
@@ -92,12 +97,14 @@ INLINE vreal load_any(const attn_dtype of, const void *p, int64_t at) {
     __m128i half = _mm_loadu_si128((const void *)x);
     if (of == ATTN_F16) return _mm256_cvtph_ps(half);
     return (vreal)_mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16);
+#elif defined(ATTN_NEON)
+    vhalf v;
+    memcpy(&v, x, sizeof v);
+    if (of == ATTN_F16) return __builtin_convertvector((vfloat16)v, vreal);
+    return (vreal)vshll_n_u16(v, 16);
 #else
     vhalf v;
     memcpy(&v, x, sizeof v);
-#if defined(__aarch64__)
-    if (of == ATTN_F16) return __builtin_convertvector((vfloat16)v, vreal);
-#endif
     vbits wide = __builtin_convertvector(v, vbits);
     return of == ATTN_F16 ? widened_f16(wide) : (vreal)(wide << 16);
 #endif
@@ -107,9 +114,13 @@ INLINE vreal load_any(const attn_dtype of, const void *p, int64_t at) {
 INLINE vreal splat(real x) { return x - (vreal){0}; }
 INLINE vreal pick(vint mask, vreal a, vreal b) { return (vreal)((mask & (vint)a) | (~mask & (vint)b)); }
 
-/* a where it is larger than b, otherwise (NaN too) b. */
+/* a where it is larger than b, otherwise (NaN too) b, which is no NaN. */
 INLINE vreal larger(vreal a, vreal b) {
-#if defined(ATTN_REAL_F64)
+#if defined(ATTN_NEON) && defined(ATTN_REAL_F64)
+    return vmaxnmq_f64(a, b);
+#elif defined(ATTN_NEON)
+    return vmaxnmq_f32(a, b);
+#elif defined(ATTN_REAL_F64)
     return pick(a > b, a, b);
 #elif defined(__AVX512F__)
     return _mm512_max_ps(a, b);
@@ -139,6 +150,24 @@ INLINE bool block_by_hand(const int mr, const int nv, const attn_dtype of, real 
     }
     return true;
 }
+#elif defined(ATTN_NEON) && !defined(ATTN_REAL_F64)
+#include "block_neon.h"
+INLINE bool block_by_hand(const int mr, const int nv, const attn_dtype of, real *c, int64_t ldc, const real *a, int64_t row,
+                          int64_t col, const real *b, int64_t ldb, int32_t k, bool accumulate) {
+    const int64_t B = sizeof(real);
+    if (mr != MR || nv != NV || of != REAL_DTYPE || k <= 0) return false;
+    if (row == 1)
+        block_across((char *)c, ldc * B, (const char *)a, col * B, (const char *)b, ldb * B, k, accumulate);
+    else if (col == 1)
+        block_along((char *)c, ldc * B, (const char *)a, row * B, (const char *)b, ldb * B, k, accumulate);
+    return row == 1 || col == 1;
+}
+#else
+INLINE bool block_by_hand(const int mr, const int nv, const attn_dtype of, real *c, int64_t ldc, const real *a, int64_t row,
+                          int64_t col, const real *b, int64_t ldb, int32_t k, bool accumulate) {
+    (void)mr, (void)nv, (void)of, (void)c, (void)ldc, (void)a, (void)row, (void)col, (void)b, (void)ldb, (void)k;
+    return (void)accumulate, false;
+}
 #endif
 
 /*
@@ -147,9 +176,7 @@ INLINE bool block_by_hand(const int mr, const int nv, const attn_dtype of, real 
  */
 INLINE void block(const int mr, const int nv, const attn_dtype of, real *c, int64_t ldc, const real *a, int64_t row,
                   int64_t col, const void *b, int64_t at, int64_t ldb, int32_t k, bool accumulate) {
-#if defined(__AVX512F__)
     if (block_by_hand(mr, nv, of, c, ldc, a, row, col, (const real *)b + at, ldb, k, accumulate)) return;
-#endif
     vreal acc[MR][NV];
     UNROLL for (int i = 0; i < mr; i++) { UNROLL for (int v = 0; v < nv; v++) acc[i][v] = (vreal){0}; }
     for (int32_t n = 0; n < k; n++) {
@@ -176,8 +203,10 @@ INLINE void panel(const int nv, const attn_dtype of, real *c, int64_t ldc, const
     for (; m >= MR; m -= MR, c += MR * ldc, a += MR * row)
         block(MR, nv, of, c, ldc, a, row, col, b, at, ldb, k, accumulate);
     switch (m) {
+#if !defined(ATTN_NEON)
     case 5: block(5, nv, of, c, ldc, a, row, col, b, at, ldb, k, accumulate); break;
     case 4: block(4, nv, of, c, ldc, a, row, col, b, at, ldb, k, accumulate); break;
+#endif
     case 3: block(3, nv, of, c, ldc, a, row, col, b, at, ldb, k, accumulate); break;
     case 2: block(2, nv, of, c, ldc, a, row, col, b, at, ldb, k, accumulate); break;
     case 1: block(1, nv, of, c, ldc, a, row, col, b, at, ldb, k, accumulate); break;
@@ -221,11 +250,19 @@ INLINE void dots_block(const int mr, const int nv, real *s, int32_t width, const
 
 INLINE void dots_panel(const int nv, real *s, int32_t width, const real *k, int64_t ldk, const real *q_t, int32_t keys,
                        int32_t dim, bool accumulate) {
+#if defined(ATTN_NEON) && !defined(ATTN_REAL_F64)
+    const int64_t B = sizeof(real);
+    for (; nv == DOTS_NV && dim % 4 == 0 && keys >= 4; keys -= 4, s += 4 * width, k += 4 * ldk)
+        dots_by_hand((char *)s, width * B, (const char *)k, ldk * B, (const char *)q_t, width * B, dim / BLOCK,
+                     dim % BLOCK / 4, accumulate);
+#endif
     for (; keys >= MR; keys -= MR, s += MR * width, k += MR * ldk)
         dots_block(MR, nv, s, width, k, ldk, q_t, dim, accumulate);
     switch (keys) {
+#if !defined(ATTN_NEON)
     case 5: dots_block(5, nv, s, width, k, ldk, q_t, dim, accumulate); break;
     case 4: dots_block(4, nv, s, width, k, ldk, q_t, dim, accumulate); break;
+#endif
     case 3: dots_block(3, nv, s, width, k, ldk, q_t, dim, accumulate); break;
     case 2: dots_block(2, nv, s, width, k, ldk, q_t, dim, accumulate); break;
     case 1: dots_block(1, nv, s, width, k, ldk, q_t, dim, accumulate); break;
@@ -238,7 +275,8 @@ static void micro_dots(real *s, int32_t width, const real *k, int64_t ldk, const
     for (int32_t n = 0; n < dim; n += GROUP) {
         int32_t r = 0, dims = dim - n < GROUP ? dim - n : GROUP;
         const real *q = q_t + (int64_t)n * width;
-        for (; r + NV * VL <= width; r += NV * VL) dots_panel(NV, s + r, width, k + n, ldk, q + r, keys, dims, n > 0);
+        for (; r + DOTS_NV * VL <= width; r += DOTS_NV * VL)
+            dots_panel(DOTS_NV, s + r, width, k + n, ldk, q + r, keys, dims, n > 0);
         for (; r < width; r += VL) dots_panel(1, s + r, width, k + n, ldk, q + r, keys, dims, n > 0);
     }
 }
@@ -538,6 +576,50 @@ INLINE vreal softcap_vector(vreal s, real cap, real inverse) {
 
 #else
 
+#if defined(ATTN_NEON)
+
+/*
+ * e^(x + rest) as below, of n vectors, by fewer instructions. x is held at -127 ln 2, where n = -127: 2^n, made by a shift of the low
+ * bits of `shifted`, which have n + 127, is 0 there, and so is the result. The polynomial's terms are summed by pairs. 2^n (1 + r) as
+ * 2^n + 2^n r is rounded once. NaN stays NaN: fmax keeps it, and every product with it is.
+ *
+ * A multiply-add overwrites what it adds to. Constants that are added to are loaded each time (FRESH), for a copy would take a
+ * turn of the multipliers; the others are elements of two vectors. One vector after the other would wait for itself.
+ */
+#define FRESH(v, constant) __asm__ volatile("ldr %q0, %1" : "=w"(v) : "m"(constant))
+INLINE void exp_all(const int n, vreal *x, const bool with_rest, const vreal *rest) {
+    static const vreal magic = {12583039.0f, 12583039.0f, 12583039.0f, 12583039.0f}; /* 1.5 * 2^23 + 127 */
+    static const vreal c2 = {4.99999934478e-1f, 4.99999934478e-1f, 4.99999934478e-1f, 4.99999934478e-1f};
+    static const vreal c4 = {4.16683880453e-2f, 4.16683880453e-2f, 4.16683880453e-2f, 4.16683880453e-2f};
+    const vreal c = {1.44269504089f, 0.693359375f, 2.12194440e-4f, 1.66665206317e-1f};
+    const vreal c5_6 = {8.36871687973e-3f, 1.38145986467e-3f, 0, 0}, least = splat(-88.029691931f);
+    vreal shifted[4], low[4], high[4], square[4];
+    UNROLL for (int i = 0; i < n; i++) FRESH(shifted[i], magic);
+    UNROLL for (int i = 0; i < n; i++) x[i] = vmaxq_f32(x[i], least);
+    UNROLL for (int i = 0; i < n; i++) shifted[i] = vfmaq_laneq_f32(shifted[i], x[i], c, 0);
+    UNROLL for (int i = 0; i < n; i++) square[i] = shifted[i] - magic;
+    UNROLL for (int i = 0; i < n; i++) x[i] = vfmsq_laneq_f32(x[i], square[i], c, 1);
+    UNROLL for (int i = 0; i < n; i++) x[i] = vfmaq_laneq_f32(x[i], square[i], c, 2);
+    UNROLL for (int i = 0; with_rest && i < n; i++) x[i] += rest[i];
+    UNROLL for (int i = 0; i < n; i++) FRESH(low[i], c2);
+    UNROLL for (int i = 0; i < n; i++) FRESH(high[i], c4);
+    UNROLL for (int i = 0; i < n; i++) square[i] = x[i] * x[i];
+    UNROLL for (int i = 0; i < n; i++) high[i] = vfmaq_laneq_f32(high[i], x[i], c5_6, 0);
+    UNROLL for (int i = 0; i < n; i++) low[i] = vfmaq_laneq_f32(low[i], x[i], c, 3);
+    UNROLL for (int i = 0; i < n; i++) high[i] = vfmaq_laneq_f32(high[i], square[i], c5_6, 1);
+    UNROLL for (int i = 0; i < n; i++) shifted[i] = (vreal)((vbits)shifted[i] << 23);
+    UNROLL for (int i = 0; i < n; i++) low[i] = vfmaq_f32(low[i], high[i], square[i]);
+    UNROLL for (int i = 0; i < n; i++) x[i] = vfmaq_f32(x[i], low[i], square[i]);
+    UNROLL for (int i = 0; i < n; i++) x[i] = vfmaq_f32(shifted[i], shifted[i], x[i]);
+}
+
+INLINE vreal exp_of(vreal x, const bool with_rest, vreal rest) {
+    exp_all(1, &x, with_rest, &rest);
+    return x;
+}
+
+#else
+
 /*
  * e^(x + rest) for x <= 87, to within 1.1 units in the last place. x = n ln 2 + f: adding 1.5 * 2^23 leaves the nearest integer n in the
  * low bits; ln 2 is taken off in two parts, of which the first has so few bits that its product and difference are exact. A
@@ -563,6 +645,8 @@ INLINE vreal exp_of(vreal x, const bool with_rest, vreal rest) {
 #endif
 }
 
+#endif
+
 /*
  * cap * tanh(s / cap). Up to (s / cap)^2 = 0.4 by a polynomial (relative error 5e-9) in such a way that s itself is a term: what
  * s / cap rounds off then counts for little. Beyond by 1 - 2 / (e^(2 |s / cap|) + 1).
@@ -584,13 +668,22 @@ INLINE vreal softcap_vector(vreal s, real cap, real inverse) {
 
 INLINE vreal exp_vector(vreal x) { return exp_of(x, false, x); }
 
+#if defined(ATTN_NEON) && !defined(ATTN_REAL_F64)
+enum { EXP_AT_ONCE = 4 };
+#else
+enum { EXP_AT_ONCE = 1 };
+INLINE void exp_all(const int n, vreal *x, const bool with_rest, const vreal *rest) {
+    UNROLL for (int i = 0; i < n; i++) x[i] = exp_of(x[i], with_rest, rest[i]);
+}
+#endif
+
 /*
- * e^(a - b + rest), where what a - b rounds off is not lost: it can be more than all else that exp rounds. It is found exactly for
- * any a and b (`exact`), or, with half of the operations, for |a| <= |b|.
+ * What x = a - b rounds off, which can be more than all else that exp rounds. It is found exactly for any a and b (`exact`), or, with
+ * half of the operations, for |a| <= |b|.
  */
-INLINE vreal exp_difference(const bool exact, vreal a, vreal b, vreal rest) {
-    vreal x = a - b, back = x - a;
-    return exp_of(x, true, (exact ? (a - (x - back)) - (b + back) : a - (x + b)) + rest);
+INLINE vreal lost_by_difference(const bool exact, vreal a, vreal b, vreal x) {
+    vreal back = x - a;
+    return exact ? (a - (x - back)) - (b + back) : a - (x + b);
 }
 
 /* ---- softmax ---- */
@@ -606,6 +699,18 @@ INLINE vreal column_max(const real *s, int32_t keys, int32_t width, vreal most) 
     return larger(larger(chain[0], chain[1]), larger(chain[2], chain[3]));
 }
 
+/* n keys of a column: e^(s - base), and their sum with `part`. */
+INLINE vreal softmax_keys(const int n, real *s, int32_t width, vreal base, vreal part) {
+    vreal x[4];
+    UNROLL for (int i = 0; i < n; i++) x[i] = load(s + (int64_t)i * width) - base;
+    exp_all(n, x, false, x);
+    UNROLL for (int i = 0; i < n; i++) {
+        store(s + (int64_t)i * width, x[i]);
+        part += x[i];
+    }
+    return part;
+}
+
 static void micro_softmax(real *s, int32_t keys, int32_t width, real *max, real *sum, real *alpha) {
     for (int32_t r = 0; r < width; r += VL) {
         vreal before = load(max + r), most = column_max(s + r, keys, width, before), total = (vreal){0};
@@ -613,11 +718,10 @@ static void micro_softmax(real *s, int32_t keys, int32_t width, real *max, real 
         vreal shrink = exp_vector(before - base);
         for (int32_t j0 = 0; j0 < keys; j0 += 8) { /* short sums keep the rounding error small */
             vreal part = (vreal){0};
-            for (int32_t j = j0; j < j0 + 8 && j < keys; j++) {
-                vreal p = exp_vector(load(s + (int64_t)j * width + r) - base);
-                store(s + (int64_t)j * width + r, p);
-                part += p;
-            }
+            int32_t j = j0, end = j0 + 8 < keys ? j0 + 8 : keys;
+            for (; j + EXP_AT_ONCE <= end; j += EXP_AT_ONCE)
+                part = softmax_keys(EXP_AT_ONCE, s + (int64_t)j * width + r, width, base, part);
+            for (; j < end; j++) part = softmax_keys(1, s + (int64_t)j * width + r, width, base, part);
             total += part;
         }
         store(max + r, most);
@@ -626,20 +730,39 @@ static void micro_softmax(real *s, int32_t keys, int32_t width, real *max, real 
     }
 }
 
-/* One vector of columns. with_rest: the scores have a rest. */
+/* n keys of a column: e^(s + rest - base - low), and their sum with `part`. with_rest: the scores have a rest. */
+INLINE vreal exp_keys(const int n, const bool with_rest, real *s, const real *rest, int32_t width, vreal base, vreal low,
+                      vreal part) {
+    const vreal none = splat((real)-INFINITY);
+    vreal score[4], x[4], lost[4];
+    UNROLL for (int i = 0; i < n; i++) {
+        score[i] = load(s + (int64_t)i * width);
+        x[i] = score[i] - base;
+        lost[i] = lost_by_difference(with_rest, score[i], base, x[i]) +
+                  (with_rest ? load(rest + (int64_t)i * width) - low : -low);
+    }
+    exp_all(n, x, true, lost);
+    UNROLL for (int i = 0; i < n; i++) {
+        vreal p = (vreal)(~(vint)(score[i] == none) & (vint)x[i]);
+        store(s + (int64_t)i * width, p);
+        part += p;
+    }
+    return part;
+}
+
+/* One vector of columns. */
 INLINE vreal exp_columns(const bool with_rest, real *s, const real *rest, int32_t keys, int32_t width, vreal base,
                          vreal low) {
-    const vreal none = splat((real)-INFINITY);
     vreal total = (vreal){0};
     for (int32_t j0 = 0; j0 < keys; j0 += 8) { /* short sums keep the rounding error small */
         vreal part = (vreal){0};
-        for (int32_t j = j0; j < j0 + 8 && j < keys; j++) {
-            int64_t at = (int64_t)j * width;
-            vreal x = load(s + at), y = exp_difference(with_rest, x, base, with_rest ? load(rest + at) - low : -low);
-            vreal p = (vreal)(~(vint)(x == none) & (vint)y);
-            store(s + at, p);
-            part += p;
-        }
+        int32_t j = j0, end = j0 + 8 < keys ? j0 + 8 : keys;
+        for (; j + EXP_AT_ONCE <= end; j += EXP_AT_ONCE)
+            part = exp_keys(EXP_AT_ONCE, with_rest, s + (int64_t)j * width, with_rest ? rest + (int64_t)j * width : rest,
+                            width, base, low, part);
+        for (; j < end; j++)
+            part = exp_keys(1, with_rest, s + (int64_t)j * width, with_rest ? rest + (int64_t)j * width : rest, width, base,
+                            low, part);
         total += part;
     }
     return total;
@@ -664,7 +787,7 @@ static void micro_softcap(real *s, real *slope, int32_t n, real cap) {
     }
 }
 
-#if !defined(ATTN_REAL_F64) && (defined(__FMA__) || defined(__aarch64__))
+#if !defined(ATTN_REAL_F64) && (defined(__FMA__) || defined(__aarch64__)) /* c too: aarch64 has no other */
 
 /* One key: s -= slope * |distance|, and what that rounds off, from the product's own rounding and that of the difference. */
 INLINE void alibi_row(real *s, real *rest, int32_t width, const real *slope, const int32_t *i, int32_t shift) {
