@@ -22,12 +22,17 @@
     ZERO(16) ZERO(17) ZERO(18) ZERO(19) ZERO(20) ZERO(21) ZERO(22) ZERO(23) ZERO(24) ZERO(25) ZERO(26) ZERO(27) ZERO(28)   \
         ZERO(29) ZERO(30) ZERO(31)
 
+#define TIMES_4(STEP) STEP STEP STEP STEP
+
 /* One step of k. Elements of a: of four rows in v0; of row i in place e of v<i>. */
 #define STEP_ACROSS                                                                                                        \
     "ldr q0, [%[a]]\n\tadd %[a], %[a], %[lda]\n\t" LOAD_B FMLA4(16, 17, 18, 19, 0, 0) FMLA4(20, 21, 22, 23, 0, 1)          \
         FMLA4(24, 25, 26, 27, 0, 2) FMLA4(28, 29, 30, 31, 0, 3)
 #define STEP_ALONG(e)                                                                                                      \
     LOAD_B FMLA4(16, 17, 18, 19, 0, e) FMLA4(20, 21, 22, 23, 1, e) FMLA4(24, 25, 26, 27, 2, e) FMLA4(28, 29, 30, 31, 3, e)
+#define STEPS_ALONG                                                                                                        \
+    "ldr q0, [%[a]], #16\n\tldr q1, [%[a1]], #16\n\tldr q2, [%[a2]], #16\n\tldr q3, [%[a3]], #16\n\t"                       \
+    STEP_ALONG(0) STEP_ALONG(1) STEP_ALONG(2) STEP_ALONG(3)
 
 /* The sums of a row meet c, by way of v0 to v3, and go there. */
 #define ADD_ROW(r0, r1, r2, r3)                                                                                            \
@@ -47,10 +52,9 @@
 INLINE void block_across(char *c, int64_t ldc, const char *a, int64_t lda, const char *b, int64_t ldb, int64_t k,
                          bool accumulate) {
     const char *p;
-    __asm__ volatile(CLEAR_16 ASK_C "subs %[k], %[k], #4\n\tb.lt 2f\n"
-                                    "1:\n\t" STEP_ACROSS STEP_ACROSS STEP_ACROSS STEP_ACROSS
-                                    "subs %[k], %[k], #4\n\tb.ge 1b\n"
-                                    "2:\n\tadds %[k], %[k], #4\n\tb.eq 4f\n"
+    __asm__ volatile(CLEAR_16 ASK_C "subs %[k], %[k], #16\n\tb.lt 2f\n"
+                                    "1:\n\t" TIMES_4(TIMES_4(STEP_ACROSS)) "subs %[k], %[k], #16\n\tb.ge 1b\n"
+                                    "2:\n\tadds %[k], %[k], #16\n\tb.eq 4f\n"
                                     "3:\n\t" STEP_ACROSS "subs %[k], %[k], #1\n\tb.ne 3b\n"
                                     "4:\n\t" FINISH_16
                      : [c] "+&r"(c), [a] "+&r"(a), [b] "+&r"(b), [k] "+&r"(k), [p] "=&r"(p)
@@ -63,13 +67,12 @@ INLINE void block_along(char *c, int64_t ldc, const char *a, int64_t lda, const 
                         bool accumulate) {
     const char *a1 = a + lda, *a2 = a1 + lda, *a3 = a2 + lda, *p;
     __asm__ volatile(
-        CLEAR_16 ASK_C "subs %[k], %[k], #4\n\tb.lt 2f\n"
-                       "1:\n\tldr q0, [%[a]], #16\n\tldr q1, [%[a1]], #16\n\tldr q2, [%[a2]], #16\n\tldr q3, [%[a3]], #16\n\t" STEP_ALONG(
-                           0) STEP_ALONG(1) STEP_ALONG(2) STEP_ALONG(3) "subs %[k], %[k], #4\n\tb.ge 1b\n"
-                                                                        "2:\n\tadds %[k], %[k], #4\n\tb.eq 4f\n"
-                                                                        "3:\n\tldr s0, [%[a]], #4\n\tldr s1, [%[a1]], #4\n\tldr s2, [%[a2]], #4\n\tldr s3, [%[a3]], #4\n\t" STEP_ALONG(
-                                                                            0) "subs %[k], %[k], #1\n\tb.ne 3b\n"
-                                                                               "4:\n\t" FINISH_16
+        CLEAR_16 ASK_C "subs %[k], %[k], #16\n\tb.lt 2f\n"
+                       "1:\n\t" TIMES_4(STEPS_ALONG) "subs %[k], %[k], #16\n\tb.ge 1b\n"
+                       "2:\n\tadds %[k], %[k], #16\n\tb.eq 4f\n"
+                       "3:\n\tldr s0, [%[a]], #4\n\tldr s1, [%[a1]], #4\n\tldr s2, [%[a2]], #4\n\tldr s3, [%[a3]], #4\n\t"
+        STEP_ALONG(0) "subs %[k], %[k], #1\n\tb.ne 3b\n"
+                      "4:\n\t" FINISH_16
         : [c] "+&r"(c), [a] "+&r"(a), [a1] "+&r"(a1), [a2] "+&r"(a2), [a3] "+&r"(a3), [b] "+&r"(b), [k] "+&r"(k), [p] "=&r"(p)
         : [ldc] "r"(ldc), [ldb] "r"(ldb), [accumulate] "r"(accumulate)
         : REGISTERS);

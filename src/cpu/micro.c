@@ -233,11 +233,11 @@ static void micro_gemm(real *c, int64_t ldc, const real *a, int64_t row, int64_t
  * compiler knows, and then s, unless this is the first group.
  */
 INLINE void dots_block(const int mr, const int nv, real *s, int32_t width, const real *k, int64_t ldk, const real *q_t,
-                       int32_t dim, bool accumulate) {
+                       int32_t ldq, int32_t dim, bool accumulate) {
     real group[MR * NV * VL] __attribute__((aligned(64)));
-    block(mr, nv, REAL_DTYPE, group, NV * VL, k, ldk, 1, q_t, 0, width, dim < BLOCK ? dim : BLOCK, false);
+    block(mr, nv, REAL_DTYPE, group, NV * VL, k, ldk, 1, q_t, 0, ldq, dim < BLOCK ? dim : BLOCK, false);
     for (int32_t n = BLOCK; n < dim; n += BLOCK)
-        block(mr, nv, REAL_DTYPE, group, NV * VL, k + n, ldk, 1, q_t, (int64_t)n * width, width,
+        block(mr, nv, REAL_DTYPE, group, NV * VL, k + n, ldk, 1, q_t, (int64_t)n * ldq, ldq,
               dim - n < BLOCK ? dim - n : BLOCK, true);
     UNROLL for (int i = 0; i < mr; i++) {
         UNROLL for (int v = 0; v < nv; v++) {
@@ -248,36 +248,37 @@ INLINE void dots_block(const int mr, const int nv, real *s, int32_t width, const
     }
 }
 
-INLINE void dots_panel(const int nv, real *s, int32_t width, const real *k, int64_t ldk, const real *q_t, int32_t keys,
-                       int32_t dim, bool accumulate) {
+INLINE void dots_panel(const int nv, real *s, int32_t width, const real *k, int64_t ldk, const real *q_t, int32_t ldq,
+                       int32_t keys, int32_t dim, bool accumulate) {
 #if defined(ATTN_NEON) && !defined(ATTN_REAL_F64)
     const int64_t B = sizeof(real);
     for (; nv == DOTS_NV && dim % 4 == 0 && keys >= 4; keys -= 4, s += 4 * width, k += 4 * ldk)
-        dots_by_hand((char *)s, width * B, (const char *)k, ldk * B, (const char *)q_t, width * B, dim / BLOCK,
+        dots_by_hand((char *)s, width * B, (const char *)k, ldk * B, (const char *)q_t, ldq * B, dim / BLOCK,
                      dim % BLOCK / 4, accumulate);
 #endif
     for (; keys >= MR; keys -= MR, s += MR * width, k += MR * ldk)
-        dots_block(MR, nv, s, width, k, ldk, q_t, dim, accumulate);
+        dots_block(MR, nv, s, width, k, ldk, q_t, ldq, dim, accumulate);
     switch (keys) {
 #if !defined(ATTN_NEON)
-    case 5: dots_block(5, nv, s, width, k, ldk, q_t, dim, accumulate); break;
-    case 4: dots_block(4, nv, s, width, k, ldk, q_t, dim, accumulate); break;
+    case 5: dots_block(5, nv, s, width, k, ldk, q_t, ldq, dim, accumulate); break;
+    case 4: dots_block(4, nv, s, width, k, ldk, q_t, ldq, dim, accumulate); break;
 #endif
-    case 3: dots_block(3, nv, s, width, k, ldk, q_t, dim, accumulate); break;
-    case 2: dots_block(2, nv, s, width, k, ldk, q_t, dim, accumulate); break;
-    case 1: dots_block(1, nv, s, width, k, ldk, q_t, dim, accumulate); break;
+    case 3: dots_block(3, nv, s, width, k, ldk, q_t, ldq, dim, accumulate); break;
+    case 2: dots_block(2, nv, s, width, k, ldk, q_t, ldq, dim, accumulate); break;
+    case 1: dots_block(1, nv, s, width, k, ldk, q_t, ldq, dim, accumulate); break;
     default: break;
     }
 }
 
 /* Group by group: of q_t so much stays in the first cache. */
-static void micro_dots(real *s, int32_t width, const real *k, int64_t ldk, const real *q_t, int32_t keys, int32_t dim) {
+static void micro_dots(real *s, int32_t width, const real *k, int64_t ldk, const real *q_t, int32_t columns, int32_t keys,
+                       int32_t dim) {
     for (int32_t n = 0; n < dim; n += GROUP) {
         int32_t r = 0, dims = dim - n < GROUP ? dim - n : GROUP;
-        const real *q = q_t + (int64_t)n * width;
-        for (; r + DOTS_NV * VL <= width; r += DOTS_NV * VL)
-            dots_panel(DOTS_NV, s + r, width, k + n, ldk, q + r, keys, dims, n > 0);
-        for (; r < width; r += VL) dots_panel(1, s + r, width, k + n, ldk, q + r, keys, dims, n > 0);
+        const real *q = q_t + (int64_t)n * columns;
+        for (; r + DOTS_NV * VL <= columns; r += DOTS_NV * VL)
+            dots_panel(DOTS_NV, s + r, width, k + n, ldk, q + r, columns, keys, dims, n > 0);
+        for (; r < columns; r += VL) dots_panel(1, s + r, width, k + n, ldk, q + r, columns, keys, dims, n > 0);
     }
 }
 
@@ -898,6 +899,7 @@ static bool micro_finite(const real *x, int64_t n) {
 extern const attn_micro TABLE_NAME(ATTN_ISA);
 const attn_micro TABLE_NAME(ATTN_ISA) = {
     .gemm = micro_gemm,
+    .strip = NV * VL < ATTN_LANES ? ATTN_LANES : NV * VL,
     .dots = micro_dots,
     .narrow_dots = micro_narrow_dots,
     .chain_dots = micro_chain_dots,

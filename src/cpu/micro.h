@@ -27,11 +27,16 @@ typedef struct REAL(micro) {
     void (*gemm)(real *c, int64_t ldc, const real *a, int64_t row, int64_t col, const real *b, int64_t ldb, int32_t m,
                  int32_t n, int32_t k, bool accumulate);
 
+    /* So many columns, a multiple of ATTN_LANES, are worked by `dots` as well as more. */
+    int32_t strip;
+
     /*
-     * s[key][row] = dot product of k's row `key` [ldk] and column `row` of q_t [dim][width], dim as it is. Short sums keep the
-     * rounding error small: BLOCK dims are summed before they meet the rest of their GROUP, and that before it meets the rest.
+     * s[key][row] = dot product of k's row `key` [ldk] and column `row` of q_t [dim][columns], dim as it is; rows of s are `width` apart.
+     * Short sums keep the rounding error small: BLOCK dims are summed before they meet the rest of their GROUP, and that before it
+     * meets the rest.
      */
-    void (*dots)(real *s, int32_t width, const real *k, int64_t ldk, const real *q_t, int32_t keys, int32_t dim);
+    void (*dots)(real *s, int32_t width, const real *k, int64_t ldk, const real *q_t, int32_t columns, int32_t keys,
+                 int32_t dim);
 
     /*
      * For few rows. s[key][row] = dot product of a key's row and q[row][ldq], dim a multiple of ATTN_LANES; 0 in the padding of
