@@ -734,7 +734,7 @@ static void micro_softmax(real *s, int32_t keys, int32_t width, real *max, real 
 /* n keys of a column: e^(s + rest - base - low), and their sum with `part`. with_rest: the scores have a rest. */
 INLINE vreal exp_keys(const int n, const bool with_rest, real *s, const real *rest, int32_t width, vreal base, vreal low,
                       vreal part) {
-    const vreal none = splat((real)-INFINITY);
+    const vreal infinite = splat((real)INFINITY), none = pick(base == infinite, infinite, -infinite); /* such scores give 0 */
     vreal score[4], x[4], lost[4];
     UNROLL for (int i = 0; i < n; i++) {
         score[i] = load(s + (int64_t)i * width);
@@ -744,7 +744,7 @@ INLINE vreal exp_keys(const int n, const bool with_rest, real *s, const real *re
     }
     exp_all(n, x, true, lost);
     UNROLL for (int i = 0; i < n; i++) {
-        vreal p = (vreal)(~(vint)(score[i] == none) & (vint)x[i]);
+        vreal p = (vreal)(~(vint)(score[i] <= none) & (vint)x[i]);
         store(s + (int64_t)i * width, p);
         part += p;
     }
