@@ -16,6 +16,7 @@
 #endif
 
 #include "../numeric.h"
+#include "../schedule.h"
 #include "compiler.h"
 
 #if defined(__AVX512F__)
@@ -70,11 +71,25 @@ INLINE vreal widened_f16(vbits x) {
 #endif
 
 /* VL numbers from place `at` of an array of reals, or of what READABLE names. */
+INLINE int dtype_bytes(const attn_dtype of) { return of == ATTN_F64 ? 8 : of == ATTN_F32 ? 4 : 2; }
 #ifdef ATTN_REAL_F64
+#if defined(ATTN_NEON)
+#define READABLE(dtype) ((dtype) == ATTN_F32 || (dtype) == ATTN_F16 || (dtype) == ATTN_BF16)
+#else
 #define READABLE(dtype) ((dtype) == ATTN_F32)
+#endif
 INLINE vreal load_any(const attn_dtype of, const void *p, int64_t at) {
     if (of == REAL_DTYPE) return load((const real *)p + at);
-#if defined(__AVX512F__) /* by hand: gcc converts halves and puts them together */
+#if defined(ATTN_NEON)
+    if (of == ATTN_F16 || of == ATTN_BF16) {
+        uint32_t two;
+        memcpy(&two, (const uint16_t *)p + at, sizeof two);
+        uint16x4_t half = vreinterpret_u16_u32(vdup_n_u32(two));
+        float32x4_t single = of == ATTN_F16 ? vcvt_f32_f16(vreinterpret_f16_u16(half)) : (float32x4_t)vshll_n_u16(half, 16);
+        return vcvt_f64_f32(vget_low_f32(single));
+    }
+    return vcvt_f64_f32(vld1_f32((const float *)p + at));
+#elif defined(__AVX512F__) /* by hand: gcc converts halves and puts them together */
     return _mm512_cvtps_pd(_mm256_loadu_ps((const float *)p + at));
 #elif defined(__AVX2__)
     return _mm256_cvtps_pd(_mm_loadu_ps((const float *)p + at));
@@ -284,12 +299,71 @@ static void micro_dots(real *s, int32_t width, const real *k, int64_t ldk, const
 
 /* ---- products of few rows ---- */
 
+#if defined(ATTN_NEON)
+#include "narrow_neon.h"
+
+#ifdef ATTN_REAL_F64
+#define IF_F32(call, ...) if (of == ATTN_F32) call##_F32(__VA_ARGS__); else
+#else
+#define IF_F32(call, ...)
+#endif
+#define BY_DTYPE(call, ...)                                                                                                \
+    do {                                                                                                                   \
+        if (of == REAL_DTYPE) call##_SAME(__VA_ARGS__);                                                                    \
+        else IF_F32(call, __VA_ARGS__) if (of == ATTN_F16) call##_F16(__VA_ARGS__);                                        \
+        else call##_BF16(__VA_ARGS__);                                                                                     \
+    } while (0)
+
+enum { NARROW_ROWS = 4, PACKED = NARROW_ROWS * ATTN_MAX_DIM };
+
+/* Up to four rows of q as dots_4 wants them; rows that are not there are zero. */
+INLINE void pack_rows(real *packed, const real *q, int64_t ldq, int32_t rows, int32_t dim) {
+    for (int32_t x = 0; x < dim; x += 2 * VL) {
+        UNROLL for (int i = 0; i < 2 * NARROW_ROWS; i++) {
+            int r = i % NARROW_ROWS;
+            store(packed + x * NARROW_ROWS + i * VL, r < rows ? load(q + r * ldq + x + i / NARROW_ROWS * VL) : (vreal){0});
+        }
+    }
+}
+
+/* Four keys against a row, or up to four, packed. */
+INLINE void dots_of_4_keys(const attn_dtype of, real *s, int32_t width, const void *k, int64_t at, int64_t ldk,
+                           const real *q, int32_t rows, int32_t dim) {
+    const int64_t B = sizeof(real), size = dtype_bytes(of), steps = dim / (2 * VL);
+    const char *key = (const char *)k + at * size;
+    if (rows == 1)
+        BY_DTYPE(dots_1, (char *)s, width * B, key, ldk * size, (const char *)q, steps);
+    else
+        BY_DTYPE(dots_4, (char *)s, width * B, key, ldk * size, (const char *)q, steps);
+}
+
+INLINE bool sums_by_hand_narrow(const int mr, const int nv, const attn_dtype of, real *sum, int64_t lds, const real *p,
+                                int32_t width, const void *v, int64_t at, int64_t ldv, int32_t keys) {
+    const int64_t B = sizeof(real), size = (int64_t)dtype_bytes(of);
+    const char *value = (const char *)v + at * size;
+    if (nv != 4) return false;
+    if (mr == 4) BY_DTYPE(sums_4, (char *)sum, lds * B, (const char *)p, width * B, value, ldv * size, keys);
+    if (mr == 1) BY_DTYPE(sums_1, (char *)sum, (const char *)p, width * B, value, ldv * size, keys);
+    return mr == 4 || mr == 1;
+}
+#endif
+
+/*
+ * Rows of v that are worked, and so many are asked for ahead. Rows that are 4 KiB apart share the same lines of the first cache: a
+ * Neoverse-N1's has room for 16 of them.
+ */
+#if defined(ATTN_NEON)
+enum { AHEAD = 8, KEYS_AT_ONCE = 8 };
+#else
+enum { AHEAD = 16, KEYS_AT_ONCE = 16 };
+#endif
+
 /*
  * Asks for the rows AHEAD of rows [j, j + rows). Where heads lie side by side the rows of one can be pages apart, and then the
  * hardware does not look ahead by itself. An address past the end does no harm: nothing is read.
  */
 INLINE void ask_ahead(const void *from, int64_t size, int32_t j, int32_t rows, int64_t row, int32_t dim) {
-    enum { AHEAD = 16, LINE = 64 };
+    enum { LINE = 64 };
     for (int32_t i = 0; i < rows; i++) {
         uintptr_t at = (uintptr_t)from + (uintptr_t)((j + i + AHEAD) * row * size);
         for (int64_t byte = 0; byte < dim * size; byte += LINE) __builtin_prefetch((const void *)(at + (uintptr_t)byte));
@@ -299,6 +373,9 @@ INLINE void ask_ahead(const void *from, int64_t size, int32_t j, int32_t rows, i
 /* The sums of mr rows and nv vectors of columns go on with so many keys. */
 INLINE void narrow_block(const int mr, const int nv, const attn_dtype of, real *sum, int64_t lds, const real *p,
                          int32_t width, const void *v, int64_t at, int64_t ldv, int32_t keys) {
+#if defined(ATTN_NEON)
+    if (sums_by_hand_narrow(mr, nv, of, sum, lds, p, width, v, at, ldv, keys)) return;
+#endif
     vreal acc[MR][NV];
     UNROLL for (int i = 0; i < mr; i++) { UNROLL for (int x = 0; x < nv; x++) acc[i][x] = load(sum + i * lds + x * VL); }
     for (int32_t j = 0; j < keys; j++, at += ldv, p += width) {
@@ -321,7 +398,7 @@ INLINE void narrow_rows(const int nv, const attn_dtype of, real *sum, int64_t ld
  */
 INLINE void narrow_product(const attn_dtype of, real *c, int64_t ldc, const real *p, int32_t width, const void *v,
                            int64_t ldv, int32_t m, int32_t n, int32_t keys) {
-    enum { KEYS_AT_ONCE = 16, ROWS = 8, COLUMNS = 256 };
+    enum { ROWS = 8, COLUMNS = 256 };
     real sum[ROWS * COLUMNS] __attribute__((aligned(64)));
     for (int32_t r = 0; r < m; r += ROWS) {
         for (int32_t first = 0; first < n; first += COLUMNS) {
@@ -330,10 +407,11 @@ INLINE void narrow_product(const attn_dtype of, real *c, int64_t ldc, const real
             for (int32_t j = 0; j < keys; j += KEYS_AT_ONCE) {
                 int32_t some = keys - j < KEYS_AT_ONCE ? keys - j : KEYS_AT_ONCE, x = 0;
                 const real *weight = p + r + (int64_t)j * width;
-                ask_ahead((const char *)v + first * (int64_t)attn_dtype_size(of), (int64_t)attn_dtype_size(of), j, some,
-                          ldv, columns);
-                for (; x + NV * VL <= columns; x += NV * VL)
+                for (; x + NV * VL <= columns; x += NV * VL) {
+                    ask_ahead((const char *)v + (first + x) * (int64_t)dtype_bytes(of), dtype_bytes(of), j, some, ldv,
+                              NV * VL);
                     narrow_rows(NV, of, sum + x, COLUMNS, weight, width, v, j * ldv + first + x, ldv, rows, some);
+                }
                 for (; x < columns; x += VL)
                     narrow_rows(1, of, sum + x, COLUMNS, weight, width, v, j * ldv + first + x, ldv, rows, some);
             }
@@ -347,14 +425,13 @@ static void micro_narrow_gemm(real *c, int64_t ldc, const real *p, int32_t width
                               int32_t keys) {
     if (v->dtype == REAL_DTYPE) narrow_product(REAL_DTYPE, c, ldc, p, width, v->data, v->row, m, n, keys);
 #ifdef ATTN_REAL_F64
-    else
+    else if (v->dtype == ATTN_F32)
         narrow_product(ATTN_F32, c, ldc, p, width, v->data, v->row, m, n, keys);
-#else
-    else if (v->dtype == ATTN_F16)
-        narrow_product(ATTN_F16, c, ldc, p, width, v->data, v->row, m, n, keys);
-    else
-        narrow_product(ATTN_BF16, c, ldc, p, width, v->data, v->row, m, n, keys);
 #endif
+    else if (READABLE(v->dtype) && v->dtype == ATTN_F16)
+        narrow_product(ATTN_F16, c, ldc, p, width, v->data, v->row, m, n, keys);
+    else if (READABLE(v->dtype))
+        narrow_product(ATTN_BF16, c, ldc, p, width, v->data, v->row, m, n, keys);
 }
 
 /*
@@ -445,8 +522,20 @@ INLINE void dot_rows(const int kb, const attn_dtype of, real *s, int32_t width, 
 INLINE void dots(const attn_dtype of, real *s, int32_t width, const void *k, int64_t ldk, const real *q, int64_t ldq,
                  int32_t rows, int32_t keys, int32_t dim) {
     int32_t j = 0;
+#if defined(ATTN_NEON)
+    real packed[PACKED] __attribute__((aligned(64)));
+    if (rows > 1 && rows <= NARROW_ROWS) pack_rows(packed, q, ldq, rows, dim);
+    for (; rows <= NARROW_ROWS && j + 4 <= keys; j += 4) {
+        real *to = s + (int64_t)j * width;
+        ask_ahead(k, dtype_bytes(of), j, 4, ldk, dim);
+        dots_of_4_keys(of, to, width, k, j * ldk, ldk, rows == 1 ? q : packed, rows, dim);
+        for (int32_t r = rows; r % VL != 0; r++) {
+            UNROLL for (int i = 0; i < 4; i++) to[i * width + r] = 0;
+        }
+    }
+#endif
     for (; j + KB <= keys; j += KB) {
-        ask_ahead(k, (int64_t)attn_dtype_size(of), j, KB, ldk, dim);
+        ask_ahead(k, (int64_t)dtype_bytes(of), j, KB, ldk, dim);
         dot_rows(KB, of, s + (int64_t)j * width, width, k, j * ldk, ldk, q, ldq, rows, dim);
     }
     for (; j < keys; j++) dot_rows(1, of, s + (int64_t)j * width, width, k, j * ldk, ldk, q, ldq, rows, dim);
@@ -456,14 +545,13 @@ static void micro_narrow_dots(real *s, int32_t width, const attn_panel *k, const
                               int32_t keys, int32_t dim) {
     if (k->dtype == REAL_DTYPE) dots(REAL_DTYPE, s, width, k->data, k->row, q, ldq, rows, keys, dim);
 #ifdef ATTN_REAL_F64
-    else
+    else if (k->dtype == ATTN_F32)
         dots(ATTN_F32, s, width, k->data, k->row, q, ldq, rows, keys, dim);
-#else
-    else if (k->dtype == ATTN_F16)
-        dots(ATTN_F16, s, width, k->data, k->row, q, ldq, rows, keys, dim);
-    else
-        dots(ATTN_BF16, s, width, k->data, k->row, q, ldq, rows, keys, dim);
 #endif
+    else if (READABLE(k->dtype) && k->dtype == ATTN_F16)
+        dots(ATTN_F16, s, width, k->data, k->row, q, ldq, rows, keys, dim);
+    else if (READABLE(k->dtype))
+        dots(ATTN_BF16, s, width, k->data, k->row, q, ldq, rows, keys, dim);
 }
 
 static bool micro_readable(attn_dtype dtype) { return dtype == REAL_DTYPE || READABLE(dtype); }
@@ -499,7 +587,22 @@ static void micro_chain_dots(real *s, int32_t width, const real *k, int64_t ldk,
 
 /* ---- conversion ---- */
 
+#if defined(ATTN_NEON)
+/* As many as fill vectors; returns how many. */
+INLINE int32_t load_vectors(const attn_dtype of, real *restrict to, const void *from, int32_t n) {
+    int32_t i = 0;
+    for (; i + VL <= n; i += VL) store(to + i, load_any(of, from, i));
+    return i;
+}
+#endif
+
 static void micro_load(real *restrict to, const void *from, attn_dtype dtype, int32_t n) {
+#if defined(ATTN_NEON)
+    if (dtype == ATTN_F16 || dtype == ATTN_BF16) {
+        int32_t done = dtype == ATTN_F16 ? load_vectors(ATTN_F16, to, from, n) : load_vectors(ATTN_BF16, to, from, n);
+        to += done, from = (const uint16_t *)from + done, n -= done;
+    }
+#endif
     if (dtype == REAL_DTYPE) {
         memcpy(to, from, (size_t)n * sizeof *to);
     } else if (dtype == ATTN_F32) {
@@ -521,6 +624,13 @@ static void micro_load(real *restrict to, const void *from, attn_dtype dtype, in
 }
 
 static void micro_store(void *to, attn_dtype dtype, const real *from, real factor, int32_t n) {
+#if defined(ATTN_NEON) && !defined(ATTN_REAL_F64)
+    if (dtype == ATTN_F16) {
+        uint16_t *y = to;
+        for (; n >= VL; n -= VL, from += VL, y += VL) vst1_u16(y, vreinterpret_u16_f16(vcvt_f16_f32(load(from) * factor + 0)));
+        to = y;
+    }
+#endif
     if (dtype == REAL_DTYPE) {
         real *y = to;
         for (int32_t i = 0; i < n; i++) y[i] = from[i] * factor + 0;
@@ -536,6 +646,11 @@ static void micro_store(void *to, attn_dtype dtype, const real *from, real facto
 }
 
 /* ---- exponential and hyperbolic tangent ---- */
+
+#if defined(ATTN_NEON)
+/* A constant that a multiply-add will overwrite: loaded, for a copy would take a turn of the multipliers. */
+#define FRESH(v, constant) __asm__ volatile("ldr %q0, %1" : "=w"(v) : "m"(constant))
+#endif
 
 #ifdef ATTN_REAL_F64
 
@@ -558,12 +673,50 @@ INLINE vreal expm1_fraction(vreal x, const bool with_rest, vreal rest, vreal *sh
     return f + f * f * y;
 }
 
+#if defined(ATTN_NEON)
+
+/* e^(x + rest) as below, of n vectors. The power of two, and what becomes of small x and NaN, as float's exp_all has it. */
+INLINE void exp_all(const int n, vreal *x, const bool with_rest, const vreal *rest) {
+    static const vreal coefficient[] = {
+        {1.0 / 479001600, 1.0 / 479001600}, {1.0 / 39916800, 1.0 / 39916800}, {1.0 / 3628800, 1.0 / 3628800},
+        {1.0 / 362880, 1.0 / 362880},       {1.0 / 40320, 1.0 / 40320},       {1.0 / 5040, 1.0 / 5040},
+        {1.0 / 720, 1.0 / 720},             {1.0 / 120, 1.0 / 120},           {1.0 / 24, 1.0 / 24},
+        {1.0 / 6, 1.0 / 6},                 {1.0 / 2, 1.0 / 2}};
+    static const vreal magic = {6755399441056767.0, 6755399441056767.0}; /* 1.5 * 2^52 + 1023 */
+    vreal shifted[4], y[4], f[4];
+    UNROLL for (int i = 0; i < n; i++) FRESH(shifted[i], magic);
+    UNROLL for (int i = 0; i < n; i++) x[i] = vmaxq_f64(x[i], splat(-709.08956571282));
+    UNROLL for (int i = 0; i < n; i++) shifted[i] = vfmaq_f64(shifted[i], x[i], splat(1.44269504088896340736));
+    UNROLL for (int i = 0; i < n; i++) y[i] = shifted[i] - magic;
+    UNROLL for (int i = 0; i < n; i++) f[i] = vfmsq_f64(x[i], y[i], splat(6.93147180369123816490e-01));
+    UNROLL for (int i = 0; i < n; i++) f[i] = vfmsq_f64(f[i], y[i], splat(1.90821492927058770002e-10));
+    UNROLL for (int i = 0; with_rest && i < n; i++) f[i] += rest[i];
+    UNROLL for (int i = 0; i < n; i++) y[i] = splat(1.0 / 6227020800);
+    UNROLL16 for (int c = 0; c < 11; c++) {
+        UNROLL for (int i = 0; i < n; i++) FRESH(x[i], coefficient[c]);
+        UNROLL for (int i = 0; i < n; i++) y[i] = vfmaq_f64(x[i], y[i], f[i]);
+    }
+    UNROLL for (int i = 0; i < n; i++) x[i] = f[i] * f[i];
+    UNROLL for (int i = 0; i < n; i++) f[i] = vfmaq_f64(f[i], x[i], y[i]);
+    UNROLL for (int i = 0; i < n; i++) shifted[i] = (vreal)((vbits)shifted[i] << 52);
+    UNROLL for (int i = 0; i < n; i++) x[i] = vfmaq_f64(shifted[i], shifted[i], f[i]);
+}
+
+INLINE vreal exp_of(vreal x, const bool with_rest, vreal rest) {
+    exp_all(1, &x, with_rest, &rest);
+    return x;
+}
+
+#else
+
 /* e^(x + rest) for x <= 709, to within about one unit in the last place. Below 2^-1022 the result is 0; NaN stays NaN. */
 INLINE vreal exp_of(vreal x, const bool with_rest, vreal rest) {
     vreal shifted, y = expm1_fraction(x, with_rest, rest, &shifted) + 1.0;
     y = (vreal)((vbits)y + ((vbits)shifted << 52)); /* unsigned: it wraps for what is set to 0 below */
     return (vreal)(~(vint)(x < splat(-708.39)) & (vint)(y + (x - x)));
 }
+
+#endif
 
 /* cap * tanh(s / cap) by t / (t + 2), where t = e^(2 |s / cap|) - 1 = 2^n (e^f - 1) + (2^n - 1) loses nothing near 0. */
 INLINE vreal softcap_vector(vreal s, real cap, real inverse) {
@@ -584,10 +737,8 @@ INLINE vreal softcap_vector(vreal s, real cap, real inverse) {
  * bits of `shifted`, which have n + 127, is 0 there, and so is the result. The polynomial's terms are summed by pairs. 2^n (1 + r) as
  * 2^n + 2^n r is rounded once. NaN stays NaN: fmax keeps it, and every product with it is.
  *
- * A multiply-add overwrites what it adds to. Constants that are added to are loaded each time (FRESH), for a copy would take a
- * turn of the multipliers; the others are elements of two vectors. One vector after the other would wait for itself.
+ * One vector after the other would wait for itself. Constants that are not added to are elements of two vectors.
  */
-#define FRESH(v, constant) __asm__ volatile("ldr %q0, %1" : "=w"(v) : "m"(constant))
 INLINE void exp_all(const int n, vreal *x, const bool with_rest, const vreal *rest) {
     static const vreal magic = {12583039.0f, 12583039.0f, 12583039.0f, 12583039.0f}; /* 1.5 * 2^23 + 127 */
     static const vreal c2 = {4.99999934478e-1f, 4.99999934478e-1f, 4.99999934478e-1f, 4.99999934478e-1f};
@@ -669,7 +820,7 @@ INLINE vreal softcap_vector(vreal s, real cap, real inverse) {
 
 INLINE vreal exp_vector(vreal x) { return exp_of(x, false, x); }
 
-#if defined(ATTN_NEON) && !defined(ATTN_REAL_F64)
+#if defined(ATTN_NEON)
 enum { EXP_AT_ONCE = 4 };
 #else
 enum { EXP_AT_ONCE = 1 };
@@ -712,8 +863,8 @@ INLINE vreal softmax_keys(const int n, real *s, int32_t width, vreal base, vreal
     return part;
 }
 
-static void micro_softmax(real *s, int32_t keys, int32_t width, real *max, real *sum, real *alpha) {
-    for (int32_t r = 0; r < width; r += VL) {
+static void micro_softmax(real *s, int32_t keys, int32_t width, int32_t columns, real *max, real *sum, real *alpha) {
+    for (int32_t r = 0; r < columns; r += VL) {
         vreal before = load(max + r), most = column_max(s + r, keys, width, before), total = (vreal){0};
         vreal none = splat((real)-INFINITY), base = pick(most == none, (vreal){0}, most);
         vreal shrink = exp_vector(before - base);
@@ -872,12 +1023,29 @@ INLINE void transpose_16(float *to, int64_t ldt, const float *from, int64_t ldf)
     }
 }
 
+#elif defined(ATTN_NEON) && !defined(ATTN_REAL_F64)
+
+/* 16 rows by 4 columns, in four squares. */
+INLINE void transpose_16(float *to, int64_t ldt, const float *from, int64_t ldf) {
+    for (int r = 0; r < 16; r += 4) {
+        const float *x = from + r * ldf;
+        float32x4_t a = load(x), b = load(x + ldf), c = load(x + 2 * ldf), d = load(x + 3 * ldf);
+        float32x4_t ab = vtrn1q_f32(a, b), cd = vtrn1q_f32(c, d), ab2 = vtrn2q_f32(a, b), cd2 = vtrn2q_f32(c, d);
+        store(to + r, (vreal)vtrn1q_f64((float64x2_t)ab, (float64x2_t)cd));
+        store(to + r + ldt, (vreal)vtrn1q_f64((float64x2_t)ab2, (float64x2_t)cd2));
+        store(to + r + 2 * ldt, (vreal)vtrn2q_f64((float64x2_t)ab, (float64x2_t)cd));
+        store(to + r + 3 * ldt, (vreal)vtrn2q_f64((float64x2_t)ab2, (float64x2_t)cd2));
+    }
+}
+
 #endif
 
 static void micro_transpose(real *to, int64_t ldt, const real *from, int64_t ldf, int32_t m, int32_t n) {
     int32_t c = 0;
 #if defined(__AVX512F__) && !defined(ATTN_REAL_F64)
     for (; m == 16 && c + 16 <= n; c += 16) transpose_16(to + c * ldt, ldt, from + c, ldf);
+#elif defined(ATTN_NEON) && !defined(ATTN_REAL_F64)
+    for (; m == 16 && c + 4 <= n; c += 4) transpose_16(to + c * ldt, ldt, from + c, ldf);
 #endif
     for (; c < n; c++)
         for (int32_t r = 0; r < ATTN_LANES; r++) to[c * ldt + r] = r < m ? from[r * ldf + c] : 0;
