@@ -81,57 +81,68 @@ INLINE void block_along(char *c, int64_t ldc, const char *a, int64_t lda, const 
 /*
  * ---- dot products: 4 keys by 2 vectors of rows ----
  *
- *   v0-3, v12-15  four dims of each key, in turns
- *   v4-11         two vectors of q_t of each of the four dims
- *   v16-23        sums of the block of dims at hand, key i in v(16 + 2 i) and the next
- *   v24-31        sums of the group
+ *   v0-3    four dims of each key
+ *   v4-7    two vectors of q_t of each of two dims, in turns
+ *   v16-23  sums of the block of dims at hand, key i in v(16 + 2 i) and the next
+ *   v24-31  sums of the group
+ *   v8-15   sums of a second group
  */
-#define LOAD_KEYS(a0, a1, a2, a3)                                                                                          \
-    "ldr q" #a0 ", [%[k0]], #16\n\tldr q" #a1 ", [%[k1]], #16\n\tldr q" #a2 ", [%[k2]], #16\n\tldr q" #a3                  \
-    ", [%[k3]], #16\n\t"
+#define DIM(r0, r1, r2, r3, r4, r5, r6, r7, b0, b1, e)                                                                     \
+    "ldr q" #b0 ", [%[q]]\n\tldr q" #b1 ", [%[q], #16]\n\tadd %[q], %[q], %[ldq]\n\t" FMLA2(r0, r1, b0, b1, 0, e)          \
+        FMLA2(r2, r3, b0, b1, 1, e) FMLA2(r4, r5, b0, b1, 2, e) FMLA2(r6, r7, b0, b1, 3, e)
 #define FMLA2(r0, r1, b0, b1, a, e) FMLA(r0, b0, a, e) FMLA(r1, b1, a, e)
-#define DIM(r0, r1, r2, r3, r4, r5, r6, r7, b0, b1, a0, a1, a2, a3, e)                                                     \
-    "ldr q" #b0 ", [%[q]]\n\tldr q" #b1 ", [%[q], #16]\n\tadd %[q], %[q], %[ldq]\n\t" FMLA2(r0, r1, b0, b1, a0, e)                            \
-        FMLA2(r2, r3, b0, b1, a1, e) FMLA2(r4, r5, b0, b1, a2, e) FMLA2(r6, r7, b0, b1, a3, e)
-#define DIMS_4(r0, r1, r2, r3, r4, r5, r6, r7, a0, a1, a2, a3)                                                             \
-    LOAD_KEYS(a0, a1, a2, a3)                                                                                              \
-    DIM(r0, r1, r2, r3, r4, r5, r6, r7, 4, 5, a0, a1, a2, a3, 0)                                                           \
-    DIM(r0, r1, r2, r3, r4, r5, r6, r7, 6, 7, a0, a1, a2, a3, 1)                                                           \
-    DIM(r0, r1, r2, r3, r4, r5, r6, r7, 8, 9, a0, a1, a2, a3, 2)                                                           \
-    DIM(r0, r1, r2, r3, r4, r5, r6, r7, 10, 11, a0, a1, a2, a3, 3)
-#define DIMS_16(r0, r1, r2, r3, r4, r5, r6, r7)                                                                            \
-    DIMS_4(r0, r1, r2, r3, r4, r5, r6, r7, 0, 1, 2, 3)                                                                     \
-    DIMS_4(r0, r1, r2, r3, r4, r5, r6, r7, 12, 13, 14, 15)                                                                 \
-    DIMS_4(r0, r1, r2, r3, r4, r5, r6, r7, 0, 1, 2, 3)                                                                     \
-    DIMS_4(r0, r1, r2, r3, r4, r5, r6, r7, 12, 13, 14, 15)
+#define DIMS_4(r0, r1, r2, r3, r4, r5, r6, r7)                                                                             \
+    "ldr q0, [%[k0]], #16\n\tldr q1, [%[k1]], #16\n\tldr q2, [%[k2]], #16\n\tldr q3, [%[k3]], #16\n\t"                     \
+    DIM(r0, r1, r2, r3, r4, r5, r6, r7, 4, 5, 0) DIM(r0, r1, r2, r3, r4, r5, r6, r7, 6, 7, 1)                              \
+    DIM(r0, r1, r2, r3, r4, r5, r6, r7, 4, 5, 2) DIM(r0, r1, r2, r3, r4, r5, r6, r7, 6, 7, 3)
 
-#define CLEAR_8(r0, r1, r2, r3, r4, r5, r6, r7) ZERO(r0) ZERO(r1) ZERO(r2) ZERO(r3) ZERO(r4) ZERO(r5) ZERO(r6) ZERO(r7)
+#define WITH(STEP, ...) STEP(__VA_ARGS__)
 #define OF_BLOCK 16, 17, 18, 19, 20, 21, 22, 23
 #define OF_GROUP 24, 25, 26, 27, 28, 29, 30, 31
-#define WITH(STEP, ...) STEP(__VA_ARGS__)
-#define MEET                                                                                                               \
-    FADD(24, 16) FADD(25, 17) FADD(26, 18) FADD(27, 19) FADD(28, 20) FADD(29, 21) FADD(30, 22) FADD(31, 23)
+#define OF_SECOND 8, 9, 10, 11, 12, 13, 14, 15
+#define CLEAR_8(r0, r1, r2, r3, r4, r5, r6, r7) ZERO(r0) ZERO(r1) ZERO(r2) ZERO(r3) ZERO(r4) ZERO(r5) ZERO(r6) ZERO(r7)
+#define BLOCK_INTO(of) WITH(CLEAR_8, of) TIMES_4(WITH(DIMS_4, of))
+#define MEET(r0, r1, r2, r3, r4, r5, r6, r7)                                                                               \
+    FADD(r0, 16) FADD(r1, 17) FADD(r2, 18) FADD(r3, 19) FADD(r4, 20) FADD(r5, 21) FADD(r6, 22) FADD(r7, 23)
 #define ADD_KEY(r0, r1) "ldp q0, q1, [%[q]]\n\tadd %[q], %[q], %[lds]\n\t" FADD(r0, 0) FADD(r1, 1)
+#define ADD_KEYS ADD_KEY(24, 25) ADD_KEY(26, 27) ADD_KEY(28, 29) ADD_KEY(30, 31)
 #define PUT_KEY(r0, r1) "stp q" #r0 ", q" #r1 ", [%[s]]\n\tadd %[s], %[s], %[lds]\n\t"
+#define PUT_KEYS PUT_KEY(24, 25) PUT_KEY(26, 27) PUT_KEY(28, 29) PUT_KEY(30, 31)
 
 /*
  * s [key][lds] from keys [ldk] and q_t [dim][ldq]: a group of dims, `blocks` of 16 and then four times `rest`, not both zero. Distances
  * in bytes.
  */
-INLINE void dots_by_hand(char *s, int64_t lds, const char *k, int64_t ldk, const char *q, int64_t ldq, int64_t blocks,
-                         int64_t rest, bool accumulate) {
+INLINE void dots_of_group(char *s, int64_t lds, const char *k, int64_t ldk, const char *q, int64_t ldq, int64_t blocks,
+                          int64_t rest, bool accumulate) {
     const char *k1 = k + ldk, *k2 = k1 + ldk, *k3 = k2 + ldk;
-    __asm__ volatile(WITH(CLEAR_8, OF_GROUP) "cbz %[blocks], 2f\n\t" WITH(DIMS_16, OF_GROUP)
-                     "subs %[blocks], %[blocks], #1\n\tb.eq 2f\n"
-                     "1:\n\t" WITH(CLEAR_8, OF_BLOCK) WITH(DIMS_16, OF_BLOCK) MEET
-                     "subs %[blocks], %[blocks], #1\n\tb.ne 1b\n"
-                     "2:\n\tcbz %[rest], 4f\n\t" WITH(CLEAR_8, OF_BLOCK)
-                     "3:\n\t" WITH(DIMS_4, OF_BLOCK, 0, 1, 2, 3)
-                     "subs %[rest], %[rest], #1\n\tb.ne 3b\n\t" MEET
-                     "4:\n\tcbz %w[accumulate], 5f\n\tmov %[q], %[s]\n\t" ADD_KEY(24, 25) ADD_KEY(26, 27) ADD_KEY(28, 29)
-                         ADD_KEY(30, 31) "5:\n\t" PUT_KEY(24, 25) PUT_KEY(26, 27) PUT_KEY(28, 29) PUT_KEY(30, 31)
+    __asm__ volatile("cbz %[blocks], 6f\n\t" BLOCK_INTO(OF_GROUP) "subs %[blocks], %[blocks], #1\n\tb.eq 2f\n"
+                     "1:\n\t" BLOCK_INTO(OF_BLOCK) WITH(MEET, OF_GROUP) "subs %[blocks], %[blocks], #1\n\tb.ne 1b\n"
+                     "2:\n\tcbz %[rest], 4f\n\t" WITH(CLEAR_8, OF_BLOCK) 
+                     "3:\n\t" WITH(DIMS_4, OF_BLOCK) "subs %[rest], %[rest], #1\n\tb.ne 3b\n\t" WITH(MEET, OF_GROUP)
+                     "4:\n\tcbz %w[accumulate], 5f\n\tmov %[q], %[s]\n\t" ADD_KEYS
+                     "5:\n\t" PUT_KEYS "b 7f\n"
+                     "6:\n\t" WITH(CLEAR_8, OF_GROUP) "b 2b\n7:\n"
                      : [s] "+&r"(s), [k0] "+&r"(k), [k1] "+&r"(k1), [k2] "+&r"(k2), [k3] "+&r"(k3), [q] "+&r"(q),
                        [blocks] "+&r"(blocks), [rest] "+&r"(rest)
+                     : [lds] "r"(lds), [ldq] "r"(ldq), [accumulate] "r"(accumulate)
+                     : REGISTERS);
+}
+
+/* The same of two groups of four blocks. */
+INLINE void dots_of_two_groups(char *s, int64_t lds, const char *k, int64_t ldk, const char *q, int64_t ldq,
+                               bool accumulate) {
+    const char *k1 = k + ldk, *k2 = k1 + ldk, *k3 = k2 + ldk;
+    int64_t blocks;
+    __asm__ volatile(BLOCK_INTO(OF_GROUP) "mov %[blocks], #3\n"
+                     "1:\n\t" BLOCK_INTO(OF_BLOCK) WITH(MEET, OF_GROUP) "subs %[blocks], %[blocks], #1\n\tb.ne 1b\n\t"
+                     BLOCK_INTO(OF_SECOND) "mov %[blocks], #3\n"
+                     "2:\n\t" BLOCK_INTO(OF_BLOCK) WITH(MEET, OF_SECOND) "subs %[blocks], %[blocks], #1\n\tb.ne 2b\n\t"
+                     "cbz %w[accumulate], 3f\n\tmov %[q], %[s]\n\t" ADD_KEYS
+                     "3:\n\t" FADD(24, 8) FADD(25, 9) FADD(26, 10) FADD(27, 11) FADD(28, 12) FADD(29, 13) FADD(30, 14)
+                     FADD(31, 15) PUT_KEYS
+                     : [s] "+&r"(s), [k0] "+&r"(k), [k1] "+&r"(k1), [k2] "+&r"(k2), [k3] "+&r"(k3), [q] "+&r"(q),
+                       [blocks] "=&r"(blocks)
                      : [lds] "r"(lds), [ldq] "r"(ldq), [accumulate] "r"(accumulate)
                      : REGISTERS);
 }

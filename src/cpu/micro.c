@@ -267,9 +267,11 @@ INLINE void dots_panel(const int nv, real *s, int32_t width, const real *k, int6
                        int32_t keys, int32_t dim, bool accumulate) {
 #if defined(ATTN_NEON) && !defined(ATTN_REAL_F64)
     const int64_t B = sizeof(real);
+    for (; nv == DOTS_NV && dim == 2 * GROUP && keys >= 4; keys -= 4, s += 4 * width, k += 4 * ldk)
+        dots_of_two_groups((char *)s, width * B, (const char *)k, ldk * B, (const char *)q_t, ldq * B, accumulate);
     for (; nv == DOTS_NV && dim % 4 == 0 && keys >= 4; keys -= 4, s += 4 * width, k += 4 * ldk)
-        dots_by_hand((char *)s, width * B, (const char *)k, ldk * B, (const char *)q_t, ldq * B, dim / BLOCK,
-                     dim % BLOCK / 4, accumulate);
+        dots_of_group((char *)s, width * B, (const char *)k, ldk * B, (const char *)q_t, ldq * B, dim / BLOCK,
+                      dim % BLOCK / 4, accumulate);
 #endif
     for (; keys >= MR; keys -= MR, s += MR * width, k += MR * ldk)
         dots_block(MR, nv, s, width, k, ldk, q_t, ldq, dim, accumulate);
@@ -288,8 +290,12 @@ INLINE void dots_panel(const int nv, real *s, int32_t width, const real *k, int6
 /* Group by group: of q_t so much stays in the first cache. */
 static void micro_dots(real *s, int32_t width, const real *k, int64_t ldk, const real *q_t, int32_t columns, int32_t keys,
                        int32_t dim) {
-    for (int32_t n = 0; n < dim; n += GROUP) {
-        int32_t r = 0, dims = dim - n < GROUP ? dim - n : GROUP;
+    for (int32_t n = 0, dims; n < dim; n += dims) {
+        int32_t r = 0;
+        dims = dim - n < GROUP ? dim - n : GROUP;
+#if defined(ATTN_NEON) && !defined(ATTN_REAL_F64)
+        if (dim - n >= 2 * GROUP && keys % 4 == 0) dims = 2 * GROUP;
+#endif
         const real *q = q_t + (int64_t)n * columns;
         for (; r + DOTS_NV * VL <= columns; r += DOTS_NV * VL)
             dots_panel(DOTS_NV, s + r, width, k + n, ldk, q + r, columns, keys, dims, n > 0);
@@ -587,20 +593,16 @@ static void micro_chain_dots(real *s, int32_t width, const real *k, int64_t ldk,
 
 /* ---- conversion ---- */
 
-#if defined(ATTN_NEON)
-/* As many as fill vectors; returns how many. */
-INLINE int32_t load_vectors(const attn_dtype of, real *restrict to, const void *from, int32_t n) {
-    int32_t i = 0;
-    for (; i + VL <= n; i += VL) store(to + i, load_any(of, from, i));
-    return i;
-}
-#endif
-
 static void micro_load(real *restrict to, const void *from, attn_dtype dtype, int32_t n) {
-#if defined(ATTN_NEON)
-    if (dtype == ATTN_F16 || dtype == ATTN_BF16) {
-        int32_t done = dtype == ATTN_F16 ? load_vectors(ATTN_F16, to, from, n) : load_vectors(ATTN_BF16, to, from, n);
-        to += done, from = (const uint16_t *)from + done, n -= done;
+#if defined(ATTN_NEON) && !defined(ATTN_REAL_F64)
+    if (dtype == ATTN_F16) {
+        const uint16_t *x = from;
+        for (; n >= 2 * VL; n -= 2 * VL, x += 2 * VL, to += 2 * VL) {
+            float16x8_t half = vreinterpretq_f16_u16(vld1q_u16(x));
+            store(to, vcvt_f32_f16(vget_low_f16(half)));
+            store(to + VL, vcvt_high_f32_f16(half));
+        }
+        from = x;
     }
 #endif
     if (dtype == REAL_DTYPE) {
