@@ -649,6 +649,20 @@ static void micro_store(void *to, attn_dtype dtype, const real *from, real facto
 
 /* ---- exponential and hyperbolic tangent ---- */
 
+/* A statement for each i < n, which is known and at most 4. Written out: clang leaves loops as they are, and arrays in memory. */
+#define EACH(...)                                                                                                          \
+    do {                                                                                                                   \
+        STEP_OF_EACH(0, __VA_ARGS__)                                                                                       \
+        STEP_OF_EACH(1, __VA_ARGS__)                                                                                       \
+        STEP_OF_EACH(2, __VA_ARGS__)                                                                                       \
+        STEP_OF_EACH(3, __VA_ARGS__)                                                                                       \
+    } while (0)
+#define STEP_OF_EACH(place, ...)                                                                                           \
+    if (n > place) {                                                                                                       \
+        enum { i = place };                                                                                                \
+        __VA_ARGS__;                                                                                                       \
+    }
+
 #if defined(ATTN_NEON)
 /* A constant that a multiply-add will overwrite: loaded, for a copy would take a turn of the multipliers. */
 #define FRESH(v, constant) __asm__ volatile("ldr %q0, %1" : "=w"(v) : "m"(constant))
@@ -686,22 +700,22 @@ INLINE void exp_all(const int n, vreal *x, const bool with_rest, const vreal *re
         {1.0 / 6, 1.0 / 6},                 {1.0 / 2, 1.0 / 2}};
     static const vreal magic = {6755399441056767.0, 6755399441056767.0}; /* 1.5 * 2^52 + 1023 */
     vreal shifted[4], y[4], f[4];
-    UNROLL for (int i = 0; i < n; i++) FRESH(shifted[i], magic);
-    UNROLL for (int i = 0; i < n; i++) x[i] = vmaxq_f64(x[i], splat(-709.08956571282));
-    UNROLL for (int i = 0; i < n; i++) shifted[i] = vfmaq_f64(shifted[i], x[i], splat(1.44269504088896340736));
-    UNROLL for (int i = 0; i < n; i++) y[i] = shifted[i] - magic;
-    UNROLL for (int i = 0; i < n; i++) f[i] = vfmsq_f64(x[i], y[i], splat(6.93147180369123816490e-01));
-    UNROLL for (int i = 0; i < n; i++) f[i] = vfmsq_f64(f[i], y[i], splat(1.90821492927058770002e-10));
-    UNROLL for (int i = 0; with_rest && i < n; i++) f[i] += rest[i];
-    UNROLL for (int i = 0; i < n; i++) y[i] = splat(1.0 / 6227020800);
+    EACH(FRESH(shifted[i], magic));
+    EACH(x[i] = vmaxq_f64(x[i], splat(-709.08956571282)));
+    EACH(shifted[i] = vfmaq_f64(shifted[i], x[i], splat(1.44269504088896340736)));
+    EACH(y[i] = shifted[i] - magic);
+    EACH(f[i] = vfmsq_f64(x[i], y[i], splat(6.93147180369123816490e-01)));
+    EACH(f[i] = vfmsq_f64(f[i], y[i], splat(1.90821492927058770002e-10)));
+    if (with_rest) EACH(f[i] += rest[i]);
+    EACH(y[i] = splat(1.0 / 6227020800));
     UNROLL16 for (int c = 0; c < 11; c++) {
-        UNROLL for (int i = 0; i < n; i++) FRESH(x[i], coefficient[c]);
-        UNROLL for (int i = 0; i < n; i++) y[i] = vfmaq_f64(x[i], y[i], f[i]);
+        EACH(FRESH(x[i], coefficient[c]));
+        EACH(y[i] = vfmaq_f64(x[i], y[i], f[i]));
     }
-    UNROLL for (int i = 0; i < n; i++) x[i] = f[i] * f[i];
-    UNROLL for (int i = 0; i < n; i++) f[i] = vfmaq_f64(f[i], x[i], y[i]);
-    UNROLL for (int i = 0; i < n; i++) shifted[i] = (vreal)((vbits)shifted[i] << 52);
-    UNROLL for (int i = 0; i < n; i++) x[i] = vfmaq_f64(shifted[i], shifted[i], f[i]);
+    EACH(x[i] = f[i] * f[i]);
+    EACH(f[i] = vfmaq_f64(f[i], x[i], y[i]));
+    EACH(shifted[i] = (vreal)((vbits)shifted[i] << 52));
+    EACH(x[i] = vfmaq_f64(shifted[i], shifted[i], f[i]));
 }
 
 INLINE vreal exp_of(vreal x, const bool with_rest, vreal rest) {
@@ -748,23 +762,23 @@ INLINE void exp_all(const int n, vreal *x, const bool with_rest, const vreal *re
     const vreal c = {1.44269504089f, 0.693359375f, 2.12194440e-4f, 1.66665206317e-1f};
     const vreal c5_6 = {8.36871687973e-3f, 1.38145986467e-3f, 0, 0}, least = splat(-88.029691931f);
     vreal shifted[4], low[4], high[4], square[4];
-    UNROLL for (int i = 0; i < n; i++) FRESH(shifted[i], magic);
-    UNROLL for (int i = 0; i < n; i++) x[i] = vmaxq_f32(x[i], least);
-    UNROLL for (int i = 0; i < n; i++) shifted[i] = vfmaq_laneq_f32(shifted[i], x[i], c, 0);
-    UNROLL for (int i = 0; i < n; i++) square[i] = shifted[i] - magic;
-    UNROLL for (int i = 0; i < n; i++) x[i] = vfmsq_laneq_f32(x[i], square[i], c, 1);
-    UNROLL for (int i = 0; i < n; i++) x[i] = vfmaq_laneq_f32(x[i], square[i], c, 2);
-    UNROLL for (int i = 0; with_rest && i < n; i++) x[i] += rest[i];
-    UNROLL for (int i = 0; i < n; i++) FRESH(low[i], c2);
-    UNROLL for (int i = 0; i < n; i++) FRESH(high[i], c4);
-    UNROLL for (int i = 0; i < n; i++) square[i] = x[i] * x[i];
-    UNROLL for (int i = 0; i < n; i++) high[i] = vfmaq_laneq_f32(high[i], x[i], c5_6, 0);
-    UNROLL for (int i = 0; i < n; i++) low[i] = vfmaq_laneq_f32(low[i], x[i], c, 3);
-    UNROLL for (int i = 0; i < n; i++) high[i] = vfmaq_laneq_f32(high[i], square[i], c5_6, 1);
-    UNROLL for (int i = 0; i < n; i++) shifted[i] = (vreal)((vbits)shifted[i] << 23);
-    UNROLL for (int i = 0; i < n; i++) low[i] = vfmaq_f32(low[i], high[i], square[i]);
-    UNROLL for (int i = 0; i < n; i++) x[i] = vfmaq_f32(x[i], low[i], square[i]);
-    UNROLL for (int i = 0; i < n; i++) x[i] = vfmaq_f32(shifted[i], shifted[i], x[i]);
+    EACH(FRESH(shifted[i], magic));
+    EACH(x[i] = vmaxq_f32(x[i], least));
+    EACH(shifted[i] = vfmaq_laneq_f32(shifted[i], x[i], c, 0));
+    EACH(square[i] = shifted[i] - magic);
+    EACH(x[i] = vfmsq_laneq_f32(x[i], square[i], c, 1));
+    EACH(x[i] = vfmaq_laneq_f32(x[i], square[i], c, 2));
+    if (with_rest) EACH(x[i] += rest[i]);
+    EACH(FRESH(low[i], c2));
+    EACH(FRESH(high[i], c4));
+    EACH(square[i] = x[i] * x[i]);
+    EACH(high[i] = vfmaq_laneq_f32(high[i], x[i], c5_6, 0));
+    EACH(low[i] = vfmaq_laneq_f32(low[i], x[i], c, 3));
+    EACH(high[i] = vfmaq_laneq_f32(high[i], square[i], c5_6, 1));
+    EACH(shifted[i] = (vreal)((vbits)shifted[i] << 23));
+    EACH(low[i] = vfmaq_f32(low[i], high[i], square[i]));
+    EACH(x[i] = vfmaq_f32(x[i], low[i], square[i]));
+    EACH(x[i] = vfmaq_f32(shifted[i], shifted[i], x[i]));
 }
 
 INLINE vreal exp_of(vreal x, const bool with_rest, vreal rest) {
@@ -827,7 +841,7 @@ enum { EXP_AT_ONCE = 4 };
 #else
 enum { EXP_AT_ONCE = 1 };
 INLINE void exp_all(const int n, vreal *x, const bool with_rest, const vreal *rest) {
-    UNROLL for (int i = 0; i < n; i++) x[i] = exp_of(x[i], with_rest, rest[i]);
+    EACH(x[i] = exp_of(x[i], with_rest, rest[i]));
 }
 #endif
 
@@ -856,12 +870,10 @@ INLINE vreal column_max(const real *s, int32_t keys, int32_t width, vreal most) 
 /* n keys of a column: e^(s - base), and their sum with `part`. */
 INLINE vreal softmax_keys(const int n, real *s, int32_t width, vreal base, vreal part) {
     vreal x[4];
-    UNROLL for (int i = 0; i < n; i++) x[i] = load(s + (int64_t)i * width) - base;
+    EACH(x[i] = load(s + (int64_t)i * width) - base);
     exp_all(n, x, false, x);
-    UNROLL for (int i = 0; i < n; i++) {
-        store(s + (int64_t)i * width, x[i]);
-        part += x[i];
-    }
+    EACH(store(s + (int64_t)i * width, x[i]));
+    EACH(part += x[i]);
     return part;
 }
 
@@ -889,18 +901,14 @@ INLINE vreal exp_keys(const int n, const bool with_rest, real *s, const real *re
                       vreal part) {
     const vreal infinite = splat((real)INFINITY), none = pick(base == infinite, infinite, -infinite); /* such scores give 0 */
     vreal score[4], x[4], lost[4];
-    UNROLL for (int i = 0; i < n; i++) {
-        score[i] = load(s + (int64_t)i * width);
-        x[i] = score[i] - base;
-        lost[i] = lost_by_difference(with_rest, score[i], base, x[i]) +
-                  (with_rest ? load(rest + (int64_t)i * width) - low : -low);
-    }
+    EACH(score[i] = load(s + (int64_t)i * width));
+    EACH(x[i] = score[i] - base);
+    EACH(lost[i] = lost_by_difference(with_rest, score[i], base, x[i]) +
+                   (with_rest ? load(rest + (int64_t)i * width) - low : -low));
     exp_all(n, x, true, lost);
-    UNROLL for (int i = 0; i < n; i++) {
-        vreal p = (vreal)(~(vint)(score[i] <= none) & (vint)x[i]);
-        store(s + (int64_t)i * width, p);
-        part += p;
-    }
+    EACH(x[i] = (vreal)(~(vint)(score[i] <= none) & (vint)x[i]));
+    EACH(store(s + (int64_t)i * width, x[i]));
+    EACH(part += x[i]);
     return part;
 }
 
