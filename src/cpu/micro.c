@@ -649,13 +649,17 @@ static void micro_store(void *to, attn_dtype dtype, const real *from, real facto
 
 /* ---- exponential and hyperbolic tangent ---- */
 
-/* A statement for each i < n, which is known and at most 4. Written out: clang leaves loops as they are, and arrays in memory. */
+/* A statement for each i < n, which is known and at most 8. Written out: clang leaves loops as they are, and arrays in memory. */
 #define EACH(...)                                                                                                          \
     do {                                                                                                                   \
         STEP_OF_EACH(0, __VA_ARGS__)                                                                                       \
         STEP_OF_EACH(1, __VA_ARGS__)                                                                                       \
         STEP_OF_EACH(2, __VA_ARGS__)                                                                                       \
         STEP_OF_EACH(3, __VA_ARGS__)                                                                                       \
+        STEP_OF_EACH(4, __VA_ARGS__)                                                                                       \
+        STEP_OF_EACH(5, __VA_ARGS__)                                                                                       \
+        STEP_OF_EACH(6, __VA_ARGS__)                                                                                       \
+        STEP_OF_EACH(7, __VA_ARGS__)                                                                                       \
     } while (0)
 #define STEP_OF_EACH(place, ...)                                                                                           \
     if (n > place) {                                                                                                       \
@@ -699,7 +703,7 @@ INLINE void exp_all(const int n, vreal *x, const bool with_rest, const vreal *re
         {1.0 / 720, 1.0 / 720},             {1.0 / 120, 1.0 / 120},           {1.0 / 24, 1.0 / 24},
         {1.0 / 6, 1.0 / 6},                 {1.0 / 2, 1.0 / 2}};
     static const vreal magic = {6755399441056767.0, 6755399441056767.0}; /* 1.5 * 2^52 + 1023 */
-    vreal shifted[4], y[4], f[4];
+    vreal shifted[8], y[8], f[8];
     EACH(FRESH(shifted[i], magic));
     EACH(x[i] = vmaxq_f64(x[i], splat(-709.08956571282)));
     EACH(shifted[i] = vfmaq_f64(shifted[i], x[i], splat(1.44269504088896340736)));
@@ -757,28 +761,28 @@ INLINE vreal softcap_vector(vreal s, real cap, real inverse) {
  */
 INLINE void exp_all(const int n, vreal *x, const bool with_rest, const vreal *rest) {
     static const vreal magic = {12583039.0f, 12583039.0f, 12583039.0f, 12583039.0f}; /* 1.5 * 2^23 + 127 */
-    static const vreal c2 = {4.99999934478e-1f, 4.99999934478e-1f, 4.99999934478e-1f, 4.99999934478e-1f};
-    static const vreal c4 = {4.16683880453e-2f, 4.16683880453e-2f, 4.16683880453e-2f, 4.16683880453e-2f};
-    const vreal c = {1.44269504089f, 0.693359375f, 2.12194440e-4f, 1.66665206317e-1f};
-    const vreal c5_6 = {8.36871687973e-3f, 1.38145986467e-3f, 0, 0}, least = splat(-88.029691931f);
-    vreal shifted[4], low[4], high[4], square[4];
+    static const vreal coefficient[] = {{8.36871687973e-3f, 8.36871687973e-3f, 8.36871687973e-3f, 8.36871687973e-3f},
+                                        {4.16683880453e-2f, 4.16683880453e-2f, 4.16683880453e-2f, 4.16683880453e-2f},
+                                        {1.66665206317e-1f, 1.66665206317e-1f, 1.66665206317e-1f, 1.66665206317e-1f},
+                                        {4.99999934478e-1f, 4.99999934478e-1f, 4.99999934478e-1f, 4.99999934478e-1f},
+                                        {1, 1, 1, 1}};
+    const vreal c = {1.44269504089f, 0.693359375f, 2.12194440e-4f, 1.38145986467e-3f}, least = splat(-88.029691931f);
+    vreal shifted[8], y[8], next[8];
     EACH(FRESH(shifted[i], magic));
     EACH(x[i] = vmaxq_f32(x[i], least));
     EACH(shifted[i] = vfmaq_laneq_f32(shifted[i], x[i], c, 0));
-    EACH(square[i] = shifted[i] - magic);
-    EACH(x[i] = vfmsq_laneq_f32(x[i], square[i], c, 1));
-    EACH(x[i] = vfmaq_laneq_f32(x[i], square[i], c, 2));
+    EACH(y[i] = shifted[i] - magic);
+    EACH(x[i] = vfmsq_laneq_f32(x[i], y[i], c, 1));
+    EACH(x[i] = vfmaq_laneq_f32(x[i], y[i], c, 2));
     if (with_rest) EACH(x[i] += rest[i]);
-    EACH(FRESH(low[i], c2));
-    EACH(FRESH(high[i], c4));
-    EACH(square[i] = x[i] * x[i]);
-    EACH(high[i] = vfmaq_laneq_f32(high[i], x[i], c5_6, 0));
-    EACH(low[i] = vfmaq_laneq_f32(low[i], x[i], c, 3));
-    EACH(high[i] = vfmaq_laneq_f32(high[i], square[i], c5_6, 1));
+    EACH(FRESH(y[i], coefficient[0]); y[i] = vfmaq_laneq_f32(y[i], x[i], c, 3));
+    EACH(FRESH(next[i], coefficient[1]); y[i] = vfmaq_f32(next[i], y[i], x[i]));
+    EACH(FRESH(next[i], coefficient[2]); y[i] = vfmaq_f32(next[i], y[i], x[i]));
+    EACH(FRESH(next[i], coefficient[3]); y[i] = vfmaq_f32(next[i], y[i], x[i]));
     EACH(shifted[i] = (vreal)((vbits)shifted[i] << 23));
-    EACH(low[i] = vfmaq_f32(low[i], high[i], square[i]));
-    EACH(x[i] = vfmaq_f32(x[i], low[i], square[i]));
-    EACH(x[i] = vfmaq_f32(shifted[i], shifted[i], x[i]));
+    EACH(FRESH(next[i], coefficient[4]); y[i] = vfmaq_f32(next[i], y[i], x[i]));
+    EACH(x[i] = x[i] * shifted[i]);
+    EACH(x[i] = vfmaq_f32(shifted[i], x[i], y[i]));
 }
 
 INLINE vreal exp_of(vreal x, const bool with_rest, vreal rest) {
@@ -837,7 +841,7 @@ INLINE vreal softcap_vector(vreal s, real cap, real inverse) {
 INLINE vreal exp_vector(vreal x) { return exp_of(x, false, x); }
 
 #if defined(ATTN_NEON)
-enum { EXP_AT_ONCE = 4 };
+enum { EXP_AT_ONCE = 8 };
 #else
 enum { EXP_AT_ONCE = 1 };
 INLINE void exp_all(const int n, vreal *x, const bool with_rest, const vreal *rest) {
@@ -869,7 +873,7 @@ INLINE vreal column_max(const real *s, int32_t keys, int32_t width, vreal most) 
 
 /* n keys of a column: e^(s - base), and their sum with `part`. */
 INLINE vreal softmax_keys(const int n, real *s, int32_t width, vreal base, vreal part) {
-    vreal x[4];
+    vreal x[8];
     EACH(x[i] = load(s + (int64_t)i * width) - base);
     exp_all(n, x, false, x);
     EACH(store(s + (int64_t)i * width, x[i]));
@@ -900,7 +904,7 @@ static void micro_softmax(real *s, int32_t keys, int32_t width, int32_t columns,
 INLINE vreal exp_keys(const int n, const bool with_rest, real *s, const real *rest, int32_t width, vreal base, vreal low,
                       vreal part) {
     const vreal infinite = splat((real)INFINITY), none = pick(base == infinite, infinite, -infinite); /* such scores give 0 */
-    vreal score[4], x[4], lost[4];
+    vreal score[8], x[8], lost[8];
     EACH(score[i] = load(s + (int64_t)i * width));
     EACH(x[i] = score[i] - base);
     EACH(lost[i] = lost_by_difference(with_rest, score[i], base, x[i]) +
