@@ -9,6 +9,9 @@ if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64|amd64)$" AND CMAKE_SIZEOF_VOID
     list(APPEND ATTN_ISAS avx2 avx512)
     set(ATTN_ISA_FLAGS_avx2 -mavx2 -mfma -mf16c)
     set(ATTN_ISA_FLAGS_avx512 -mavx512f -mavx512dq -mavx512bw -mavx512vl -mfma -mf16c)
+elseif(CMAKE_SYSTEM_PROCESSOR MATCHES "^(aarch64|arm64)$")
+    list(APPEND ATTN_ISAS neon)
+    set(ATTN_ISA_FLAGS_neon -DATTN_NEON=1) # no compiler flag: every aarch64 has it, and table c is to go without
 endif()
 
 # Tile loops are compiled once per real type, micro-kernels also once per ISA; the rest once.

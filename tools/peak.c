@@ -27,7 +27,7 @@ enum { ACCUMULATORS = 12 };
 #define STEP(n) a##n = FMA(a##n, x, y);
 #define GATHER(n) sum = FMA(sum, x, a##n);
 
-/* `rounds` times 12 vector multiply-adds; every number stays near one. The result keeps the loop from being left out. */
+/* `rounds` times 12 vector multiply-adds; every number stays small. The result keeps the loop from being left out. */
 #define FMA_LOOP(name, target, vector, set1, first)                                                                        \
     target static double name(long rounds) {                                                                               \
         vector x = set1(0.5), y = set1(0.5), start = set1(0.75), EACH(DECLARE) sum = set1(0);                              \
@@ -59,13 +59,13 @@ FMA_LOOP(loop_avx512_f32, TARGET_AVX512, __m512, _mm512_set1_ps, _mm512_cvtss_f3
 #define FMA _mm512_fmadd_pd
 FMA_LOOP(loop_avx512_f64, TARGET_AVX512, __m512d, _mm512_set1_pd, _mm512_cvtsd_f64)
 #undef FMA
-#elif defined(__aarch64__)
+#elif defined(__aarch64__) /* a + x y, which grows by 0.25 a step: a x + y would cost a copy of y, in the multipliers' time */
 #define FIRST_F32(v) vgetq_lane_f32(v, 0)
 #define FIRST_F64(v) vgetq_lane_f64(v, 0)
-#define FMA(a, b, c) vfmaq_f32(c, a, b)
+#define FMA(a, b, c) vfmaq_f32(a, b, c)
 FMA_LOOP(loop_neon_f32, , float32x4_t, vdupq_n_f32, FIRST_F32)
 #undef FMA
-#define FMA(a, b, c) vfmaq_f64(c, a, b)
+#define FMA(a, b, c) vfmaq_f64(a, b, c)
 FMA_LOOP(loop_neon_f64, , float64x2_t, vdupq_n_f64, FIRST_F64)
 #undef FMA
 #endif

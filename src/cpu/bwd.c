@@ -157,7 +157,7 @@ static void gradients(const attn_rows *t, scratch *m, const real *k, const real 
     const attn_problem *p = t->p;
     real *slope = with_slope && p->softcap > 0 ? m->slope : NULL;
     probabilities(t, m, m->q_t, k, m->lse, m->low, j0, keys, class, slope, NULL);
-    t->micro->dots(m->d_s, t->width, v, t->dim_v, m->d_o_t, keys, p->dim_v);
+    REAL(tile_dots)(t, m->d_s, v, t->dim_v, m->d_o_t, p->dim_v, j0, keys, class);
     if (p->dropout > 0) REAL(tile_drop)(t, m->d_s, j0, keys);
     t->micro->d_scores(m->d_s, m->p, slope, keys, t->width, m->delta, (real)(1 / (1 - p->dropout)));
 }

@@ -140,12 +140,14 @@ static void limit_threads(attn_plan *plan) {
 static void choose_strip(attn_plan *plan) {
     const attn_problem *p = &plan->problem;
     bool is_short = attn__is_short(p->max_q);
-    int64_t units_per_thread = is_short ? 2 : 8;
+    const int64_t units_per_thread = is_short ? 2 : 8, most_bytes = 768 << 10; /* q and o of a strip stay in a cache of 1 MiB */
     int64_t tiles = is_short ? p->batch * p->heads_kv * attn__short_tiles(p, p->max_q) : 0;
     if (is_short && plan->partials > 0) tiles *= attn__ceil_div(p->max_kv, ATTN_CHUNK);
     if (!is_short) tiles = (int64_t)p->batch * p->heads_q * attn__ceil_div(p->max_q, ATTN_TILE_ROWS);
     plan->strip = p->op == ATTN_FORWARD ? ATTN_STRIP : 1;
     while (plan->strip > 1 && tiles / plan->strip < units_per_thread * plan->slots) plan->strip /= 2;
+    const int64_t tile_bytes = ATTN_TILE_ROWS * (int64_t)(p->dim_qk + p->dim_v) * (int64_t)sizeof(float);
+    while (!is_short && plan->strip > 1 && plan->strip * tile_bytes > most_bytes) plan->strip /= 2;
 }
 
 static attn_status lay_out(attn_plan *plan) {

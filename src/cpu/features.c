@@ -26,6 +26,8 @@ static void detect(void) {
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512vl") && (features & ATTN_CPU_AVX2))
         features |= ATTN_CPU_AVX512;
+#elif defined(__aarch64__)
+    features |= ATTN_CPU_NEON;
 #endif
     if (attn__amx_present()) features |= ATTN_CPU_AMX;
 }

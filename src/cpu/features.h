@@ -7,6 +7,7 @@
 enum {
     ATTN_CPU_AVX2 = 1 << 0,   /* AVX2, FMA and F16C */
     ATTN_CPU_AVX512 = 1 << 1, /* AVX-512 F, DQ, BW, VL */
+    ATTN_CPU_NEON = 1 << 3,   /* aarch64: all of them have it */
     ATTN_CPU_AMX = 1 << 2     /* AMX tiles of bf16, AVX-512 BF16; the system has to be asked before they are used (amx.h) */
 };
 

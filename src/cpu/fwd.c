@@ -101,7 +101,7 @@ static void work_tile(const member *x, scratch *m, int32_t j0, int32_t keys, int
         REAL(tile_narrow_scores)(t, m->s, x->q, j0, keys, class, m->k, m->row);
     else
         REAL(tile_scores)(t, m->s, NULL, NULL, x->q, m->k, j0, keys, class, m->row);
-    t->micro->softmax(m->s, keys, t->width, x->now.max, x->now.sum, m->alpha);
+    t->micro->softmax(m->s, keys, t->width, t->rows, x->now.max, x->now.sum, m->alpha);
     if (t->p->dropout > 0) REAL(tile_drop)(t, m->s, j0, keys);
     for (int32_t r = 0; r < t->rows; r++) {
         if (m->alpha[r] != 1) t->micro->scale(x->now.o + (int64_t)r * t->dim_v, t->dim_v, m->alpha[r]);

@@ -11,22 +11,30 @@
 
 #if defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(ATTN_NEON) /* cmake/library.cmake; table c of aarch64 goes without */
+#include <arm_neon.h>
 #endif
 
 #include "../numeric.h"
+#include "../schedule.h"
 #include "compiler.h"
 
 #if defined(__AVX512F__)
 enum { VECTOR_BYTES = 64, MR = 6, NV = 4 };
 #elif defined(__AVX2__)
 enum { VECTOR_BYTES = 32, MR = 6, NV = 2 };
-#elif defined(__aarch64__)
-enum { VECTOR_BYTES = 16, MR = 6, NV = 4 };
+#elif defined(ATTN_NEON)
+enum { VECTOR_BYTES = 16, MR = 4, NV = 4 };
 #else
 enum { VECTOR_BYTES = 16, MR = 6, NV = 2 };
 #endif
 enum { VL = VECTOR_BYTES / sizeof(real), KB = 4 };
 enum { BLOCK = 16, GROUP = 64 }; /* of dims, see dots in micro.h */
+#if defined(ATTN_NEON)
+enum { DOTS_NV = 2 }; /* vectors of rows in a block of dots: the sums of a block and those of its group both stay in registers */
+#else
+enum { DOTS_NV = NV };
+#endif
 
 #ifdef ATTN_REAL_F64
 typedef int64_t integer;
@@ -38,7 +46,7 @@ typedef uint32_t natural;
 typedef real vreal __attribute__((vector_size(VECTOR_BYTES)));
 typedef float vsingle __attribute__((vector_size(VL * sizeof(float))));
 typedef uint16_t vhalf __attribute__((vector_size(VL * sizeof(uint16_t))));
-#if defined(__aarch64__)
+#if defined(ATTN_NEON)
 typedef __fp16 vfloat16 __attribute__((vector_size(VL * sizeof(uint16_t))));
 #endif
 typedef real pair __attribute__((vector_size(2 * sizeof(real))));
@@ -53,23 +61,35 @@ INLINE vreal load(const real *p) {
 
 INLINE void store(real *p, vreal v) { memcpy(p, &v, sizeof v); }
 
-#if !defined(ATTN_REAL_F64) && !defined(__AVX2__) && !defined(__aarch64__)
+#if !defined(ATTN_REAL_F64) && !defined(__AVX2__) && !defined(ATTN_NEON)
 /* f16 in the low bits of each lane: the exponent is moved by a product, exact for subnormals too; infinities by a mask. */
 INLINE vreal widened_f16(vbits x) {
     vbits sign = (x & 0x8000) << 16, rest = (x & 0x7fff) << 13, infinite = (vbits)(rest >= 0x7c00u << 13);
     vbits bits = (vbits)((vreal)rest * 0x1p112f);
     return (vreal)(sign | bits | (infinite & 0x7f800000));
 }
-#elif !defined(ATTN_REAL_F64) && defined(__aarch64__)
-#define widened_f16(x) ((vreal)(x)) /* not reached */
 #endif
 
 /* VL numbers from place `at` of an array of reals, or of what READABLE names. */
+INLINE int dtype_bytes(const attn_dtype of) { return of == ATTN_F64 ? 8 : of == ATTN_F32 ? 4 : 2; }
 #ifdef ATTN_REAL_F64
+#if defined(ATTN_NEON)
+#define READABLE(dtype) ((dtype) == ATTN_F32 || (dtype) == ATTN_F16 || (dtype) == ATTN_BF16)
+#else
 #define READABLE(dtype) ((dtype) == ATTN_F32)
+#endif
 INLINE vreal load_any(const attn_dtype of, const void *p, int64_t at) {
     if (of == REAL_DTYPE) return load((const real *)p + at);
-#if defined(__AVX512F__) /* by hand: gcc converts halves and puts them together */
+#if defined(ATTN_NEON)
+    if (of == ATTN_F16 || of == ATTN_BF16) {
+        uint32_t two;
+        memcpy(&two, (const uint16_t *)p + at, sizeof two);
+        uint16x4_t half = vreinterpret_u16_u32(vdup_n_u32(two));
+        float32x4_t single = of == ATTN_F16 ? vcvt_f32_f16(vreinterpret_f16_u16(half)) : (float32x4_t)vshll_n_u16(half, 16);
+        return vcvt_f64_f32(vget_low_f32(single));
+    }
+    return vcvt_f64_f32(vld1_f32((const float *)p + at));
+#elif defined(__AVX512F__) /* by hand: gcc converts halves and puts them together */
     return _mm512_cvtps_pd(_mm256_loadu_ps((const float *)p + at));
 #elif defined(__AVX2__)
     return _mm256_cvtps_pd(_mm_loadu_ps((const float *)p + at));
@@ -92,12 +112,14 @@ INLINE vreal load_any(const attn_dtype of, const void *p, int64_t at) {
     __m128i half = _mm_loadu_si128((const void *)x);
     if (of == ATTN_F16) return _mm256_cvtph_ps(half);
     return (vreal)_mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16);
+#elif defined(ATTN_NEON)
+    vhalf v;
+    memcpy(&v, x, sizeof v);
+    if (of == ATTN_F16) return __builtin_convertvector((vfloat16)v, vreal);
+    return (vreal)vshll_n_u16(v, 16);
 #else
     vhalf v;
     memcpy(&v, x, sizeof v);
-#if defined(__aarch64__)
-    if (of == ATTN_F16) return __builtin_convertvector((vfloat16)v, vreal);
-#endif
     vbits wide = __builtin_convertvector(v, vbits);
     return of == ATTN_F16 ? widened_f16(wide) : (vreal)(wide << 16);
 #endif
@@ -107,9 +129,13 @@ INLINE vreal load_any(const attn_dtype of, const void *p, int64_t at) {
 INLINE vreal splat(real x) { return x - (vreal){0}; }
 INLINE vreal pick(vint mask, vreal a, vreal b) { return (vreal)((mask & (vint)a) | (~mask & (vint)b)); }
 
-/* a where it is larger than b, otherwise (NaN too) b. */
+/* a where it is larger than b, otherwise (NaN too) b, which is no NaN. */
 INLINE vreal larger(vreal a, vreal b) {
-#if defined(ATTN_REAL_F64)
+#if defined(ATTN_NEON) && defined(ATTN_REAL_F64)
+    return vmaxnmq_f64(a, b);
+#elif defined(ATTN_NEON)
+    return vmaxnmq_f32(a, b);
+#elif defined(ATTN_REAL_F64)
     return pick(a > b, a, b);
 #elif defined(__AVX512F__)
     return _mm512_max_ps(a, b);
@@ -139,6 +165,24 @@ INLINE bool block_by_hand(const int mr, const int nv, const attn_dtype of, real 
     }
     return true;
 }
+#elif defined(ATTN_NEON) && !defined(ATTN_REAL_F64)
+#include "block_neon.h"
+INLINE bool block_by_hand(const int mr, const int nv, const attn_dtype of, real *c, int64_t ldc, const real *a, int64_t row,
+                          int64_t col, const real *b, int64_t ldb, int32_t k, bool accumulate) {
+    const int64_t B = sizeof(real);
+    if (mr != MR || nv != NV || of != REAL_DTYPE || k <= 0) return false;
+    if (row == 1)
+        block_across((char *)c, ldc * B, (const char *)a, col * B, (const char *)b, ldb * B, k, accumulate);
+    else if (col == 1)
+        block_along((char *)c, ldc * B, (const char *)a, row * B, (const char *)b, ldb * B, k, accumulate);
+    return row == 1 || col == 1;
+}
+#else
+INLINE bool block_by_hand(const int mr, const int nv, const attn_dtype of, real *c, int64_t ldc, const real *a, int64_t row,
+                          int64_t col, const real *b, int64_t ldb, int32_t k, bool accumulate) {
+    (void)mr, (void)nv, (void)of, (void)c, (void)ldc, (void)a, (void)row, (void)col, (void)b, (void)ldb, (void)k;
+    return (void)accumulate, false;
+}
 #endif
 
 /*
@@ -147,9 +191,7 @@ INLINE bool block_by_hand(const int mr, const int nv, const attn_dtype of, real 
  */
 INLINE void block(const int mr, const int nv, const attn_dtype of, real *c, int64_t ldc, const real *a, int64_t row,
                   int64_t col, const void *b, int64_t at, int64_t ldb, int32_t k, bool accumulate) {
-#if defined(__AVX512F__)
     if (block_by_hand(mr, nv, of, c, ldc, a, row, col, (const real *)b + at, ldb, k, accumulate)) return;
-#endif
     vreal acc[MR][NV];
     UNROLL for (int i = 0; i < mr; i++) { UNROLL for (int v = 0; v < nv; v++) acc[i][v] = (vreal){0}; }
     for (int32_t n = 0; n < k; n++) {
@@ -176,8 +218,10 @@ INLINE void panel(const int nv, const attn_dtype of, real *c, int64_t ldc, const
     for (; m >= MR; m -= MR, c += MR * ldc, a += MR * row)
         block(MR, nv, of, c, ldc, a, row, col, b, at, ldb, k, accumulate);
     switch (m) {
+#if !defined(ATTN_NEON)
     case 5: block(5, nv, of, c, ldc, a, row, col, b, at, ldb, k, accumulate); break;
     case 4: block(4, nv, of, c, ldc, a, row, col, b, at, ldb, k, accumulate); break;
+#endif
     case 3: block(3, nv, of, c, ldc, a, row, col, b, at, ldb, k, accumulate); break;
     case 2: block(2, nv, of, c, ldc, a, row, col, b, at, ldb, k, accumulate); break;
     case 1: block(1, nv, of, c, ldc, a, row, col, b, at, ldb, k, accumulate); break;
@@ -204,11 +248,11 @@ static void micro_gemm(real *c, int64_t ldc, const real *a, int64_t row, int64_t
  * compiler knows, and then s, unless this is the first group.
  */
 INLINE void dots_block(const int mr, const int nv, real *s, int32_t width, const real *k, int64_t ldk, const real *q_t,
-                       int32_t dim, bool accumulate) {
+                       int32_t ldq, int32_t dim, bool accumulate) {
     real group[MR * NV * VL] __attribute__((aligned(64)));
-    block(mr, nv, REAL_DTYPE, group, NV * VL, k, ldk, 1, q_t, 0, width, dim < BLOCK ? dim : BLOCK, false);
+    block(mr, nv, REAL_DTYPE, group, NV * VL, k, ldk, 1, q_t, 0, ldq, dim < BLOCK ? dim : BLOCK, false);
     for (int32_t n = BLOCK; n < dim; n += BLOCK)
-        block(mr, nv, REAL_DTYPE, group, NV * VL, k + n, ldk, 1, q_t, (int64_t)n * width, width,
+        block(mr, nv, REAL_DTYPE, group, NV * VL, k + n, ldk, 1, q_t, (int64_t)n * ldq, ldq,
               dim - n < BLOCK ? dim - n : BLOCK, true);
     UNROLL for (int i = 0; i < mr; i++) {
         UNROLL for (int v = 0; v < nv; v++) {
@@ -219,38 +263,113 @@ INLINE void dots_block(const int mr, const int nv, real *s, int32_t width, const
     }
 }
 
-INLINE void dots_panel(const int nv, real *s, int32_t width, const real *k, int64_t ldk, const real *q_t, int32_t keys,
-                       int32_t dim, bool accumulate) {
+INLINE void dots_panel(const int nv, real *s, int32_t width, const real *k, int64_t ldk, const real *q_t, int32_t ldq,
+                       int32_t keys, int32_t dim, bool accumulate) {
+#if defined(ATTN_NEON) && !defined(ATTN_REAL_F64)
+    const int64_t B = sizeof(real);
+    for (; nv == DOTS_NV && dim == 2 * GROUP && keys >= 4; keys -= 4, s += 4 * width, k += 4 * ldk)
+        dots_of_two_groups((char *)s, width * B, (const char *)k, ldk * B, (const char *)q_t, ldq * B, accumulate);
+    for (; nv == DOTS_NV && dim % 4 == 0 && keys >= 4; keys -= 4, s += 4 * width, k += 4 * ldk)
+        dots_of_group((char *)s, width * B, (const char *)k, ldk * B, (const char *)q_t, ldq * B, dim / BLOCK,
+                      dim % BLOCK / 4, accumulate);
+#endif
     for (; keys >= MR; keys -= MR, s += MR * width, k += MR * ldk)
-        dots_block(MR, nv, s, width, k, ldk, q_t, dim, accumulate);
+        dots_block(MR, nv, s, width, k, ldk, q_t, ldq, dim, accumulate);
     switch (keys) {
-    case 5: dots_block(5, nv, s, width, k, ldk, q_t, dim, accumulate); break;
-    case 4: dots_block(4, nv, s, width, k, ldk, q_t, dim, accumulate); break;
-    case 3: dots_block(3, nv, s, width, k, ldk, q_t, dim, accumulate); break;
-    case 2: dots_block(2, nv, s, width, k, ldk, q_t, dim, accumulate); break;
-    case 1: dots_block(1, nv, s, width, k, ldk, q_t, dim, accumulate); break;
+#if !defined(ATTN_NEON)
+    case 5: dots_block(5, nv, s, width, k, ldk, q_t, ldq, dim, accumulate); break;
+    case 4: dots_block(4, nv, s, width, k, ldk, q_t, ldq, dim, accumulate); break;
+#endif
+    case 3: dots_block(3, nv, s, width, k, ldk, q_t, ldq, dim, accumulate); break;
+    case 2: dots_block(2, nv, s, width, k, ldk, q_t, ldq, dim, accumulate); break;
+    case 1: dots_block(1, nv, s, width, k, ldk, q_t, ldq, dim, accumulate); break;
     default: break;
     }
 }
 
 /* Group by group: of q_t so much stays in the first cache. */
-static void micro_dots(real *s, int32_t width, const real *k, int64_t ldk, const real *q_t, int32_t keys, int32_t dim) {
-    for (int32_t n = 0; n < dim; n += GROUP) {
-        int32_t r = 0, dims = dim - n < GROUP ? dim - n : GROUP;
-        const real *q = q_t + (int64_t)n * width;
-        for (; r + NV * VL <= width; r += NV * VL) dots_panel(NV, s + r, width, k + n, ldk, q + r, keys, dims, n > 0);
-        for (; r < width; r += VL) dots_panel(1, s + r, width, k + n, ldk, q + r, keys, dims, n > 0);
+static void micro_dots(real *s, int32_t width, const real *k, int64_t ldk, const real *q_t, int32_t columns, int32_t keys,
+                       int32_t dim) {
+    for (int32_t n = 0, dims; n < dim; n += dims) {
+        int32_t r = 0;
+        dims = dim - n < GROUP ? dim - n : GROUP;
+#if defined(ATTN_NEON) && !defined(ATTN_REAL_F64)
+        if (dim - n >= 2 * GROUP && keys % 4 == 0) dims = 2 * GROUP;
+#endif
+        const real *q = q_t + (int64_t)n * columns;
+        for (; r + DOTS_NV * VL <= columns; r += DOTS_NV * VL)
+            dots_panel(DOTS_NV, s + r, width, k + n, ldk, q + r, columns, keys, dims, n > 0);
+        for (; r < columns; r += VL) dots_panel(1, s + r, width, k + n, ldk, q + r, columns, keys, dims, n > 0);
     }
 }
 
 /* ---- products of few rows ---- */
+
+#if defined(ATTN_NEON)
+#include "narrow_neon.h"
+
+#ifdef ATTN_REAL_F64
+#define IF_F32(call, ...) if (of == ATTN_F32) call##_F32(__VA_ARGS__); else
+#else
+#define IF_F32(call, ...)
+#endif
+#define BY_DTYPE(call, ...)                                                                                                \
+    do {                                                                                                                   \
+        if (of == REAL_DTYPE) call##_SAME(__VA_ARGS__);                                                                    \
+        else IF_F32(call, __VA_ARGS__) if (of == ATTN_F16) call##_F16(__VA_ARGS__);                                        \
+        else call##_BF16(__VA_ARGS__);                                                                                     \
+    } while (0)
+
+enum { NARROW_ROWS = 4, PACKED = NARROW_ROWS * ATTN_MAX_DIM };
+
+/* Up to four rows of q as dots_4 wants them; rows that are not there are zero. */
+INLINE void pack_rows(real *packed, const real *q, int64_t ldq, int32_t rows, int32_t dim) {
+    for (int32_t x = 0; x < dim; x += 2 * VL) {
+        UNROLL for (int i = 0; i < 2 * NARROW_ROWS; i++) {
+            int r = i % NARROW_ROWS;
+            store(packed + x * NARROW_ROWS + i * VL, r < rows ? load(q + r * ldq + x + i / NARROW_ROWS * VL) : (vreal){0});
+        }
+    }
+}
+
+/* Four keys against a row, or up to four, packed. */
+INLINE void dots_of_4_keys(const attn_dtype of, real *s, int32_t width, const void *k, int64_t at, int64_t ldk,
+                           const real *q, int32_t rows, int32_t dim) {
+    const int64_t B = sizeof(real), size = dtype_bytes(of), steps = dim / (2 * VL);
+    const char *key = (const char *)k + at * size;
+    if (rows == 1)
+        BY_DTYPE(dots_1, (char *)s, width * B, key, ldk * size, (const char *)q, steps);
+    else
+        BY_DTYPE(dots_4, (char *)s, width * B, key, ldk * size, (const char *)q, steps);
+}
+
+INLINE bool sums_by_hand_narrow(const int mr, const int nv, const attn_dtype of, real *sum, int64_t lds, const real *p,
+                                int32_t width, const void *v, int64_t at, int64_t ldv, int32_t keys) {
+    const int64_t B = sizeof(real), size = (int64_t)dtype_bytes(of);
+    const char *value = (const char *)v + at * size;
+    if (nv != 4) return false;
+    if (mr == 4) BY_DTYPE(sums_4, (char *)sum, lds * B, (const char *)p, width * B, value, ldv * size, keys);
+    if (mr == 1) BY_DTYPE(sums_1, (char *)sum, (const char *)p, width * B, value, ldv * size, keys);
+    return mr == 4 || mr == 1;
+}
+#endif
+
+/*
+ * Rows of v that are worked, and so many are asked for ahead. Rows that are 4 KiB apart share the same lines of the first cache: a
+ * Neoverse-N1's has room for 16 of them.
+ */
+#if defined(ATTN_NEON)
+enum { AHEAD = 8, KEYS_AT_ONCE = 8 };
+#else
+enum { AHEAD = 16, KEYS_AT_ONCE = 16 };
+#endif
 
 /*
  * Asks for the rows AHEAD of rows [j, j + rows). Where heads lie side by side the rows of one can be pages apart, and then the
  * hardware does not look ahead by itself. An address past the end does no harm: nothing is read.
  */
 INLINE void ask_ahead(const void *from, int64_t size, int32_t j, int32_t rows, int64_t row, int32_t dim) {
-    enum { AHEAD = 16, LINE = 64 };
+    enum { LINE = 64 };
     for (int32_t i = 0; i < rows; i++) {
         uintptr_t at = (uintptr_t)from + (uintptr_t)((j + i + AHEAD) * row * size);
         for (int64_t byte = 0; byte < dim * size; byte += LINE) __builtin_prefetch((const void *)(at + (uintptr_t)byte));
@@ -260,6 +379,9 @@ INLINE void ask_ahead(const void *from, int64_t size, int32_t j, int32_t rows, i
 /* The sums of mr rows and nv vectors of columns go on with so many keys. */
 INLINE void narrow_block(const int mr, const int nv, const attn_dtype of, real *sum, int64_t lds, const real *p,
                          int32_t width, const void *v, int64_t at, int64_t ldv, int32_t keys) {
+#if defined(ATTN_NEON)
+    if (sums_by_hand_narrow(mr, nv, of, sum, lds, p, width, v, at, ldv, keys)) return;
+#endif
     vreal acc[MR][NV];
     UNROLL for (int i = 0; i < mr; i++) { UNROLL for (int x = 0; x < nv; x++) acc[i][x] = load(sum + i * lds + x * VL); }
     for (int32_t j = 0; j < keys; j++, at += ldv, p += width) {
@@ -282,7 +404,7 @@ INLINE void narrow_rows(const int nv, const attn_dtype of, real *sum, int64_t ld
  */
 INLINE void narrow_product(const attn_dtype of, real *c, int64_t ldc, const real *p, int32_t width, const void *v,
                            int64_t ldv, int32_t m, int32_t n, int32_t keys) {
-    enum { KEYS_AT_ONCE = 16, ROWS = 8, COLUMNS = 256 };
+    enum { ROWS = 8, COLUMNS = 256 };
     real sum[ROWS * COLUMNS] __attribute__((aligned(64)));
     for (int32_t r = 0; r < m; r += ROWS) {
         for (int32_t first = 0; first < n; first += COLUMNS) {
@@ -291,10 +413,11 @@ INLINE void narrow_product(const attn_dtype of, real *c, int64_t ldc, const real
             for (int32_t j = 0; j < keys; j += KEYS_AT_ONCE) {
                 int32_t some = keys - j < KEYS_AT_ONCE ? keys - j : KEYS_AT_ONCE, x = 0;
                 const real *weight = p + r + (int64_t)j * width;
-                ask_ahead((const char *)v + first * (int64_t)attn_dtype_size(of), (int64_t)attn_dtype_size(of), j, some,
-                          ldv, columns);
-                for (; x + NV * VL <= columns; x += NV * VL)
+                for (; x + NV * VL <= columns; x += NV * VL) {
+                    ask_ahead((const char *)v + (first + x) * (int64_t)dtype_bytes(of), dtype_bytes(of), j, some, ldv,
+                              NV * VL);
                     narrow_rows(NV, of, sum + x, COLUMNS, weight, width, v, j * ldv + first + x, ldv, rows, some);
+                }
                 for (; x < columns; x += VL)
                     narrow_rows(1, of, sum + x, COLUMNS, weight, width, v, j * ldv + first + x, ldv, rows, some);
             }
@@ -308,14 +431,13 @@ static void micro_narrow_gemm(real *c, int64_t ldc, const real *p, int32_t width
                               int32_t keys) {
     if (v->dtype == REAL_DTYPE) narrow_product(REAL_DTYPE, c, ldc, p, width, v->data, v->row, m, n, keys);
 #ifdef ATTN_REAL_F64
-    else
+    else if (v->dtype == ATTN_F32)
         narrow_product(ATTN_F32, c, ldc, p, width, v->data, v->row, m, n, keys);
-#else
-    else if (v->dtype == ATTN_F16)
-        narrow_product(ATTN_F16, c, ldc, p, width, v->data, v->row, m, n, keys);
-    else
-        narrow_product(ATTN_BF16, c, ldc, p, width, v->data, v->row, m, n, keys);
 #endif
+    else if (READABLE(v->dtype) && v->dtype == ATTN_F16)
+        narrow_product(ATTN_F16, c, ldc, p, width, v->data, v->row, m, n, keys);
+    else if (READABLE(v->dtype))
+        narrow_product(ATTN_BF16, c, ldc, p, width, v->data, v->row, m, n, keys);
 }
 
 /*
@@ -406,8 +528,20 @@ INLINE void dot_rows(const int kb, const attn_dtype of, real *s, int32_t width, 
 INLINE void dots(const attn_dtype of, real *s, int32_t width, const void *k, int64_t ldk, const real *q, int64_t ldq,
                  int32_t rows, int32_t keys, int32_t dim) {
     int32_t j = 0;
+#if defined(ATTN_NEON)
+    real packed[PACKED] __attribute__((aligned(64)));
+    if (rows > 1 && rows <= NARROW_ROWS) pack_rows(packed, q, ldq, rows, dim);
+    for (; rows <= NARROW_ROWS && j + 4 <= keys; j += 4) {
+        real *to = s + (int64_t)j * width;
+        ask_ahead(k, dtype_bytes(of), j, 4, ldk, dim);
+        dots_of_4_keys(of, to, width, k, j * ldk, ldk, rows == 1 ? q : packed, rows, dim);
+        for (int32_t r = rows; r % VL != 0; r++) {
+            UNROLL for (int i = 0; i < 4; i++) to[i * width + r] = 0;
+        }
+    }
+#endif
     for (; j + KB <= keys; j += KB) {
-        ask_ahead(k, (int64_t)attn_dtype_size(of), j, KB, ldk, dim);
+        ask_ahead(k, (int64_t)dtype_bytes(of), j, KB, ldk, dim);
         dot_rows(KB, of, s + (int64_t)j * width, width, k, j * ldk, ldk, q, ldq, rows, dim);
     }
     for (; j < keys; j++) dot_rows(1, of, s + (int64_t)j * width, width, k, j * ldk, ldk, q, ldq, rows, dim);
@@ -417,14 +551,13 @@ static void micro_narrow_dots(real *s, int32_t width, const attn_panel *k, const
                               int32_t keys, int32_t dim) {
     if (k->dtype == REAL_DTYPE) dots(REAL_DTYPE, s, width, k->data, k->row, q, ldq, rows, keys, dim);
 #ifdef ATTN_REAL_F64
-    else
+    else if (k->dtype == ATTN_F32)
         dots(ATTN_F32, s, width, k->data, k->row, q, ldq, rows, keys, dim);
-#else
-    else if (k->dtype == ATTN_F16)
-        dots(ATTN_F16, s, width, k->data, k->row, q, ldq, rows, keys, dim);
-    else
-        dots(ATTN_BF16, s, width, k->data, k->row, q, ldq, rows, keys, dim);
 #endif
+    else if (READABLE(k->dtype) && k->dtype == ATTN_F16)
+        dots(ATTN_F16, s, width, k->data, k->row, q, ldq, rows, keys, dim);
+    else if (READABLE(k->dtype))
+        dots(ATTN_BF16, s, width, k->data, k->row, q, ldq, rows, keys, dim);
 }
 
 static bool micro_readable(attn_dtype dtype) { return dtype == REAL_DTYPE || READABLE(dtype); }
@@ -461,6 +594,17 @@ static void micro_chain_dots(real *s, int32_t width, const real *k, int64_t ldk,
 /* ---- conversion ---- */
 
 static void micro_load(real *restrict to, const void *from, attn_dtype dtype, int32_t n) {
+#if defined(ATTN_NEON) && !defined(ATTN_REAL_F64)
+    if (dtype == ATTN_F16) {
+        const uint16_t *x = from;
+        for (; n >= 2 * VL; n -= 2 * VL, x += 2 * VL, to += 2 * VL) {
+            float16x8_t half = vreinterpretq_f16_u16(vld1q_u16(x));
+            store(to, vcvt_f32_f16(vget_low_f16(half)));
+            store(to + VL, vcvt_high_f32_f16(half));
+        }
+        from = x;
+    }
+#endif
     if (dtype == REAL_DTYPE) {
         memcpy(to, from, (size_t)n * sizeof *to);
     } else if (dtype == ATTN_F32) {
@@ -482,6 +626,13 @@ static void micro_load(real *restrict to, const void *from, attn_dtype dtype, in
 }
 
 static void micro_store(void *to, attn_dtype dtype, const real *from, real factor, int32_t n) {
+#if defined(ATTN_NEON) && !defined(ATTN_REAL_F64)
+    if (dtype == ATTN_F16) {
+        uint16_t *y = to;
+        for (; n >= VL; n -= VL, from += VL, y += VL) vst1_u16(y, vreinterpret_u16_f16(vcvt_f16_f32(load(from) * factor + 0)));
+        to = y;
+    }
+#endif
     if (dtype == REAL_DTYPE) {
         real *y = to;
         for (int32_t i = 0; i < n; i++) y[i] = from[i] * factor + 0;
@@ -497,6 +648,29 @@ static void micro_store(void *to, attn_dtype dtype, const real *from, real facto
 }
 
 /* ---- exponential and hyperbolic tangent ---- */
+
+/* A statement for each i < n, which is known and at most 8. Written out: clang leaves loops as they are, and arrays in memory. */
+#define EACH(...)                                                                                                          \
+    do {                                                                                                                   \
+        STEP_OF_EACH(0, __VA_ARGS__)                                                                                       \
+        STEP_OF_EACH(1, __VA_ARGS__)                                                                                       \
+        STEP_OF_EACH(2, __VA_ARGS__)                                                                                       \
+        STEP_OF_EACH(3, __VA_ARGS__)                                                                                       \
+        STEP_OF_EACH(4, __VA_ARGS__)                                                                                       \
+        STEP_OF_EACH(5, __VA_ARGS__)                                                                                       \
+        STEP_OF_EACH(6, __VA_ARGS__)                                                                                       \
+        STEP_OF_EACH(7, __VA_ARGS__)                                                                                       \
+    } while (0)
+#define STEP_OF_EACH(place, ...)                                                                                           \
+    if (n > place) {                                                                                                       \
+        enum { i = place };                                                                                                \
+        __VA_ARGS__;                                                                                                       \
+    }
+
+#if defined(ATTN_NEON)
+/* A constant that a multiply-add will overwrite: loaded, for a copy would take a turn of the multipliers. */
+#define FRESH(v, constant) __asm__ volatile("ldr %q0, %1" : "=w"(v) : "m"(constant))
+#endif
 
 #ifdef ATTN_REAL_F64
 
@@ -519,12 +693,50 @@ INLINE vreal expm1_fraction(vreal x, const bool with_rest, vreal rest, vreal *sh
     return f + f * f * y;
 }
 
+#if defined(ATTN_NEON)
+
+/* e^(x + rest) as below, of n vectors. The power of two, and what becomes of small x and NaN, as float's exp_all has it. */
+INLINE void exp_all(const int n, vreal *x, const bool with_rest, const vreal *rest) {
+    static const vreal coefficient[] = {
+        {1.0 / 479001600, 1.0 / 479001600}, {1.0 / 39916800, 1.0 / 39916800}, {1.0 / 3628800, 1.0 / 3628800},
+        {1.0 / 362880, 1.0 / 362880},       {1.0 / 40320, 1.0 / 40320},       {1.0 / 5040, 1.0 / 5040},
+        {1.0 / 720, 1.0 / 720},             {1.0 / 120, 1.0 / 120},           {1.0 / 24, 1.0 / 24},
+        {1.0 / 6, 1.0 / 6},                 {1.0 / 2, 1.0 / 2}};
+    static const vreal magic = {6755399441056767.0, 6755399441056767.0}; /* 1.5 * 2^52 + 1023 */
+    vreal shifted[8], y[8], f[8];
+    EACH(FRESH(shifted[i], magic));
+    EACH(x[i] = vmaxq_f64(x[i], splat(-709.08956571282)));
+    EACH(shifted[i] = vfmaq_f64(shifted[i], x[i], splat(1.44269504088896340736)));
+    EACH(y[i] = shifted[i] - magic);
+    EACH(f[i] = vfmsq_f64(x[i], y[i], splat(6.93147180369123816490e-01)));
+    EACH(f[i] = vfmsq_f64(f[i], y[i], splat(1.90821492927058770002e-10)));
+    if (with_rest) EACH(f[i] += rest[i]);
+    EACH(y[i] = splat(1.0 / 6227020800));
+    UNROLL16 for (int c = 0; c < 11; c++) {
+        EACH(FRESH(x[i], coefficient[c]));
+        EACH(y[i] = vfmaq_f64(x[i], y[i], f[i]));
+    }
+    EACH(x[i] = f[i] * f[i]);
+    EACH(f[i] = vfmaq_f64(f[i], x[i], y[i]));
+    EACH(shifted[i] = (vreal)((vbits)shifted[i] << 52));
+    EACH(x[i] = vfmaq_f64(shifted[i], shifted[i], f[i]));
+}
+
+INLINE vreal exp_of(vreal x, const bool with_rest, vreal rest) {
+    exp_all(1, &x, with_rest, &rest);
+    return x;
+}
+
+#else
+
 /* e^(x + rest) for x <= 709, to within about one unit in the last place. Below 2^-1022 the result is 0; NaN stays NaN. */
 INLINE vreal exp_of(vreal x, const bool with_rest, vreal rest) {
     vreal shifted, y = expm1_fraction(x, with_rest, rest, &shifted) + 1.0;
     y = (vreal)((vbits)y + ((vbits)shifted << 52)); /* unsigned: it wraps for what is set to 0 below */
     return (vreal)(~(vint)(x < splat(-708.39)) & (vint)(y + (x - x)));
 }
+
+#endif
 
 /* cap * tanh(s / cap) by t / (t + 2), where t = e^(2 |s / cap|) - 1 = 2^n (e^f - 1) + (2^n - 1) loses nothing near 0. */
 INLINE vreal softcap_vector(vreal s, real cap, real inverse) {
@@ -534,6 +746,48 @@ INLINE vreal softcap_vector(vreal s, real cap, real inverse) {
         expm1_fraction(pick(size > splat(40.0), splat(40.0), size), false, size, &shifted); /* from 38 on it is 1 */
     vreal power = (vreal)((vbits)splat(1.0) + ((vbits)shifted << 52)), t = power * part + (power - 1);
     return (vreal)((vint)(cap * (t / (t + 2))) | ((vint)x & sign_bit));
+}
+
+#else
+
+#if defined(ATTN_NEON)
+
+/*
+ * e^(x + rest) as below, of n vectors, by fewer instructions. x is held at -127 ln 2, where n = -127: 2^n, made by a shift of the low
+ * bits of `shifted`, which have n + 127, is 0 there, and so is the result. The polynomial's terms are summed by pairs. 2^n (1 + r) as
+ * 2^n + 2^n r is rounded once. NaN stays NaN: fmax keeps it, and every product with it is.
+ *
+ * One vector after the other would wait for itself. Constants that are not added to are elements of two vectors.
+ */
+INLINE void exp_all(const int n, vreal *x, const bool with_rest, const vreal *rest) {
+    static const vreal magic = {12583039.0f, 12583039.0f, 12583039.0f, 12583039.0f}; /* 1.5 * 2^23 + 127 */
+    static const vreal coefficient[] = {{8.36871687973e-3f, 8.36871687973e-3f, 8.36871687973e-3f, 8.36871687973e-3f},
+                                        {4.16683880453e-2f, 4.16683880453e-2f, 4.16683880453e-2f, 4.16683880453e-2f},
+                                        {1.66665206317e-1f, 1.66665206317e-1f, 1.66665206317e-1f, 1.66665206317e-1f},
+                                        {4.99999934478e-1f, 4.99999934478e-1f, 4.99999934478e-1f, 4.99999934478e-1f},
+                                        {1, 1, 1, 1}};
+    const vreal c = {1.44269504089f, 0.693359375f, 2.12194440e-4f, 1.38145986467e-3f}, least = splat(-88.029691931f);
+    vreal shifted[8], y[8], next[8];
+    EACH(FRESH(shifted[i], magic));
+    EACH(x[i] = vmaxq_f32(x[i], least));
+    EACH(shifted[i] = vfmaq_laneq_f32(shifted[i], x[i], c, 0));
+    EACH(y[i] = shifted[i] - magic);
+    EACH(x[i] = vfmsq_laneq_f32(x[i], y[i], c, 1));
+    EACH(x[i] = vfmaq_laneq_f32(x[i], y[i], c, 2));
+    if (with_rest) EACH(x[i] += rest[i]);
+    EACH(FRESH(y[i], coefficient[0]); y[i] = vfmaq_laneq_f32(y[i], x[i], c, 3));
+    EACH(FRESH(next[i], coefficient[1]); y[i] = vfmaq_f32(next[i], y[i], x[i]));
+    EACH(FRESH(next[i], coefficient[2]); y[i] = vfmaq_f32(next[i], y[i], x[i]));
+    EACH(FRESH(next[i], coefficient[3]); y[i] = vfmaq_f32(next[i], y[i], x[i]));
+    EACH(shifted[i] = (vreal)((vbits)shifted[i] << 23));
+    EACH(FRESH(next[i], coefficient[4]); y[i] = vfmaq_f32(next[i], y[i], x[i]));
+    EACH(x[i] = x[i] * shifted[i]);
+    EACH(x[i] = vfmaq_f32(shifted[i], x[i], y[i]));
+}
+
+INLINE vreal exp_of(vreal x, const bool with_rest, vreal rest) {
+    exp_all(1, &x, with_rest, &rest);
+    return x;
 }
 
 #else
@@ -563,6 +817,8 @@ INLINE vreal exp_of(vreal x, const bool with_rest, vreal rest) {
 #endif
 }
 
+#endif
+
 /*
  * cap * tanh(s / cap). Up to (s / cap)^2 = 0.4 by a polynomial (relative error 5e-9) in such a way that s itself is a term: what
  * s / cap rounds off then counts for little. Beyond by 1 - 2 / (e^(2 |s / cap|) + 1).
@@ -584,13 +840,22 @@ INLINE vreal softcap_vector(vreal s, real cap, real inverse) {
 
 INLINE vreal exp_vector(vreal x) { return exp_of(x, false, x); }
 
+#if defined(ATTN_NEON)
+enum { EXP_AT_ONCE = 8 };
+#else
+enum { EXP_AT_ONCE = 1 };
+INLINE void exp_all(const int n, vreal *x, const bool with_rest, const vreal *rest) {
+    EACH(x[i] = exp_of(x[i], with_rest, rest[i]));
+}
+#endif
+
 /*
- * e^(a - b + rest), where what a - b rounds off is not lost: it can be more than all else that exp rounds. It is found exactly for
- * any a and b (`exact`), or, with half of the operations, for |a| <= |b|.
+ * What x = a - b rounds off, which can be more than all else that exp rounds. It is found exactly for any a and b (`exact`), or, with
+ * half of the operations, for |a| <= |b|.
  */
-INLINE vreal exp_difference(const bool exact, vreal a, vreal b, vreal rest) {
-    vreal x = a - b, back = x - a;
-    return exp_of(x, true, (exact ? (a - (x - back)) - (b + back) : a - (x + b)) + rest);
+INLINE vreal lost_by_difference(const bool exact, vreal a, vreal b, vreal x) {
+    vreal back = x - a;
+    return exact ? (a - (x - back)) - (b + back) : a - (x + b);
 }
 
 /* ---- softmax ---- */
@@ -606,18 +871,27 @@ INLINE vreal column_max(const real *s, int32_t keys, int32_t width, vreal most) 
     return larger(larger(chain[0], chain[1]), larger(chain[2], chain[3]));
 }
 
-static void micro_softmax(real *s, int32_t keys, int32_t width, real *max, real *sum, real *alpha) {
-    for (int32_t r = 0; r < width; r += VL) {
+/* n keys of a column: e^(s - base), and their sum with `part`. */
+INLINE vreal softmax_keys(const int n, real *s, int32_t width, vreal base, vreal part) {
+    vreal x[8];
+    EACH(x[i] = load(s + (int64_t)i * width) - base);
+    exp_all(n, x, false, x);
+    EACH(store(s + (int64_t)i * width, x[i]));
+    EACH(part += x[i]);
+    return part;
+}
+
+static void micro_softmax(real *s, int32_t keys, int32_t width, int32_t columns, real *max, real *sum, real *alpha) {
+    for (int32_t r = 0; r < columns; r += VL) {
         vreal before = load(max + r), most = column_max(s + r, keys, width, before), total = (vreal){0};
         vreal none = splat((real)-INFINITY), base = pick(most == none, (vreal){0}, most);
         vreal shrink = exp_vector(before - base);
         for (int32_t j0 = 0; j0 < keys; j0 += 8) { /* short sums keep the rounding error small */
             vreal part = (vreal){0};
-            for (int32_t j = j0; j < j0 + 8 && j < keys; j++) {
-                vreal p = exp_vector(load(s + (int64_t)j * width + r) - base);
-                store(s + (int64_t)j * width + r, p);
-                part += p;
-            }
+            int32_t j = j0, end = j0 + 8 < keys ? j0 + 8 : keys;
+            for (; j + EXP_AT_ONCE <= end; j += EXP_AT_ONCE)
+                part = softmax_keys(EXP_AT_ONCE, s + (int64_t)j * width + r, width, base, part);
+            for (; j < end; j++) part = softmax_keys(1, s + (int64_t)j * width + r, width, base, part);
             total += part;
         }
         store(max + r, most);
@@ -626,20 +900,35 @@ static void micro_softmax(real *s, int32_t keys, int32_t width, real *max, real 
     }
 }
 
-/* One vector of columns. with_rest: the scores have a rest. */
+/* n keys of a column: e^(s + rest - base - low), and their sum with `part`. with_rest: the scores have a rest. */
+INLINE vreal exp_keys(const int n, const bool with_rest, real *s, const real *rest, int32_t width, vreal base, vreal low,
+                      vreal part) {
+    const vreal infinite = splat((real)INFINITY), none = pick(base == infinite, infinite, -infinite); /* such scores give 0 */
+    vreal score[8], x[8], lost[8];
+    EACH(score[i] = load(s + (int64_t)i * width));
+    EACH(x[i] = score[i] - base);
+    EACH(lost[i] = lost_by_difference(with_rest, score[i], base, x[i]) +
+                   (with_rest ? load(rest + (int64_t)i * width) - low : -low));
+    exp_all(n, x, true, lost);
+    EACH(x[i] = (vreal)(~(vint)(score[i] <= none) & (vint)x[i]));
+    EACH(store(s + (int64_t)i * width, x[i]));
+    EACH(part += x[i]);
+    return part;
+}
+
+/* One vector of columns. */
 INLINE vreal exp_columns(const bool with_rest, real *s, const real *rest, int32_t keys, int32_t width, vreal base,
                          vreal low) {
-    const vreal none = splat((real)-INFINITY);
     vreal total = (vreal){0};
     for (int32_t j0 = 0; j0 < keys; j0 += 8) { /* short sums keep the rounding error small */
         vreal part = (vreal){0};
-        for (int32_t j = j0; j < j0 + 8 && j < keys; j++) {
-            int64_t at = (int64_t)j * width;
-            vreal x = load(s + at), y = exp_difference(with_rest, x, base, with_rest ? load(rest + at) - low : -low);
-            vreal p = (vreal)(~(vint)(x == none) & (vint)y);
-            store(s + at, p);
-            part += p;
-        }
+        int32_t j = j0, end = j0 + 8 < keys ? j0 + 8 : keys;
+        for (; j + EXP_AT_ONCE <= end; j += EXP_AT_ONCE)
+            part = exp_keys(EXP_AT_ONCE, with_rest, s + (int64_t)j * width, with_rest ? rest + (int64_t)j * width : rest,
+                            width, base, low, part);
+        for (; j < end; j++)
+            part = exp_keys(1, with_rest, s + (int64_t)j * width, with_rest ? rest + (int64_t)j * width : rest, width, base,
+                            low, part);
         total += part;
     }
     return total;
@@ -664,7 +953,7 @@ static void micro_softcap(real *s, real *slope, int32_t n, real cap) {
     }
 }
 
-#if !defined(ATTN_REAL_F64) && (defined(__FMA__) || defined(__aarch64__))
+#if !defined(ATTN_REAL_F64) && (defined(__FMA__) || defined(__aarch64__)) /* c too: aarch64 has no other */
 
 /* One key: s -= slope * |distance|, and what that rounds off, from the product's own rounding and that of the difference. */
 INLINE void alibi_row(real *s, real *rest, int32_t width, const real *slope, const int32_t *i, int32_t shift) {
@@ -748,12 +1037,29 @@ INLINE void transpose_16(float *to, int64_t ldt, const float *from, int64_t ldf)
     }
 }
 
+#elif defined(ATTN_NEON) && !defined(ATTN_REAL_F64)
+
+/* 16 rows by 4 columns, in four squares. */
+INLINE void transpose_16(float *to, int64_t ldt, const float *from, int64_t ldf) {
+    for (int r = 0; r < 16; r += 4) {
+        const float *x = from + r * ldf;
+        float32x4_t a = load(x), b = load(x + ldf), c = load(x + 2 * ldf), d = load(x + 3 * ldf);
+        float32x4_t ab = vtrn1q_f32(a, b), cd = vtrn1q_f32(c, d), ab2 = vtrn2q_f32(a, b), cd2 = vtrn2q_f32(c, d);
+        store(to + r, (vreal)vtrn1q_f64((float64x2_t)ab, (float64x2_t)cd));
+        store(to + r + ldt, (vreal)vtrn1q_f64((float64x2_t)ab2, (float64x2_t)cd2));
+        store(to + r + 2 * ldt, (vreal)vtrn2q_f64((float64x2_t)ab, (float64x2_t)cd));
+        store(to + r + 3 * ldt, (vreal)vtrn2q_f64((float64x2_t)ab2, (float64x2_t)cd2));
+    }
+}
+
 #endif
 
 static void micro_transpose(real *to, int64_t ldt, const real *from, int64_t ldf, int32_t m, int32_t n) {
     int32_t c = 0;
 #if defined(__AVX512F__) && !defined(ATTN_REAL_F64)
     for (; m == 16 && c + 16 <= n; c += 16) transpose_16(to + c * ldt, ldt, from + c, ldf);
+#elif defined(ATTN_NEON) && !defined(ATTN_REAL_F64)
+    for (; m == 16 && c + 4 <= n; c += 4) transpose_16(to + c * ldt, ldt, from + c, ldf);
 #endif
     for (; c < n; c++)
         for (int32_t r = 0; r < ATTN_LANES; r++) to[c * ldt + r] = r < m ? from[r * ldf + c] : 0;
@@ -775,6 +1081,7 @@ static bool micro_finite(const real *x, int64_t n) {
 extern const attn_micro TABLE_NAME(ATTN_ISA);
 const attn_micro TABLE_NAME(ATTN_ISA) = {
     .gemm = micro_gemm,
+    .strip = NV * VL < ATTN_LANES ? ATTN_LANES : NV * VL,
     .dots = micro_dots,
     .narrow_dots = micro_narrow_dots,
     .chain_dots = micro_chain_dots,

@@ -27,15 +27,20 @@ typedef struct REAL(micro) {
     void (*gemm)(real *c, int64_t ldc, const real *a, int64_t row, int64_t col, const real *b, int64_t ldb, int32_t m,
                  int32_t n, int32_t k, bool accumulate);
 
-    /*
-     * s[key][row] = dot product of k's row `key` [ldk] and column `row` of q_t [dim][width], dim as it is. Short sums keep the
-     * rounding error small: BLOCK dims are summed before they meet the rest of their GROUP, and that before it meets the rest.
-     */
-    void (*dots)(real *s, int32_t width, const real *k, int64_t ldk, const real *q_t, int32_t keys, int32_t dim);
+    /* So many columns, a multiple of ATTN_LANES, are worked by `dots` as well as more. */
+    int32_t strip;
 
     /*
-     * For few rows. s[key][row] = dot product of a key's row and q[row][ldq], dim a multiple of ATTN_LANES; 0 in the padding of
-     * width. Dims lie in lanes: nothing is spent on rows that are not there. The order of a sum depends on dim alone.
+     * s[key][row] = dot product of k's row `key` [ldk] and column `row` of q_t [dim][columns], dim as it is; rows of s are `width` apart.
+     * Short sums keep the rounding error small: BLOCK dims are summed before they meet the rest of their GROUP, and that before it
+     * meets the rest.
+     */
+    void (*dots)(real *s, int32_t width, const real *k, int64_t ldk, const real *q_t, int32_t columns, int32_t keys,
+                 int32_t dim);
+
+    /*
+     * For few rows. s[key][row] = dot product of a key's row and q[row][ldq], dim a multiple of ATTN_LANES; 0 in the rest of
+     * the last vector, as softmax counts them, if not in all padding. Dims lie in lanes: nothing is spent on rows that are not there. The order of a sum depends on dim alone.
      */
     void (*narrow_dots)(real *s, int32_t width, const attn_panel *k, const real *q, int64_t ldq, int32_t rows, int32_t keys,
                         int32_t dim);
@@ -57,10 +62,11 @@ typedef struct REAL(micro) {
     void (*store)(void *to, attn_dtype dtype, const real *from, real factor, int32_t n);
 
     /*
-     * One step of online softmax over s[keys][width], max and sum are updated, alpha = e^(old max - new max), and s becomes
-     * e^(s - new max). A column whose scores are all -inf so far keeps max = -inf, sum = 0 and gets s = 0.
+     * One step of online softmax over the first columns of s[keys][width]: max and sum are updated, alpha = e^(old max - new max), and s
+     * becomes e^(s - new max). A column whose scores are all -inf so far keeps max = -inf, sum = 0 and gets s = 0. As many columns are
+     * worked as vectors hold; those after them are left alone.
      */
-    void (*softmax)(real *s, int32_t keys, int32_t width, real *max, real *sum, real *alpha);
+    void (*softmax)(real *s, int32_t keys, int32_t width, int32_t columns, real *max, real *sum, real *alpha);
 
     /*
      * s[key][row] = e^(s + rest - lse[row] - low[row]); 0 where s = -inf, whatever lse is, and where lse = +inf. rest [keys][width] and

@@ -101,7 +101,7 @@ static void work_tile(void *arg, int64_t index, int32_t slot) {
     }
     for (int32_t j0 = 0; j0 < s.sk; j0 += ATTN_TILE_COLS) {
         int32_t keys = attn__min32(ATTN_TILE_COLS, s.sk - j0);
-        if (scores(&t, &m, j0, keys)) t.micro->softmax(m.s, keys, t.width, m.max, m.sum, m.alpha);
+        if (scores(&t, &m, j0, keys)) t.micro->softmax(m.s, keys, t.width, t.width, m.max, m.sum, m.alpha);
     }
     to_factors(&t, &m);
     for (int32_t j0 = 0; j0 < s.sk; j0 += ATTN_TILE_COLS) {

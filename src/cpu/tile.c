@@ -56,6 +56,19 @@ static void load_q_row(const attn_rows *t, real *to, int32_t r) {
     if (descale != 1) t->micro->scale(to, p->dim_qk, descale);
 }
 
+/* The strip of columns that column `first` belongs to: where it begins, and how many columns it has. */
+static int32_t strip_of(const attn_rows *t, int32_t first, int32_t *columns) {
+    int32_t begin = first / t->micro->strip * t->micro->strip;
+    *columns = attn__min32(t->micro->strip, t->width - begin);
+    return begin;
+}
+
+/* Rows [first, first + ATTN_LANES) of the tile, x [row][ldx], to their place in x_t, as tile_dots wants it. */
+static void put_columns(const attn_rows *t, real *x_t, const real *x, int64_t ldx, int32_t first, int32_t dim) {
+    int32_t columns, begin = strip_of(t, first, &columns), count = attn__max32(0, attn__min32(ATTN_LANES, t->rows - first));
+    t->micro->transpose(x_t + (int64_t)begin * dim + (first - begin), columns, x, ldx, count, dim);
+}
+
 void REAL(tile_load_q)(const attn_rows *t, real *q) {
     double factor = t->p->scale * attn__descale(t->f, t->f->k_descale, t->s.b, t->kv_head);
     real rows[ATTN_LANES * ATTN_MAX_DIM], *to = few_rows(t) ? q : rows;
@@ -68,7 +81,10 @@ void REAL(tile_load_q)(const attn_rows *t, real *q) {
             for (int32_t x = 0; x < t->p->dim_qk; x++) row[x] = (real)(row[x] * factor);
             for (int32_t x = t->p->dim_qk; x < dims; x++) row[x] = 0;
         }
-        if (!few_rows(t)) t->micro->transpose(q + first, t->width, rows, dims, count, dims);
+        if (t->narrow && !few_rows(t))
+            t->micro->transpose(q + first, t->width, rows, dims, count, dims);
+        else if (!few_rows(t))
+            put_columns(t, q, rows, dims, first, dims);
     }
 }
 
@@ -79,9 +95,7 @@ void REAL(tile_load_rows)(const attn_rows *t, real *x, real *x_t, const attn_ten
         t->micro->load(x + r * padded, (const char *)from->data + at, dtype, dim);
         for (int64_t n = dim; n < padded; n++) x[r * padded + n] = 0;
     }
-    for (int32_t r = 0; x_t && r < t->width; r += ATTN_LANES)
-        t->micro->transpose(x_t + r, t->width, x + r * padded, padded, attn__max32(0, attn__min32(ATTN_LANES, t->rows - r)),
-                            dim);
+    for (int32_t r = 0; x_t && r < t->width; r += ATTN_LANES) put_columns(t, x_t, x + r * padded, padded, r, dim);
 }
 
 /* Where row `at` of k or v is, `before` being the row before it (or NULL): a fixed distance on, except from page to page. */
@@ -94,9 +108,12 @@ const char *REAL(tile_kv_row)(const attn_rows *t, const attn_tensor *of, int32_t
 
 static void load_kv(const attn_rows *t, real *to, const attn_tensor *from, int32_t dim, int32_t padded, int32_t j0,
                     int32_t keys) {
+    enum { AHEAD = 8, LINE = 64 }; /* rows that are asked for: where heads lie side by side they are far apart */
     const char *row = NULL;
+    int64_t size = (int64_t)attn_dtype_size(t->p->kv_dtype), ahead = AHEAD * from->stride[1] * size, bytes = dim * size;
     for (int32_t j = 0; j < keys; j++, to += padded) {
         row = REAL(tile_kv_row)(t, from, t->s.leftpad + j0 + j, row);
+        for (int64_t at = 0; at < bytes; at += LINE) __builtin_prefetch((const void *)((uintptr_t)row + (uintptr_t)(ahead + at)));
         t->micro->load(to, row, t->p->kv_dtype, dim);
         for (int32_t x = dim; x < padded; x++) to[x] = 0;
     }
@@ -129,6 +146,29 @@ static attn_panel view(const attn_rows *t, const attn_tensor *of, int32_t dim, i
 int REAL(tile_class)(const attn_rows *t, int32_t j0, int32_t keys) {
     const attn_flash_range *range = attn__work_range(t->plan, t->f, t->s.b, t->kv_head, j0 / ATTN_TILE_COLS);
     return attn__mask_tile(&t->mask, t->i0, t->i0 + t->count, j0, j0 + keys, range);
+}
+
+/* Keys of the tile's [j0, j0 + keys), counted from j0, that any of its rows [first, first + rows) may see before FlashMask. */
+static void seen_keys(const attn_rows *t, int32_t first, int32_t rows, int32_t j0, int32_t keys, int32_t *from, int32_t *to) {
+    *from = keys, *to = 0;
+    for (int32_t r = first; r < attn__min32(first + rows, t->rows); r++) {
+        int32_t begin, end;
+        attn__mask_row(&t->mask, t->i[r], &begin, &end);
+        *from = attn__min32(*from, attn__max32(begin - j0, 0));
+        *to = attn__max32(*to, attn__min32(end - j0, keys));
+    }
+}
+
+void REAL(tile_dots)(const attn_rows *t, real *s, const real *k, int64_t ldk, const real *x_t, int32_t dim, int32_t j0,
+                     int32_t keys, int tile_class) {
+    for (int32_t first = 0, columns; first < t->width; first += columns) {
+        int32_t from = 0, to = keys;
+        strip_of(t, first, &columns);
+        if (tile_class == ATTN_TILE_PARTIAL) seen_keys(t, first, columns, j0, keys, &from, &to);
+        if (from < to)
+            t->micro->dots(s + (int64_t)from * t->width + first, t->width, k + from * ldk, ldk, x_t + (int64_t)first * dim,
+                           columns, to - from, dim);
+    }
 }
 
 /* One row of bias at a time: keys are the direction in which it is usually contiguous. What the window hides is not read. */
@@ -179,7 +219,7 @@ void REAL(tile_adjust)(const attn_rows *t, real *s, real *slope, real *rest, int
 
 void REAL(tile_scores)(const attn_rows *t, real *s, real *slope, real *rest, const real *q_t, const real *k, int32_t j0,
                        int32_t keys, int tile_class, real *scratch) {
-    t->micro->dots(s, t->width, k, t->dim_qk, q_t, keys, t->p->dim_qk);
+    REAL(tile_dots)(t, s, k, t->dim_qk, q_t, t->p->dim_qk, j0, keys, tile_class);
     REAL(tile_adjust)(t, s, slope, rest, j0, keys, tile_class, scratch);
 }
 
@@ -231,11 +271,42 @@ static void gemm_guarded(const attn_rows *t, real *c, int64_t ldc, const real *a
     }
 }
 
+/* Rows of the tile, counted from its first one, that may see any of keys [first, end). */
+static void seeing_rows(const attn_rows *t, int32_t first, int32_t end, int32_t *from, int32_t *to) {
+    *from = 0, *to = t->rows;
+    if (t->heads > 1) return;
+    attn__mask_cols(&t->mask, first, end, from, to);
+    *from = attn__max32(*from - t->i0, 0);
+    *to = attn__min32(*to - t->i0, t->rows);
+}
+
+/* A strip of c at a time, without the pairs that are masked for all of it: their a is 0, and b is finite. */
+static void gemm_partial(const attn_rows *t, real *c, int64_t ldc, const real *a, const real *b, int64_t ldb, int32_t n,
+                         int32_t j0, int32_t keys, bool keys_first) {
+    int32_t m = keys_first ? keys : t->rows, from, to;
+    for (int32_t x = 0; x < m; x += t->micro->strip) {
+        int32_t count = attn__min32(t->micro->strip, m - x);
+        if (keys_first)
+            seeing_rows(t, j0 + x, j0 + x + count, &from, &to);
+        else
+            seen_keys(t, x, count, j0, keys, &from, &to);
+        if (from >= to) continue;
+        if (keys_first)
+            t->micro->gemm(c + x * ldc, ldc, a + (int64_t)x * t->width + from, t->width, 1, b + from * ldb, ldb, count, n,
+                           to - from, true);
+        else
+            t->micro->gemm(c + x * ldc, ldc, a + x + (int64_t)from * t->width, 1, t->width, b + from * ldb, ldb, count, n,
+                           to - from, true);
+    }
+}
+
 void REAL(tile_gemm)(const attn_rows *t, real *c, int64_t ldc, const real *a, const real *b, int64_t ldb, int32_t n,
                      int32_t j0, int32_t keys, bool keys_first, int tile_class) {
     int32_t m = keys_first ? keys : t->rows, k = keys_first ? t->rows : keys;
     if (tile_class == ATTN_TILE_PARTIAL && !t->micro->finite(b, k * ldb)) {
         gemm_guarded(t, c, ldc, a, b, ldb, n, j0, keys, keys_first);
+    } else if (tile_class == ATTN_TILE_PARTIAL) {
+        gemm_partial(t, c, ldc, a, b, ldb, n, j0, keys, keys_first);
     } else if (keys_first) {
         t->micro->gemm(c, ldc, a, t->width, 1, b, ldb, m, n, k, true);
     } else {

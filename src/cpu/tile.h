@@ -40,16 +40,22 @@ typedef REAL(tile) attn_rows;
 bool REAL(tile_make)(attn_rows *t, const attn_plan *plan, const attn_buffers *f, const attn_unit *unit, int32_t h,
                      bool pack);
 
-/* q of the tile, transposed and scaled, into [dim_qk][width]. A narrow tile's is for tile_narrow_scores. */
+/* q of the tile, transposed and scaled, for tile_dots. A narrow tile's is for tile_narrow_scores. */
 void REAL(tile_load_q)(const attn_rows *t, real *q);
 
-/* Rows of a tensor shaped like q into x [rows][padded], the padding zero, and transposed into x_t [dim][width] unless
-   that is NULL. */
+/* Rows of a tensor shaped like q into x [rows][padded], the padding zero, and transposed, for tile_dots, into x_t unless that is NULL. */
 void REAL(tile_load_rows)(const attn_rows *t, real *x, real *x_t, const attn_tensor *from, attn_dtype dtype, int32_t dim);
 
 /* Keys (or values) [j0, j0 + keys) into [keys][dim_qk] (or [dim_v]), the padding zero. */
 void REAL(tile_load_k)(const attn_rows *t, real *k, int32_t j0, int32_t keys);
 void REAL(tile_load_v)(const attn_rows *t, real *v, int32_t j0, int32_t keys);
+
+/*
+ * s [keys][width]: dot products of keys (or values) [ldk] and the tile's rows, whose transpose is one [dim][columns] after the other, of
+ * micro->strip columns each. In a PARTIAL tile s is not touched where a whole strip is masked.
+ */
+void REAL(tile_dots)(const attn_rows *t, real *s, const real *k, int64_t ldk, const real *x_t, int32_t dim, int32_t j0,
+                     int32_t keys, int tile_class);
 
 /* Class of the tile against keys [j0, j0 + keys), of which j0 is a multiple of ATTN_TILE_COLS. */
 int REAL(tile_class)(const attn_rows *t, int32_t j0, int32_t keys);
