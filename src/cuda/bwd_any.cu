@@ -1,5 +1,5 @@
 /*
- * bwd_any: backward for whatever no line of variants.def takes, F64 and the largest head dims: every feature, every dtype, no tensor
+ * bwd_any: backward for whatever no line of variants.def takes, F64, ATTN_PRECISE and the largest head dims: every feature, every dtype, no tensor
  * cores. The two halves of it are one scheme, with rows and keys in each other's place:
  *
  *   bwd_any     d_k, d_v   a block has four keys, one to a warp, and walks over the rows of all heads of its group
@@ -94,7 +94,7 @@ DEVICE int32_t dim_of(const attn_cuda_args &a, tensor_of which) {
 /* Blocks: [batch][heads_kv][ceil(max_kv / OWN)]. */
 KERNEL __launch_bounds__(32 * WARPS, 3) bwd_any(const __grid_constant__ attn_cuda_args a) {
     extern __shared__ __align__(128) uint8_t shared[];
-    if (attn__wide(a.p.dtype))
+    if (attn__wide_problem(&a.p))
         work_keys(a, (double *)shared);
     else
         work_keys(a, (float *)shared);
@@ -103,7 +103,7 @@ KERNEL __launch_bounds__(32 * WARPS, 3) bwd_any(const __grid_constant__ attn_cud
 /* Blocks: [batch][heads_q][ceil(max_q / OWN)]. */
 KERNEL __launch_bounds__(32 * WARPS, 3) bwd_any_q(const __grid_constant__ attn_cuda_args a) {
     extern __shared__ __align__(128) uint8_t shared[];
-    if (attn__wide(a.p.dtype))
+    if (attn__wide_problem(&a.p))
         work_rows(a, (double *)shared);
     else
         work_rows(a, (float *)shared);
@@ -112,7 +112,7 @@ KERNEL __launch_bounds__(32 * WARPS, 3) bwd_any_q(const __grid_constant__ attn_c
 /* Blocks: [batch or 1][heads_q or 1][ceil(max_q / OWN) or 1][ceil(max_kv / OTHERS) or 1], 1 along dims that are summed. */
 KERNEL __launch_bounds__(32 * WARPS, 3) bwd_bias(const __grid_constant__ attn_cuda_args a) {
     extern __shared__ __align__(128) uint8_t shared[];
-    if (attn__wide(a.p.dtype))
+    if (attn__wide_problem(&a.p))
         work_bias(a, (double *)shared);
     else
         work_bias(a, (float *)shared);

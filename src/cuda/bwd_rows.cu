@@ -64,6 +64,9 @@ DEVICE void clear_unseen(const attn_cuda_args &a, const attn_seq &s, int32_t i, 
     for (int32_t x = lane_index(); x < a.p.dim_qk; x += 32) attn__store(a.p.dtype, a.f.d_q.data, to + x, 0);
 }
 
+/* Of row_stats. */
+DEVICE attn_dtype stats_dtype(const attn_cuda_args &a) { return attn__wide_problem(&a.p) ? ATTN_F64 : ATTN_F32; }
+
 /* Warps: as lse, [batch][heads_q][max_q] or [heads_q][total_q]. */
 KERNEL bwd_delta(const __grid_constant__ attn_cuda_args a) {
     const bool packed = a.p.flags & ATTN_VARLEN_Q;
@@ -83,16 +86,15 @@ KERNEL bwd_delta(const __grid_constant__ attn_cuda_args a) {
     }
     if (a.turns && there) clear_unseen(a, s, (int32_t)i, r.h);
     if (lane_index() != 0) return;
-    attn__store(real_dtype, a.row_stats, 2 * n, lse);
-    attn__store(real_dtype, a.row_stats, 2 * n + 1, delta);
+    attn__store(stats_dtype(a), a.row_stats, 2 * n, lse);
+    attn__store(stats_dtype(a), a.row_stats, 2 * n + 1, delta);
 }
 
 /* ---- d_sink ---- */
 
 /* What row n of lse adds. */
 DEVICE double sink_part(const attn_cuda_args &a, double sink, int64_t n) {
-    const attn_dtype real_dtype = attn__real_dtype(a.p.dtype);
-    double lse = attn__load(real_dtype, a.row_stats, 2 * n), delta = attn__load(real_dtype, a.row_stats, 2 * n + 1);
+    double lse = attn__load(stats_dtype(a), a.row_stats, 2 * n), delta = attn__load(stats_dtype(a), a.row_stats, 2 * n + 1);
     return lse == -INFINITY ? 0 : -exp(sink - lse) * delta;
 }
 

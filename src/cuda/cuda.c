@@ -398,7 +398,7 @@ static attn_status lay_out_backward(attn_plan *plan) {
     const int32_t dim = one_pass_dim(plan);
     const int64_t tiles = dim ? attn__cuda_q_tiles(p, ATTN_ONE_ROWS) : 0;
     int64_t ranges = (int64_t)p->batch * p->flashmask_heads * attn__ceil_div(p->max_kv, ATTN_ANY_COLS);
-    bool fits = attn__plan_reserve(plan, CUDA_ROWS, rows_of(p), p->dtype == ATTN_F64 ? 16 : 8) &&
+    bool fits = attn__plan_reserve(plan, CUDA_ROWS, rows_of(p), attn__wide_problem(p) ? 16 : 8) &&
                 attn__plan_reserve(plan, CUDA_RANGES, ranges, sizeof(attn_flash_range)) &&
                 attn__plan_reserve(plan, CUDA_D_Q, tiles, (int64_t)ATTN_ONE_ROWS * dim * (int64_t)sizeof(float)) &&
                 attn__plan_reserve(plan, CUDA_TURNS, tiles, sizeof(uint32_t));

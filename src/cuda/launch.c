@@ -193,7 +193,7 @@ static attn_cuda_args make_backward(const attn_cuda_run *run, const attn_plan *p
 
 /* Blocks of four rows or keys, each with shared memory for the numbers that the problem is computed in. */
 static attn_status launch_plain(const attn_cuda_run *run, int entry, int64_t blocks, const attn_cuda_args *a) {
-    const size_t real = a->p.dtype == ATTN_F64 ? sizeof(double) : sizeof(float);
+    const size_t real = attn__wide_problem(&a->p) ? sizeof(double) : sizeof(float);
     return attn__cuda_launch(run, entry, blocks, 0, 32 * ATTN_CUDA_WARPS, ATTN_BWD_ANY_REALS * real, a);
 }
 
