@@ -31,7 +31,9 @@ enum { VECTOR_BYTES = 16, MR = 6, NV = 2 };
 enum { VL = VECTOR_BYTES / sizeof(real), KB = 4 };
 enum { BLOCK = 16, GROUP = 64 }; /* of dims, see dots in micro.h */
 #if defined(ATTN_NEON)
-enum { DOTS_NV = 2 }; /* vectors of rows in a block of dots: the sums of a block and those of its group both stay in registers */
+enum {
+    DOTS_NV = 2
+}; /* vectors of rows in a block of dots: the sums of a block and those of its group both stay in registers */
 #else
 enum { DOTS_NV = NV };
 #endif
@@ -309,14 +311,19 @@ static void micro_dots(real *s, int32_t width, const real *k, int64_t ldk, const
 #include "narrow_neon.h"
 
 #ifdef ATTN_REAL_F64
-#define IF_F32(call, ...) if (of == ATTN_F32) call##_F32(__VA_ARGS__); else
+#define IF_F32(call, ...)                                                                                                  \
+    if (of == ATTN_F32)                                                                                                    \
+        call##_F32(__VA_ARGS__);                                                                                           \
+    else
 #else
 #define IF_F32(call, ...)
 #endif
 #define BY_DTYPE(call, ...)                                                                                                \
     do {                                                                                                                   \
-        if (of == REAL_DTYPE) call##_SAME(__VA_ARGS__);                                                                    \
-        else IF_F32(call, __VA_ARGS__) if (of == ATTN_F16) call##_F16(__VA_ARGS__);                                        \
+        if (of == REAL_DTYPE)                                                                                              \
+            call##_SAME(__VA_ARGS__);                                                                                      \
+        else                                                                                                               \
+            IF_F32(call, __VA_ARGS__) if (of == ATTN_F16) call##_F16(__VA_ARGS__);                                         \
         else call##_BF16(__VA_ARGS__);                                                                                     \
     } while (0)
 
@@ -629,7 +636,8 @@ static void micro_store(void *to, attn_dtype dtype, const real *from, real facto
 #if defined(ATTN_NEON) && !defined(ATTN_REAL_F64)
     if (dtype == ATTN_F16) {
         uint16_t *y = to;
-        for (; n >= VL; n -= VL, from += VL, y += VL) vst1_u16(y, vreinterpret_u16_f16(vcvt_f16_f32(load(from) * factor + 0)));
+        for (; n >= VL; n -= VL, from += VL, y += VL)
+            vst1_u16(y, vreinterpret_u16_f16(vcvt_f16_f32(load(from) * factor + 0)));
         to = y;
     }
 #endif
@@ -697,11 +705,17 @@ INLINE vreal expm1_fraction(vreal x, const bool with_rest, vreal rest, vreal *sh
 
 /* e^(x + rest) as below, of n vectors. The power of two, and what becomes of small x and NaN, as float's exp_all has it. */
 INLINE void exp_all(const int n, vreal *x, const bool with_rest, const vreal *rest) {
-    static const vreal coefficient[] = {
-        {1.0 / 479001600, 1.0 / 479001600}, {1.0 / 39916800, 1.0 / 39916800}, {1.0 / 3628800, 1.0 / 3628800},
-        {1.0 / 362880, 1.0 / 362880},       {1.0 / 40320, 1.0 / 40320},       {1.0 / 5040, 1.0 / 5040},
-        {1.0 / 720, 1.0 / 720},             {1.0 / 120, 1.0 / 120},           {1.0 / 24, 1.0 / 24},
-        {1.0 / 6, 1.0 / 6},                 {1.0 / 2, 1.0 / 2}};
+    static const vreal coefficient[] = {{1.0 / 479001600, 1.0 / 479001600},
+                                        {1.0 / 39916800, 1.0 / 39916800},
+                                        {1.0 / 3628800, 1.0 / 3628800},
+                                        {1.0 / 362880, 1.0 / 362880},
+                                        {1.0 / 40320, 1.0 / 40320},
+                                        {1.0 / 5040, 1.0 / 5040},
+                                        {1.0 / 720, 1.0 / 720},
+                                        {1.0 / 120, 1.0 / 120},
+                                        {1.0 / 24, 1.0 / 24},
+                                        {1.0 / 6, 1.0 / 6},
+                                        {1.0 / 2, 1.0 / 2}};
     static const vreal magic = {6755399441056767.0, 6755399441056767.0}; /* 1.5 * 2^52 + 1023 */
     vreal shifted[8], y[8], f[8];
     EACH(FRESH(shifted[i], magic));
@@ -903,7 +917,8 @@ static void micro_softmax(real *s, int32_t keys, int32_t width, int32_t columns,
 /* n keys of a column: e^(s + rest - base - low), and their sum with `part`. with_rest: the scores have a rest. */
 INLINE vreal exp_keys(const int n, const bool with_rest, real *s, const real *rest, int32_t width, vreal base, vreal low,
                       vreal part) {
-    const vreal infinite = splat((real)INFINITY), none = pick(base == infinite, infinite, -infinite); /* such scores give 0 */
+    const vreal infinite = splat((real)INFINITY),
+                none = pick(base == infinite, infinite, -infinite); /* such scores give 0 */
     vreal score[8], x[8], lost[8];
     EACH(score[i] = load(s + (int64_t)i * width));
     EACH(x[i] = score[i] - base);

@@ -5,10 +5,11 @@
  * A block keeps OWN keys and walks over tiles of 64 rows. Warps work in pairs, which have 32 keys in common. Per tile:
  *
  *     wait for it              barrier 1: Q and d_o are there for all warps, and nobody reads anything of the tile before
+ *                              d_q of the tile before is passed on
  *     fetch the next one       into the other buffer
  *     S = K Q^T, D = V d_o^T   a warp has its 32 keys and one half of the rows
  *     P, d_s                   as in bwd.cu, then to shared memory, [keys][rows]
- *     wait for the turn        d_q of these rows is there as the blocks of the keys before have left it
+ *     wait for the turn        d_q of these rows is there as the blocks of the keys before have left it; most often a look before S has shown that it is
  *                              barrier 2: P, d_s and the turn
  *     d_v += P d_o, d_k += d_s Q   a warp has its 32 keys and one half of the dims
  *     d_q += d_s^T K           a warp has 16 or 32 of the rows and a part of the dims
@@ -300,6 +301,10 @@ DEVICE void step(const attn_cuda_args &a, const place &at, const walk &w, totals
                  uint32_t of_stats, bool bad_keys) {
     const int first = (int)(threadIdx.x >> 5) % 2 * SUB;
     const bool with_q = a.f.d_q.data != NULL;
+    const turn t = with_q ? find_turn(a, at, w.n) : turn{-1, -1};
+    const int64_t index = with_q ? tile_index(a, at, w.h, w.n) : 0;
+    const bool waits = t.before >= 0 && threadIdx.x == 0;
+    const bool ready = waits && ld_acquire_gpu(a.turns + index) == (uint32_t)t.before + 1;
     const bool partial = clear_empty_rows(tile, of_stats) || w.partial;
     const bool bad = partial && holds_nonfinite(tile);
     {
@@ -310,9 +315,7 @@ DEVICE void step(const attn_cuda_args &a, const place &at, const walk &w, totals
         put_weights(base + AT_P, s);
         put_weights(base + AT_D_S, d);
     }
-    const turn t = with_q ? find_turn(a, at, w.n) : turn{-1, -1};
-    const int64_t index = with_q ? tile_index(a, at, w.h, w.n) : 0;
-    if (t.before >= 0 && threadIdx.x == 0) wait_acquire_gpu(a.turns + index, (uint32_t)t.before + 1);
+    if (waits && !ready) wait_acquire_gpu(a.turns + index, (uint32_t)t.before + 1);
     __syncthreads(); /* 2 */
     float d_q[QM][QN][4] = {};
     if (t.before >= 0) fetch_q(a, index, d_q);
@@ -329,9 +332,9 @@ DEVICE void step(const attn_cuda_args &a, const place &at, const walk &w, totals
     sum.turn = with_q && t.after >= 0 ? a.turns + index : NULL;
 }
 
-/* After a barrier: all threads have written their part. */
+/* After a barrier: all threads have written their part. Not the warp that looks for the next turn: both take their time. */
 DEVICE void pass_turn(const place &at, const totals &sum) {
-    if (sum.turn && threadIdx.x == 0) st_release_gpu(sum.turn, (uint32_t)(at.own / OWN) + 1);
+    if (sum.turn && threadIdx.x == 32) st_release_gpu(sum.turn, (uint32_t)(at.own / OWN) + 1);
 }
 
 DEVICE void walk_rows(const attn_cuda_args &a, place &at, totals &sum, uint32_t base) {

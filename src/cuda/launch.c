@@ -199,7 +199,7 @@ static attn_status launch_plain(const attn_cuda_run *run, int entry, int64_t blo
 
 /* d_k and d_v, or d_q: a block to each tile of keys of each KV head, or of rows of each query head; bwd_any numbers its blocks itself. */
 static attn_status launch_gradient(const attn_cuda_run *run, int entry, attn_cuda_args a) {
-    enum { HEADS = 32 };
+    enum { HEADS = 16 };
     const attn_cuda_entry *e = &run->entries[entry];
     const attn_problem *p = &a.p;
     const bool any = e->dtype == ATTN_DTYPE_DEFAULT, keys = any ? entry == ATTN_ENTRY_bwd_any : e->by_keys;
@@ -209,7 +209,8 @@ static attn_status launch_gradient(const attn_cuda_run *run, int entry, attn_cud
     if (any) return launch_plain(run, entry, heads * tiles, &a);
     if (heads == 0) return ATTN_OK;
     a.group = (int32_t)(heads < heads_side_by_side(p) ? heads : heads_side_by_side(p));
-    if (e->one) a.group = (int32_t)(heads < HEADS ? heads : HEADS); /* so that few blocks of a head are at work at a time */
+    /* few blocks of a head are at work at a time, which wait for each other, and enough for what they share to stay in the L2 cache */
+    if (e->one) a.group = (int32_t)(heads < HEADS ? heads : HEADS);
     a.row_tiles = (int32_t)tiles;
     a.slots = a.row_tiles * (e->split ? 2 : 1);
     return attn__cuda_launch(run, entry, a.group * (int64_t)a.slots, attn__ceil_div(heads, a.group), 32 * e->warps,

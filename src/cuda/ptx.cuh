@@ -98,10 +98,13 @@ PTX void st_global_cg_v4(float4 *to, float x, float y, float z, float w) {
 }
 
 /* Until another block has released this number; what was written before that is seen from here on. */
-PTX void wait_acquire_gpu(const uint32_t *at, uint32_t number) {
+PTX uint32_t ld_acquire_gpu(const uint32_t *at) {
     uint32_t x;
-    do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(at) : "memory");
-    while (x != number);
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(at) : "memory");
+    return x;
+}
+PTX void wait_acquire_gpu(const uint32_t *at, uint32_t number) {
+    while (ld_acquire_gpu(at) != number) continue;
 }
 PTX void st_release_gpu(uint32_t *at, uint32_t x) {
     asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(at), "r"(x) : "memory");

@@ -57,8 +57,7 @@ DEVICE int32_t key_of(int32_t n, int nt, int e) { return n * BN + nt * 8 + (thre
 #include "features.cuh"
 
 /* o = 0 and lse = -inf for the rows of a padded batch that are padding. */
-DEVICE void fill_rows(const attn_cuda_args &a, int32_t b, int32_t h, int32_t from, int32_t to,
-                                              int thread, int threads) {
+DEVICE void fill_rows(const attn_cuda_args &a, int32_t b, int32_t h, int32_t from, int32_t to, int thread, int threads) {
     attn_seq s = {};
     s.b = b;
     for (int32_t i = from; i < to; i++) {

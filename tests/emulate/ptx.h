@@ -140,6 +140,7 @@ typedef struct float4 {
 } float4;
 static inline float4 ld_global_cg_v4(const float4 *from) { return *from; }
 static inline void st_global_cg_v4(float4 *to, float x, float y, float z, float w) { *to = float4{x, y, z, w}; }
+static inline uint32_t ld_acquire_gpu(const uint32_t *at) { return *at; }
 static inline void wait_acquire_gpu(const uint32_t *at, uint32_t number) {
     if (*at != number) emulate_fail("waits for %u of a block that has left %u", number, *at);
 }
