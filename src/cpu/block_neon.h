@@ -6,6 +6,9 @@
 #ifndef ATTN_CPU_BLOCK_NEON_H
 #define ATTN_CPU_BLOCK_NEON_H
 
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Woverlength-strings" /* of assembly */
+
 #define REGISTERS                                                                                                          \
     "memory", "cc", "v0", "v1", "v2", "v3", "v4", "v5", "v6", "v7", "v8", "v9", "v10", "v11", "v12", "v13", "v14", "v15",  \
         "v16", "v17", "v18", "v19", "v20", "v21", "v22", "v23", "v24", "v25", "v26", "v27", "v28", "v29", "v30", "v31"
@@ -174,5 +177,7 @@ INLINE void dots_of_two_groups(char *s, int64_t lds, const char *k, int64_t ldk,
                      : [lds] "r"(lds), [ldq] "r"(ldq), [accumulate] "r"(accumulate)
                      : REGISTERS);
 }
+
+#pragma GCC diagnostic pop
 
 #endif

@@ -12,6 +12,9 @@
 #ifndef ATTN_CPU_NARROW_NEON_H
 #define ATTN_CPU_NARROW_NEON_H
 
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Woverlength-strings" /* of assembly */
+
 #define ALL_REGISTERS                                                                                                      \
     "memory", "cc", "v0", "v1", "v2", "v3", "v4", "v5", "v6", "v7", "v8", "v9", "v10", "v11", "v12", "v13", "v14", "v15",  \
         "v16", "v17", "v18", "v19", "v20", "v21", "v22", "v23", "v24", "v25", "v26", "v27", "v28", "v29", "v30", "v31"
@@ -186,5 +189,7 @@ NARROW(F32)
 NARROW(F16)
 NARROW(BF16)
 #undef T
+
+#pragma GCC diagnostic pop
 
 #endif
