@@ -21,8 +21,9 @@
     "ldr q4, [%[b]]\n\tldr q5, [%[b], #16]\n\tldr q6, [%[b], #32]\n\tldr q7, [%[b], #48]\n\tadd %[b], %[b], %[ldb]\n\t"
 #define CLEAR_16                                                                                                           \
     ZERO(16)                                                                                                               \
-    ZERO(17) ZERO(18) ZERO(19) ZERO(20) ZERO(21) ZERO(22) ZERO(23) ZERO(24) ZERO(25) ZERO(26) ZERO(27) ZERO(28) ZERO(29)   \
-        ZERO(30) ZERO(31)
+    ZERO(17)                                                                                                               \
+    ZERO(18) ZERO(19) ZERO(20) ZERO(21) ZERO(22) ZERO(23) ZERO(24) ZERO(25) ZERO(26) ZERO(27) ZERO(28) ZERO(29) ZERO(30)   \
+        ZERO(31)
 
 #define TIMES_4(STEP) STEP STEP STEP STEP
 
@@ -120,28 +121,27 @@ INLINE void block_along(char *c, int64_t ldc, const char *a, int64_t lda, const 
 INLINE void dots_of_group(char *s, int64_t lds, const char *k, int64_t ldk, const char *q, int64_t ldq, int64_t blocks,
                           int64_t rest, bool accumulate) {
     const char *k1 = k + ldk, *k2 = k1 + ldk, *k3 = k2 + ldk;
-    __asm__ volatile("cbz %[blocks], 6f\n\t" BLOCK_INTO(
-                         OF_GROUP) "subs %[blocks], %[blocks], #1\n\tb.eq 2f\n"
-                                   "1:\n\t" BLOCK_INTO(OF_BLOCK) WITH(
-                                       MEET, OF_GROUP) "subs %[blocks], %[blocks], #1\n\tb.ne 1b\n"
-                                                       "2:\n\tcbz %[rest], 4f\n\t" WITH(CLEAR_8, OF_BLOCK) "3:\n\t" WITH(
-                                                           DIMS_4, OF_BLOCK) "subs %[rest], %[rest], #1\n\tb.ne "
-                                                                             "3b\n\t" WITH(MEET,
-                                                                                           OF_GROUP) "4:\n\tcbz "
-                                                                                                     "%w[accumulate], "
-                                                                                                     "5f\n\tmov %[q], "
-                                                                                                     "%[s]\n\t" ADD_KEYS
-                                                                                                     "5:\n\t" PUT_KEYS
-                                                                                                     "b 7f\n"
-                                                                                                     "6:\n\t" WITH(
-                                                                                                         CLEAR_8,
+    __asm__ volatile(
+        "cbz %[blocks], 6f\n\t" BLOCK_INTO(
+            OF_GROUP) "subs %[blocks], %[blocks], #1\n\tb.eq 2f\n"
+                      "1:\n\t" BLOCK_INTO(OF_BLOCK)
+                          WITH(MEET, OF_GROUP) "subs %[blocks], %[blocks], #1\n\tb.ne 1b\n"
+                                               "2:\n\tcbz %[rest], 4f\n\t" WITH(CLEAR_8, OF_BLOCK) "3:\n\t" WITH(
+                                                   DIMS_4,
+                                                   OF_BLOCK) "subs %[rest], %[rest], #1\n\tb.ne "
+                                                             "3b\n\t" WITH(MEET, OF_GROUP) "4:\n\tcbz "
+                                                                                           "%w[accumulate], "
+                                                                                           "5f\n\tmov %[q], "
+                                                                                           "%[s]\n\t" ADD_KEYS
+                                                                                           "5:\n\t" PUT_KEYS "b 7f\n"
+                                                                                           "6:\n\t" WITH(CLEAR_8,
                                                                                                          OF_GROUP) "b "
                                                                                                                    "2b\n7:"
                                                                                                                    "\n"
-                     : [s] "+&r"(s), [k0] "+&r"(k), [k1] "+&r"(k1), [k2] "+&r"(k2), [k3] "+&r"(k3), [q] "+&r"(q),
-                       [blocks] "+&r"(blocks), [rest] "+&r"(rest)
-                     : [lds] "r"(lds), [ldq] "r"(ldq), [accumulate] "r"(accumulate)
-                     : REGISTERS);
+        : [s] "+&r"(s), [k0] "+&r"(k), [k1] "+&r"(k1), [k2] "+&r"(k2), [k3] "+&r"(k3), [q] "+&r"(q), [blocks] "+&r"(blocks),
+          [rest] "+&r"(rest)
+        : [lds] "r"(lds), [ldq] "r"(ldq), [accumulate] "r"(accumulate)
+        : REGISTERS);
 }
 
 /* The same of two groups of four blocks. */

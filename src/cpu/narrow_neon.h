@@ -92,8 +92,9 @@
 
 #define CLEAR_SUMS                                                                                                         \
     NONE(16)                                                                                                               \
-    NONE(17) NONE(18) NONE(19) NONE(20) NONE(21) NONE(22) NONE(23) NONE(24) NONE(25) NONE(26) NONE(27) NONE(28) NONE(29)   \
-        NONE(30) NONE(31)
+    NONE(17)                                                                                                               \
+    NONE(18) NONE(19) NONE(20) NONE(21) NONE(22) NONE(23) NONE(24) NONE(25) NONE(26) NONE(27) NONE(28) NONE(29) NONE(30)   \
+        NONE(31)
 
 /* Distances in bytes; dims: steps of 32 bytes of a row of q, > 0. */
 #define NARROW_DOTS(TYPE)                                                                                                  \
@@ -132,16 +133,16 @@
 #define GET_P_1(p0) "ldr d" #p0 ", [%[p]]\n\tadd %[p], %[p], %[width]\n\t"
 #define ROWS_4(p0, p1, x0, x1, x2, x3)                                                                                     \
     BY_ROW(16, 17, 18, 19, x0, x1, x2, x3, p0, 0)                                                                          \
-    BY_ROW(20, 21, 22, 23, x0, x1, x2, x3, p0, 1) BY_ROW(24, 25, 26, 27, x0, x1, x2, x3, p1, 0)                            \
-        BY_ROW(28, 29, 30, 31, x0, x1, x2, x3, p1, 1)
+    BY_ROW(20, 21, 22, 23, x0, x1, x2, x3, p0, 1)                                                                          \
+    BY_ROW(24, 25, 26, 27, x0, x1, x2, x3, p1, 0) BY_ROW(28, 29, 30, 31, x0, x1, x2, x3, p1, 1)
 #else
 #define BY(to, x, p, e) "fmla v" #to ".4s, v" #x ".4s, v" #p ".s[" #e "]\n\t"
 #define GET_P_4(p0, p1) "ldr q" #p0 ", [%[p]]\n\tadd %[p], %[p], %[width]\n\t"
 #define GET_P_1(p0) "ldr s" #p0 ", [%[p]]\n\tadd %[p], %[p], %[width]\n\t"
 #define ROWS_4(p0, p1, x0, x1, x2, x3)                                                                                     \
     BY_ROW(16, 17, 18, 19, x0, x1, x2, x3, p0, 0)                                                                          \
-    BY_ROW(20, 21, 22, 23, x0, x1, x2, x3, p0, 1) BY_ROW(24, 25, 26, 27, x0, x1, x2, x3, p0, 2)                            \
-        BY_ROW(28, 29, 30, 31, x0, x1, x2, x3, p0, 3)
+    BY_ROW(20, 21, 22, 23, x0, x1, x2, x3, p0, 1)                                                                          \
+    BY_ROW(24, 25, 26, 27, x0, x1, x2, x3, p0, 2) BY_ROW(28, 29, 30, 31, x0, x1, x2, x3, p0, 3)
 #endif
 #define BY_ROW(r0, r1, r2, r3, x0, x1, x2, x3, p, e) BY(r0, x0, p, e) BY(r1, x1, p, e) BY(r2, x2, p, e) BY(r3, x3, p, e)
 #define SUM_ROW(op, pointer, r0, r1, r2, r3)                                                                               \
