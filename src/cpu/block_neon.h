@@ -22,8 +22,8 @@
 #define CLEAR_16                                                                                                           \
     ZERO(16)                                                                                                               \
     ZERO(17)                                                                                                               \
-    ZERO(18) ZERO(19) ZERO(20) ZERO(21) ZERO(22) ZERO(23) ZERO(24) ZERO(25) ZERO(26) ZERO(27) ZERO(28) ZERO(29) ZERO(30)   \
-        ZERO(31)
+    ZERO(18)                                                                                                               \
+    ZERO(19) ZERO(20) ZERO(21) ZERO(22) ZERO(23) ZERO(24) ZERO(25) ZERO(26) ZERO(27) ZERO(28) ZERO(29) ZERO(30) ZERO(31)
 
 #define TIMES_4(STEP) STEP STEP STEP STEP
 

@@ -93,8 +93,8 @@
 #define CLEAR_SUMS                                                                                                         \
     NONE(16)                                                                                                               \
     NONE(17)                                                                                                               \
-    NONE(18) NONE(19) NONE(20) NONE(21) NONE(22) NONE(23) NONE(24) NONE(25) NONE(26) NONE(27) NONE(28) NONE(29) NONE(30)   \
-        NONE(31)
+    NONE(18)                                                                                                               \
+    NONE(19) NONE(20) NONE(21) NONE(22) NONE(23) NONE(24) NONE(25) NONE(26) NONE(27) NONE(28) NONE(29) NONE(30) NONE(31)
 
 /* Distances in bytes; dims: steps of 32 bytes of a row of q, > 0. */
 #define NARROW_DOTS(TYPE)                                                                                                  \

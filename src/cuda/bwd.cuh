@@ -160,12 +160,22 @@ typedef struct walk {
     bool done;
 } walk;
 
+/*
+ * Tiles are walked upwards, or, where blocks take turns (PAIRED), downwards: under a causal mask or a window the keys before have come
+ * by the same rows earlier then, or at the same time, and not later.
+ */
+DEVICE int32_t first_tile(const place &at) { return PAIRED ? at.last : at.first; }
+DEVICE walk next_tile(walk w) {
+    w.n += PAIRED ? -1 : 1;
+    return w;
+}
+
 /* The first tile from here on that is not skipped. */
 DEVICE void find_tile(const attn_cuda_args &a, const place &at, walk &w) {
-    for (;; w.n++) {
-        if (w.n > at.last) {
+    for (;; w = next_tile(w)) {
+        if (PAIRED ? w.n < at.first : w.n > at.last) {
             w.h++;
-            w.n = at.first;
+            w.n = first_tile(at);
             w.done = !BY_KEYS || at.last < at.first || w.h >= (at.kv_head + 1) * group_of(a);
             if (w.done) return;
         }
@@ -409,8 +419,8 @@ DEVICE void load_bias(const attn_cuda_args &a, const place &at, float bias[MT][N
         if (seen >> NUMBER(mt, nt, e) & 1) bias[mt][nt][e] = ((const float *)row[mt][e >> 1])[(nt * 8 + (e & 1)) * along];
     } else if (a.p.bias_dtype == ATTN_F64) {
         EACH(mt, nt, e)
-        if (seen >> NUMBER(mt, nt, e) & 1) bias[mt][nt][e] =
-            (float)((const double *)row[mt][e >> 1])[(nt * 8 + (e & 1)) * along];
+        if (seen >> NUMBER(mt, nt, e) & 1)
+            bias[mt][nt][e] = (float)((const double *)row[mt][e >> 1])[(nt * 8 + (e & 1)) * along];
     } else {
         EACH(mt, nt, e) if (seen >> NUMBER(mt, nt, e) & 1) {
             const uint16_t x = ((const uint16_t *)row[mt][e >> 1])[(nt * 8 + (e & 1)) * along];
