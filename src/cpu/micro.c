@@ -217,6 +217,11 @@ INLINE void block(const int mr, const int nv, const attn_dtype of, real *c, int6
 /* All rows for nv vectors of columns, of which the first is at place `at` of b. */
 INLINE void panel(const int nv, const attn_dtype of, real *c, int64_t ldc, const real *a, int64_t row, int64_t col,
                   const void *b, int64_t at, int64_t ldb, int32_t m, int32_t k, bool accumulate) {
+#if defined(ATTN_NEON) && !defined(ATTN_REAL_F64)
+    const int64_t B = sizeof(real);
+    for (; nv == NV && of == REAL_DTYPE && row == 1 && k > 0 && m >= 6; m -= 6, c += 6 * ldc, a += 6)
+        block_across_6((char *)c, ldc * B, (const char *)a, col * B, (const char *)b + at * B, ldb * B, k, accumulate);
+#endif
     for (; m >= MR; m -= MR, c += MR * ldc, a += MR * row)
         block(MR, nv, of, c, ldc, a, row, col, b, at, ldb, k, accumulate);
     switch (m) {

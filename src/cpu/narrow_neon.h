@@ -12,6 +12,9 @@
 #ifndef ATTN_CPU_NARROW_NEON_H
 #define ATTN_CPU_NARROW_NEON_H
 
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Woverlength-strings" /* of assembly */
+
 #define ALL_REGISTERS                                                                                                      \
     "memory", "cc", "v0", "v1", "v2", "v3", "v4", "v5", "v6", "v7", "v8", "v9", "v10", "v11", "v12", "v13", "v14", "v15",  \
         "v16", "v17", "v18", "v19", "v20", "v21", "v22", "v23", "v24", "v25", "v26", "v27", "v28", "v29", "v30", "v31"
@@ -93,8 +96,8 @@
 #define CLEAR_SUMS                                                                                                         \
     NONE(16)                                                                                                               \
     NONE(17)                                                                                                               \
-    NONE(18)                                                                                                               \
-    NONE(19) NONE(20) NONE(21) NONE(22) NONE(23) NONE(24) NONE(25) NONE(26) NONE(27) NONE(28) NONE(29) NONE(30) NONE(31)
+    NONE(18) NONE(19) NONE(20) NONE(21) NONE(22) NONE(23) NONE(24) NONE(25) NONE(26) NONE(27) NONE(28) NONE(29) NONE(30)   \
+        NONE(31)
 
 /* Distances in bytes; dims: steps of 32 bytes of a row of q, > 0. */
 #define NARROW_DOTS(TYPE)                                                                                                  \
@@ -193,5 +196,7 @@ NARROW(F32)
 NARROW(F16)
 NARROW(BF16)
 #undef T
+
+#pragma GCC diagnostic pop
 
 #endif
