@@ -100,7 +100,7 @@ DEVICE void step(const attn_cuda_args &a, const place &at, const walk &w, totals
 
 DEVICE void walk_others(const attn_cuda_args &a, place &at, totals &sum, uint32_t own, const stats (*own_stats)[2]) {
     const uint32_t tiles = own + 2 * OWN_BYTES, of_stats = tiles + STAGES * STAGE_BYTES;
-    walk w = {at.h, at.first, false, false};
+    walk w = {at.h, first_tile(at), false, false};
     uint32_t stage = 0;
     find_tile(a, at, w);
     if (w.done) return;
@@ -110,8 +110,7 @@ DEVICE void walk_others(const attn_cuda_args &a, place &at, totals &sum, uint32_
     if (BY_KEYS) put_stats(of_stats, fetch_stats(a, at, w));
 #pragma unroll 1
     while (!w.done) {
-        walk next = w;
-        next.n++;
+        walk next = next_tile(w);
         find_tile(a, at, next);
         const uint32_t then = STAGES == 2 ? stage ^ 1 : 0;
         stats of_next = {};

@@ -160,12 +160,22 @@ typedef struct walk {
     bool done;
 } walk;
 
+/*
+ * Tiles are walked upwards, or, where blocks take turns (PAIRED), downwards: under a causal mask or a window the keys before have come
+ * by the same rows earlier then, or at the same time, and not later.
+ */
+DEVICE int32_t first_tile(const place &at) { return PAIRED ? at.last : at.first; }
+DEVICE walk next_tile(walk w) {
+    w.n += PAIRED ? -1 : 1;
+    return w;
+}
+
 /* The first tile from here on that is not skipped. */
 DEVICE void find_tile(const attn_cuda_args &a, const place &at, walk &w) {
-    for (;; w.n++) {
-        if (w.n > at.last) {
+    for (;; w = next_tile(w)) {
+        if (PAIRED ? w.n < at.first : w.n > at.last) {
             w.h++;
-            w.n = at.first;
+            w.n = first_tile(at);
             w.done = !BY_KEYS || at.last < at.first || w.h >= (at.kv_head + 1) * group_of(a);
             if (w.done) return;
         }
@@ -393,34 +403,29 @@ typedef struct pairs {
     float keep;          /* 1 / (1 - dropout) */
 } pairs;
 
-/* With a bias: one element after the other, by the definition of score.cuh. */
-DEVICE void weigh_biased(const attn_cuda_args &a, const place &at, float s[MT][NT][4], float d[MT][NT][4], const pairs &x,
-                         int32_t n0) {
-    float product[ELEMENTS], d_p[ELEMENTS];
-    EACH(mt, nt, e) {
-        product[NUMBER(mt, nt, e)] = s[mt][nt][e];
-        d_p[NUMBER(mt, nt, e)] = d[mt][nt][e];
-    }
-    const float scale = (float)a.p.scale;
-#pragma unroll 1
-    for (int n = 0; n < ELEMENTS; n++) {
-        const int32_t own = own_at(at, n / (NT * 4), n >> 1 & 1), other = other_at(n0, n / 4 % NT, n & 1);
-        const int32_t i = row_at(own, other), j = key_at(own, other);
-        float p = 0, d_s = 0;
-        const stats row = row_stats(a, at, at.h, i);
-        if ((x.seen >> n & 1) && i < at.s.sq && j < at.s.sk && row.lse != -INFINITY) {
-            float slope, y = score(a, at.s, at.h, i, j, __fmul_rn(scale, product[n]), &slope);
-            p = ex2_approx(__fmul_rn(y - row.lse, (float)ATTN_LOG2E));
-            const bool kept = x.kept >> n & 1;
-            d_s = p * ((kept ? x.keep * d_p[n] : 0) - row.delta) * slope;
-            if (!kept) p = 0;
+/* The bias of the pairs that are seen; of others nothing is read. The dtype is one for all: this branches once. */
+DEVICE void load_bias(const attn_cuda_args &a, const place &at, float bias[MT][NT][4], uint32_t seen, int32_t n0) {
+    const attn_matrix &m = a.f.bias;
+    const int64_t of_own = m.stride[BY_KEYS ? 3 : 2], along = m.stride[BY_KEYS ? 2 : 3];
+    const int64_t first = attn__matrix_at(&m, at.s.b, at.h, 0, 0) + other_at(n0, 0, 0) * along;
+    const int bytes = a.p.bias_dtype == ATTN_F64 ? 8 : a.p.bias_dtype == ATTN_F32 ? 4 : 2;
+    const uint8_t *row[MT][2];
+#pragma unroll
+    for (int r = 0; r < 2 * MT; r++)
+        row[r / 2][r % 2] = (const uint8_t *)m.data + (first + own_at(at, r / 2, r % 2) * of_own) * bytes;
+    EACH(mt, nt, e) bias[mt][nt][e] = 0;
+    if (a.p.bias_dtype == ATTN_F32) {
+        EACH(mt, nt, e)
+        if (seen >> NUMBER(mt, nt, e) & 1) bias[mt][nt][e] = ((const float *)row[mt][e >> 1])[(nt * 8 + (e & 1)) * along];
+    } else if (a.p.bias_dtype == ATTN_F64) {
+        EACH(mt, nt, e)
+        if (seen >> NUMBER(mt, nt, e) & 1)
+            bias[mt][nt][e] = (float)((const double *)row[mt][e >> 1])[(nt * 8 + (e & 1)) * along];
+    } else {
+        EACH(mt, nt, e) if (seen >> NUMBER(mt, nt, e) & 1) {
+            const uint16_t x = ((const uint16_t *)row[mt][e >> 1])[(nt * 8 + (e & 1)) * along];
+            bias[mt][nt][e] = a.p.bias_dtype == ATTN_BF16 ? attn__from_bf16(x) : cvt_f32_f16(x);
         }
-        product[n] = p;
-        d_p[n] = d_s;
-    }
-    EACH(mt, nt, e) {
-        s[mt][nt][e] = product[NUMBER(mt, nt, e)];
-        d[mt][nt][e] = d_p[NUMBER(mt, nt, e)];
     }
 }
 
@@ -465,12 +470,14 @@ DEVICE void weigh_plain(const attn_cuda_args &a, float s[MT][NT][4], float d[MT]
     }
 }
 
-/* The same with softcap or ALiBi, which score() of score.cuh defines: of all elements, in base e. */
-DEVICE void weigh_capped(const attn_cuda_args &a, const place &at, float s[MT][NT][4], float d[MT][NT][4], const pairs &x,
-                         int32_t n0, uint32_t of_stats, const stats (*own_stats)[2]) {
+/* The same with softcap, ALiBi or bias, which score() of score.cuh defines: of all elements, in base e. with_bias: a constant. */
+DEVICE void weigh_scored(const attn_cuda_args &a, const place &at, float s[MT][NT][4], float d[MT][NT][4], const pairs &x,
+                         bool with_bias, int32_t n0, uint32_t of_stats, const stats (*own_stats)[2]) {
     const float scale = (float)a.p.scale, cap = (float)a.p.softcap, by_cap = cap > 0 ? 1 / cap : 0;
     const float slope_h = a.p.flags & ATTN_ALIBI ? a.f.alibi[at.s.b * a.f.alibi_stride + at.h] : 0;
     const int32_t offset = at.s.sk - at.s.sq; /* distances are whole numbers: in float they are exact */
+    float bias[MT][NT][4];
+    if (with_bias) load_bias(a, at, bias, x.seen, n0);
 #pragma unroll
     for (int nt = 0; nt < NT; nt++) {
         stats of_tile[2] = {};
@@ -489,6 +496,7 @@ DEVICE void weigh_capped(const attn_cuda_args &a, const place &at, float s[MT][N
                     slope = 1 - part * part;
                 }
                 y = fmaf(-slope_h, fabsf(distance), y);
+                if (with_bias) y += bias[mt][nt][e];
                 const float p = ex2_approx(__fmul_rn(y - row.lse, (float)ATTN_LOG2E));
                 const int bit = NUMBER(mt, nt, e);
                 const bool seen = (x.seen >> bit & 1) && row.lse != INFINITY, kept = x.kept >> bit & 1;
@@ -503,15 +511,16 @@ DEVICE void weigh(const attn_cuda_args &a, const place &at, float s[MT][NT][4], 
                   int32_t n0, uint32_t of_stats, const stats (*own_stats)[2]) {
     const bool drops = a.philox.threshold > 0;
     pairs x = {~0u, ~0u, 1};
-    if (partial) x.seen = seen_pairs(a, at, n0);
+    const bool has_bias = a.p.flags & ATTN_BIAS; /* which is not read for own rows that are not there */
+    if (partial || (has_bias && at.count < OWN)) x.seen = seen_pairs(a, at, n0);
     if (drops) {
         x.kept = kept_pairs(a, at, n0);
         x.keep = (float)(1 / (1 - a.p.dropout));
     }
-    if (a.p.flags & ATTN_BIAS)
-        weigh_biased(a, at, s, d, x, n0);
+    if (has_bias)
+        weigh_scored(a, at, s, d, x, true, n0, of_stats, own_stats);
     else if ((a.p.flags & ATTN_ALIBI) || a.p.softcap > 0)
-        weigh_capped(a, at, s, d, x, n0, of_stats, own_stats);
+        weigh_scored(a, at, s, d, x, false, n0, of_stats, own_stats);
     else if (partial || drops)
         weigh_plain(a, s, d, x, false, of_stats, own_stats);
     else

@@ -338,7 +338,7 @@ DEVICE void pass_turn(const place &at, const totals &sum) {
 }
 
 DEVICE void walk_rows(const attn_cuda_args &a, place &at, totals &sum, uint32_t base) {
-    walk w = {at.h, at.first, false, false};
+    walk w = {at.h, first_tile(at), false, false};
     uint32_t stage = 0;
     bool bad_keys = false, is_first = true;
     find_tile(a, at, w);
@@ -349,8 +349,7 @@ DEVICE void walk_rows(const attn_cuda_args &a, place &at, totals &sum, uint32_t 
     put_stats(base + AT_STATS, fetch_stats(a, at, w));
 #pragma unroll 1
     while (!w.done) {
-        walk next = w;
-        next.n++;
+        walk next = next_tile(w);
         find_tile(a, at, next);
         const uint32_t then = stage ^ 1;
         stats of_next = {};

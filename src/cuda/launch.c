@@ -197,9 +197,21 @@ static attn_status launch_plain(const attn_cuda_run *run, int entry, int64_t blo
     return attn__cuda_launch(run, entry, blocks, 0, 32 * ATTN_CUDA_WARPS, ATTN_BWD_ANY_REALS * real, a);
 }
 
+/*
+ * In one pass the blocks of a head wait for each other, each about a tile behind the one before. So that this is little beside what a block
+ * has to do, a GPU full of blocks shall have no more of one head than an eighth of its tiles of rows. With fewer heads side by side what
+ * blocks share stays in the L2 cache.
+ */
+static int32_t heads_in_turn(const attn_cuda_run *run, const attn_problem *p, int64_t heads) {
+    enum { LEAST = 16 };
+    const int64_t tiles = attn__ceil_div(p->max_q, ATTN_ONE_ROWS) * (p->heads_q / p->heads_kv);
+    const int64_t of_one = tiles / 8 > 1 ? tiles / 8 : 1, group = attn__ceil_div(run->sms > 0 ? run->sms : 1, of_one);
+    const int64_t most = group > LEAST ? group : LEAST;
+    return (int32_t)(heads < most ? heads : most);
+}
+
 /* d_k and d_v, or d_q: a block to each tile of keys of each KV head, or of rows of each query head; bwd_any numbers its blocks itself. */
 static attn_status launch_gradient(const attn_cuda_run *run, int entry, attn_cuda_args a) {
-    enum { HEADS = 16 };
     const attn_cuda_entry *e = &run->entries[entry];
     const attn_problem *p = &a.p;
     const bool any = e->dtype == ATTN_DTYPE_DEFAULT, keys = any ? entry == ATTN_ENTRY_bwd_any : e->by_keys;
@@ -209,8 +221,7 @@ static attn_status launch_gradient(const attn_cuda_run *run, int entry, attn_cud
     if (any) return launch_plain(run, entry, heads * tiles, &a);
     if (heads == 0) return ATTN_OK;
     a.group = (int32_t)(heads < heads_side_by_side(p) ? heads : heads_side_by_side(p));
-    /* few blocks of a head are at work at a time, which wait for each other, and enough for what they share to stay in the L2 cache */
-    if (e->one) a.group = (int32_t)(heads < HEADS ? heads : HEADS);
+    if (e->one) a.group = heads_in_turn(run, p, heads);
     a.row_tiles = (int32_t)tiles;
     a.slots = a.row_tiles * (e->split ? 2 : 1);
     return attn__cuda_launch(run, entry, a.group * (int64_t)a.slots, attn__ceil_div(heads, a.group), 32 * e->warps,
