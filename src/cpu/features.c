@@ -8,6 +8,10 @@
 #include <stdlib.h>
 #include <string.h>
 
+#if defined(__aarch64__)
+#include <sys/auxv.h>
+#endif
+
 #if defined(__x86_64__)
 #include <cpuid.h>
 
@@ -83,7 +87,17 @@ static void write_text(void) {
     if (attn__amx_present()) strncat(text, " AMX-BF16", sizeof text - strlen(text) - 1);
 #undef SAY
 #elif defined(__aarch64__)
+    static const struct {
+        unsigned long type, bit;
+        const char *name;
+    } bits[] = {{AT_HWCAP, 1ul << 10, " FP16"},
+                {AT_HWCAP, 1ul << 20, " DOTPROD"},
+                {AT_HWCAP2, 1ul << 14, " BF16"},
+                {AT_HWCAP2, 1ul << 13, " I8MM"},
+                {AT_HWCAP, 1ul << 22, " SVE"}};
     snprintf(text, sizeof text, "aarch64: NEON");
+    for (size_t n = 0; n < sizeof bits / sizeof *bits; n++)
+        if (getauxval(bits[n].type) & bits[n].bit) strncat(text, bits[n].name, sizeof text - strlen(text) - 1);
 #else
     snprintf(text, sizeof text, "plain C");
 #endif

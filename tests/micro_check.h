@@ -1,0 +1,96 @@
+/*
+ * Micro-kernels by hand against those of plain C, one number type at a time (cpu/real.h): products and dot products have the same bits,
+ * for both fuse multiplications with additions and add in the same order. Compiled where there is NEON.
+ */
+#ifndef MICRO_CHECK_H
+#define MICRO_CHECK_H
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "build.h"
+#include "cpu/micro.h"
+#include "numeric.h"
+#include "test.h"
+
+extern const attn_micro REAL(micro_c), REAL(micro_neon);
+
+enum { MOST = 20 * 1024 };
+static real a[MOST], b[MOST], want[MOST], have[MOST];
+static uint32_t narrow[MOST]; /* of any dtype up to 32 bits */
+
+static void fill(real *x, int count, uint64_t *random) {
+    for (int n = 0; n < count; n++) x[n] = (real)random_range(random, -1000, 1000) / 512;
+}
+
+static void same(const char *what, int32_t rows, int32_t keys, int32_t dim) {
+    CHECK_SAY(memcmp(want, have, sizeof want) == 0, "%s: %d rows, %d keys, dim %d", what, rows, keys, dim);
+}
+
+/* Products with c as it was and on top of it; a either way round. */
+static void check_gemm(int32_t m, int32_t n, int32_t k) {
+    const int64_t lda = 100;
+    for (int form = 0; form < 4; form++) {
+        int64_t row = form & 1 ? 1 : lda, col = form & 1 ? lda : 1;
+        memcpy(want, a, sizeof want);
+        memcpy(have, a, sizeof have);
+        REAL(micro_c).gemm(want, n + 16, a, row, col, b, n, m, n, k, form & 2);
+        REAL(micro_neon).gemm(have, n + 16, a, row, col, b, n, m, n, k, form & 2);
+        same("gemm", m, k, n);
+    }
+}
+
+static void check_dots(int32_t columns, int32_t keys, int32_t dim) {
+    memcpy(want, a, sizeof want);
+    memcpy(have, a, sizeof have);
+    REAL(micro_c).dots(want, 64, a, dim + 3, b, columns, keys, dim);
+    REAL(micro_neon).dots(have, 64, a, dim + 3, b, columns, keys, dim);
+    same("dots", columns, keys, dim);
+}
+
+/* Keys, or values, of that dtype, and the same in b as real. */
+static attn_panel panel_of(attn_dtype dtype, int32_t rows, int32_t dim) {
+    for (int n = 0; n < rows * dim; n++) {
+        attn__store(dtype, narrow, n, (double)b[n]);
+        b[n] = (real)attn__load(dtype, narrow, n);
+    }
+    return (attn_panel){narrow, dim, dtype};
+}
+
+static void check_narrow(attn_dtype dtype, int32_t rows, int32_t keys, int32_t dim, uint64_t *random) {
+    const int32_t width = ATTN_LANES;
+    if (!REAL(micro_neon).readable(dtype)) return;
+    fill(b, keys * dim, random);
+    attn_panel panel = panel_of(dtype, keys, dim), plain = {b, dim, REAL_DTYPE};
+    memset(want, 0, sizeof want);
+    memset(have, 0, sizeof have);
+    REAL(micro_c).narrow_dots(want, width, &plain, a, dim, rows, keys, dim);
+    REAL(micro_neon).narrow_dots(have, width, &panel, a, dim, rows, keys, dim);
+    same(attn_dtype_name(dtype), rows, keys, dim);
+    memcpy(want, a, sizeof want);
+    memcpy(have, a, sizeof have);
+    REAL(micro_c).narrow_gemm(want, dim, a, width, &plain, rows, dim, keys);
+    REAL(micro_neon).narrow_gemm(have, dim, a, width, &panel, rows, dim, keys);
+    same(attn_dtype_name(dtype), rows, keys, dim);
+}
+
+static void check_micro(void) {
+    static const int32_t dims[] = {16, 64, 80, 96, 128, 144, 192, 256};
+    static const attn_dtype dtypes[] = {ATTN_F32, ATTN_F16, ATTN_BF16};
+    uint64_t random = 7;
+    fill(a, MOST, &random);
+    fill(b, MOST, &random);
+    for (int32_t m = 1; m <= 64; m += m < 20 ? 1 : 11)
+        for (int32_t k = 1; k <= 64; k += k < 20 ? 3 : 5) check_gemm(m, 16 * (1 + (m + k) % 5), k);
+    for (int32_t keys = 1; keys <= 64; keys += keys < 9 ? 1 : 5)
+        for (int32_t dim = 1; dim <= 300; dim += dim % 4 == 3 ? 1 : dim < 70 ? 3 : 13)
+            check_dots(ATTN_LANES, keys, dim);
+    check_dots(ATTN_LANES, 64, 128);
+    check_dots(ATTN_LANES, 64, 256);
+    for (size_t n = 0; n < sizeof dims / sizeof *dims; n++)
+        for (int32_t keys = 1; keys <= 70; keys += 23)
+            for (int32_t rows = 1; rows <= 8; rows++)
+                for (int d = 0; d < 3; d++) check_narrow(dtypes[d], rows, keys, dims[n], &random);
+}
+
+#endif
