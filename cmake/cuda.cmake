@@ -18,10 +18,6 @@ set(ATTN_CUDA_ARCHS
 # The kernels of FWD90 lines: wgmma and setmaxnreg are in sm_90a only, and PTX for it would compile for nothing else.
 set(attn_hopper_archs -gencode arch=compute_90a,code=sm_90a)
 
-# The backward's lines, to keep the build short: sm_86 and sm_89 run the code of sm_80.
-set(attn_backward_archs -gencode arch=compute_80,code=sm_80 -gencode arch=compute_80,code=sm_90
-    -gencode arch=compute_80,code=compute_80)
-
 set(cuda_src ${PROJECT_SOURCE_DIR}/src/cuda)
 set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${cuda_src}/variants.def)
 
@@ -121,21 +117,29 @@ function(attn_add_kernel folder name)
         COMMENT "GPU kernel ${name}" VERBATIM)
 endfunction()
 
+# Which code a kernel has, of ATTN_CUDA_ARCHS. Only plain forward kernels have code for each GPU; of the others sm_86 and sm_89 run that of
+# sm_80. Where Hopper has lines of its own the portable ones are never run there.
+function(attn_archs_of name result)
+    set(archs ${ATTN_CUDA_ARCHS})
+    if(attn_line_${name} MATCHES "^FWD90")
+        set(archs ${attn_hopper_archs})
+    elseif(attn_line_${name} MATCHES "^(FWD.*, *1\\)|BWD.*)$")
+        list(FILTER archs EXCLUDE REGEX "code=sm_8[69]$")
+    endif()
+    if(attn_line_${name} MATCHES "^FWD\\(.*, *B?F16, *(64|96|128|192|256),")
+        list(FILTER archs EXCLUDE REGEX "code=sm_90$")
+    endif()
+    list(REMOVE_ITEM archs -gencode)
+    list(TRANSFORM archs PREPEND "-gencode;")
+    set(${result} ${archs} PARENT_SCOPE)
+endfunction()
+
 set(attn_fatbins "")
 if(attn_kernels_dir)
     foreach(name IN LISTS attn_images)
         list(APPEND attn_fatbins ${attn_kernels_dir}/${name}.fatbin)
         if(NOT ATTN_CUDA_KERNELS_DIR)
-            set(archs ${ATTN_CUDA_ARCHS})
-            if(attn_line_${name} MATCHES "^FWD90")
-                set(archs ${attn_hopper_archs})
-            elseif(attn_line_${name} MATCHES "^BWD")
-                set(archs ${attn_backward_archs})
-            elseif(attn_line_${name} MATCHES ", *B?F16, *(64|96|128|192|256),")
-                list(FILTER archs EXCLUDE REGEX "code=sm_90$") # never run there: Hopper has lines of its own for these
-                list(REMOVE_ITEM archs -gencode)
-                list(TRANSFORM archs PREPEND "-gencode;")
-            endif()
+            attn_archs_of(${name} archs)
             attn_add_kernel(${attn_kernels_dir} ${name} ${archs})
         endif()
     endforeach()
