@@ -118,6 +118,8 @@ typedef struct attn_cuda_args {
      * bwd_delta then writes zeros to d_q, for rows that no block comes by.
      */
     uint32_t *turns;
+    uint32_t *
+        overlap; /* not 0: cu_q is not ascending, so packed sequences share tiles; bwd_delta says so, and nobody waits for a turn */
 } attn_cuda_args;
 
 #ifdef __cplusplus

@@ -207,6 +207,7 @@ DEVICE turn find_turn(const attn_cuda_args &a, const place &at, int32_t n) {
     int32_t from, to;
     attn__mask_rows(&at.mask, i0, i1, &from, &to);
     const int32_t first = from / OWN, last = (to - 1) / OWN;
+    if (*a.overlap) return {-1, -1}; /* lengths that make no sense: results do not either, but nobody waits for ever */
     if (!a.ranges) return {m > first ? m - 1 : -1, m < last ? m + 1 : -1};
     turn t = {-1, -1};
     for (int32_t x = m - 1; x >= first && t.before < 0; x -= 32) {

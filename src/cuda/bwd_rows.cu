@@ -67,11 +67,18 @@ DEVICE void clear_unseen(const attn_cuda_args &a, const attn_seq &s, int32_t i, 
 /* Of row_stats. */
 DEVICE attn_dtype stats_dtype(const attn_cuda_args &a) { return attn__wide_problem(&a.p) ? ATTN_F64 : ATTN_F32; }
 
+/* In one pass: do packed sequences overlap? All warps look, at 32 sequences at a time. */
+DEVICE void find_overlap(const attn_cuda_args &a, int64_t warp, int64_t warps) {
+    for (int64_t b = warp * 32 + lane_index(); b < a.p.batch; b += warps * 32)
+        if (a.f.cu_q[b] > a.f.cu_q[b + 1]) *a.overlap = 1;
+}
+
 /* Warps: as lse, [batch][heads_q][max_q] or [heads_q][total_q]. */
 KERNEL bwd_delta(const __grid_constant__ attn_cuda_args a) {
     const bool packed = a.p.flags & ATTN_VARLEN_Q;
     const int64_t each = packed ? a.p.total_q : a.p.max_q, n = warp_index();
     if (n >= (packed ? 1 : a.p.batch) * (int64_t)a.p.heads_q * each) return;
+    if (a.overlap && packed) find_overlap(a, n, a.p.heads_q * each);
     const row_place r = find_row(a, n, each);
     attn_seq s = {};
     if (r.b >= 0) s = sequence(a, r.b);

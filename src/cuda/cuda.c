@@ -401,7 +401,7 @@ static attn_status lay_out_backward(attn_plan *plan) {
     bool fits = attn__plan_reserve(plan, CUDA_ROWS, rows_of(p), attn__wide_problem(p) ? 16 : 8) &&
                 attn__plan_reserve(plan, CUDA_RANGES, ranges, sizeof(attn_flash_range)) &&
                 attn__plan_reserve(plan, CUDA_D_Q, tiles, (int64_t)ATTN_ONE_ROWS * dim * (int64_t)sizeof(float)) &&
-                attn__plan_reserve(plan, CUDA_TURNS, tiles, sizeof(uint32_t));
+                attn__plan_reserve(plan, CUDA_TURNS, tiles + (dim > 0), sizeof(uint32_t));
     RETURN_IF(!fits, ATTN_INVALID, "max_q=%d, max_kv=%d: the workspace does not fit into memory", p->max_q, p->max_kv);
     return ATTN_OK;
 }

@@ -179,6 +179,7 @@ static attn_cuda_args make_backward(const attn_cuda_run *run, const attn_plan *p
     if (run->entries[run->forward].one && f->d_q.data) {
         a.part_o = attn__part(plan, f, CUDA_D_Q);
         a.turns = attn__part(plan, f, CUDA_TURNS);
+        a.overlap = a.turns + attn__cuda_q_tiles(p, ATTN_ONE_ROWS);
     }
     if (p->flashmask_vectors) {
         a.ranges = attn__part(plan, f, CUDA_RANGES);
@@ -256,14 +257,14 @@ attn_status attn__cuda_backward(const attn_cuda_run *run, const attn_plan *plan,
     const attn_cuda_args a = make_backward(run, plan, f);
     const attn_problem *p = &a.p;
     int64_t rows = p->flags & ATTN_VARLEN_Q ? p->total_q : (int64_t)p->batch * p->max_q;
+    if (a.turns)
+        RETURN_IF_DRIVER(
+            run->driver, cuMemsetD32Async,
+            ((attn_cu_pointer)(uintptr_t)a.turns, 0, (size_t)attn__cuda_q_tiles(p, ATTN_ONE_ROWS) + 1, run->stream));
     RETURN_IF_ERROR(launch_warps(run, ATTN_ENTRY_bwd_delta, rows * p->heads_q, &a));
     if (a.ranges)
         RETURN_IF_ERROR(launch_warps(run, ATTN_ENTRY_ranges, (int64_t)p->batch * p->flashmask_heads * a.range_tiles, &a));
     const bool one = run->entries[run->forward].one;
-    if (a.turns)
-        RETURN_IF_DRIVER(
-            run->driver, cuMemsetD32Async,
-            ((attn_cu_pointer)(uintptr_t)a.turns, 0, (size_t)attn__cuda_q_tiles(p, ATTN_ONE_ROWS), run->stream));
     if (f->d_q.data && !one) RETURN_IF_ERROR(launch_gradient(run, run->forward + 1, a));
     if (f->d_k.data || f->d_v.data || (f->d_q.data && one)) RETURN_IF_ERROR(launch_gradient(run, run->forward, a));
     if (f->d_bias.data) RETURN_IF_ERROR(launch_bias(run, &a));

@@ -14,7 +14,7 @@ out=$build/emulate
 mkdir -p "$out"
 flags="-O1 -fPIC -fvisibility=hidden -U_FORTIFY_SOURCE -ffp-contract=off -Wall -Wextra -Werror -Wno-psabi -I include -I src -I src/cuda -I tests/emulate"
 cuda="${CXX:-c++} $flags -std=c++17 -x c++ -include tests/emulate/emulate.h"
-fwd="-Wno-unknown-pragmas -Wno-enum-compare -Wno-int-in-bool-context -Wno-unused-parameter"
+fwd="-Wno-unknown-pragmas -Wno-enum-compare -Wno-int-in-bool-context -Wno-unused-parameter -Wno-maybe-uninitialized"
 runtime="tests/emulate/fibers.c tests/emulate/hopper.c tests/emulate/products.c"
 objects=
 newest=$(ls -t src/*.h src/cuda/*.h src/cuda/*.cu* src/cuda/*.def include/attn.h tests/emulate/* | head -n 1)

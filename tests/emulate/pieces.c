@@ -411,6 +411,42 @@ static void test_wild_values(void) {
     judge(reported >= rounds - 5, "values out of range are reported");
 }
 
+/* The same of a backward. Blocks that take turns must not wait for ever where lengths make no sense. */
+static void test_wild_gradients(void) {
+    enum { ROWS_Q = 150, ALL_Q = 400, KEYS = 300, ALL_KV = 700, WIDE = 40 };
+    static const attn_dtype dtypes[] = {ATTN_BF16, ATTN_F16, ATTN_F32, ATTN_BF16};
+    const int rounds = 24;
+    int reported = 0;
+    for (int seed = 0; seed < rounds; seed++) {
+        srand((unsigned)seed);
+        attn_problem p = {.size = sizeof p, .op = ATTN_BACKWARD, .dtype = dtypes[seed % 4], .batch = BATCH, .heads_q = 2};
+        p.heads_kv = 1;
+        p.dim_qk = p.dim_v = WIDE;
+        p.max_q = ROWS_Q;
+        p.max_kv = KEYS;
+        p.flags = ATTN_VARLEN_Q | ATTN_VARLEN_KV | ATTN_LEFTPAD | (rand() % 2 ? ATTN_USED_Q | ATTN_USED_KV : 0);
+        p.flags |= rand() % 2 ? ATTN_CAUSAL : 0;
+        p.total_q = ALL_Q;
+        p.total_kv = ALL_KV;
+        if (rand() % 2) p.flashmask_vectors = p.flags & ATTN_CAUSAL ? 1 : 2;
+        attn_buffers f = {.size = sizeof f, .cu_q = put_wild(BATCH + 1, ALL_Q), .cu_kv = put_wild(BATCH + 1, ALL_KV)};
+        f.leftpad = put_wild(BATCH, 40);
+        if (p.flags & ATTN_USED_Q) f.used_q = put_wild(BATCH, ROWS_Q);
+        if (p.flags & ATTN_USED_KV) f.used_kv = put_wild(BATCH, KEYS);
+        if (p.flashmask_vectors) f.flashmask = put_wild((int64_t)BATCH * KEYS * p.flashmask_vectors, ROWS_Q);
+        attn_tensor *const of_q[] = {&f.q, &f.o, &f.d_o, &f.d_q}, *const of_kv[] = {&f.k, &f.v, &f.d_k, &f.d_v};
+        for (int n = 0; n < 4; n++) {
+            *of_q[n] = put_zeros(ALL_Q, ALL_Q, 2, WIDE);
+            *of_kv[n] = put_zeros(ALL_KV, ALL_KV, 1, WIDE);
+        }
+        f.lse = put(NULL, (size_t)ALL_Q * 2 * sizeof(float));
+        must(attn_backward(context, &p, &f, NULL) == ATTN_OK, "a backward with values out of range");
+        reported += attn_device_status(context) == ATTN_INVALID;
+        free_arrays();
+    }
+    judge(reported >= rounds - 2, "values out of range are reported by a backward");
+}
+
 /* pieces [places]: all tests, or only that one, for a GPU of another kind. */
 int main(int count, char **words) {
     bool all = count < 2 || strcmp(words[1], "places") != 0;
@@ -435,6 +471,7 @@ int main(int count, char **words) {
     test_many_places(192, false);
     test_many_places(64, true);
     if (all) test_wild_values();
+    if (all) test_wild_gradients();
     attn_context_destroy(context);
     printf("%d passed, %d failed\n", passed, failed);
     return failed > 0;
