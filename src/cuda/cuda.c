@@ -281,6 +281,7 @@ static void describe_kernels(attn_plan *plan, bool tuned) {
     attn__plan_say(plan, "kernel: %s\n", plan->kernel->name);
     if (plan->problem.op == ATTN_KV_APPEND) return;
     attn__plan_say(plan, "tiles: %d rows x %d keys\n", plan->kernel->rows, plan->kernel->cols);
+    if (plan->problem.op == ATTN_BACKWARD) attn__plan_say(plan, "passes: %s\n", own->one ? "1, d_q in turns" : "2");
     for (int32_t n = 0; n < state->gpus; n++) {
         const int16_t *choice = plan->gpu_kernel[n];
         if (choice[0] < 0) continue;
