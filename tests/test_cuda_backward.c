@@ -115,8 +115,9 @@ TEST(cuda_backward_chooses_the_kernel_by_dtype_and_dim) {
         const char *large, *small; /* with much shared memory, and with little */
     } rows[] = {
         {ATTN_BF16, 1, "bwd_sm80_bf16_d32", "bwd_sm80_bf16_d32"},
-        {ATTN_BF16, 33, "bwd_sm80_bf16_d64_one", "bwd_sm80_bf16_d64_one"},
-        {ATTN_BF16, 96, "bwd_sm80_bf16_d96_one", "bwd_sm80_bf16_d96"},
+        {ATTN_BF16, 33, "bwd_sm80_bf16_d64", "bwd_sm80_bf16_d64"},
+        {ATTN_BF16, 96, "bwd_sm80_bf16_d96", "bwd_sm80_bf16_d96"},
+        {ATTN_BF16, 97, "bwd_sm80_bf16_d128_one", "bwd_sm80_bf16_d128"},
         {ATTN_BF16, 128, "bwd_sm80_bf16_d128_one", "bwd_sm80_bf16_d128"},
         {ATTN_BF16, 129, "bwd_sm80_bf16_d192", "bwd_sm80_bf16_d192"},
         {ATTN_F16, 128, "bwd_sm80_f16_d128", "bwd_sm80_f16_d128"},
@@ -159,7 +160,7 @@ TEST(cuda_backward_chooses_the_kernel_by_dtype_and_dim) {
 
 /* In one pass the turns are cleared before the kernel, if d_q is wanted. */
 TEST(cuda_backward_in_one_pass) {
-    rig r = {.p = problem(ATTN_BF16, 2, 4, 2, 70, 300, 64)};
+    rig r = {.p = problem(ATTN_BF16, 2, 4, 2, 70, 300, 128)};
     stub_start();
     r.p.op = ATTN_BACKWARD;
     if (!rig_make_on(&r, 0)) return;
@@ -167,15 +168,15 @@ TEST(cuda_backward_in_one_pass) {
     attn_plan *plan;
     if (!CHECK_OK(attn_plan_create(&plan, context, &r.p))) return;
     attn_buffers f = rig_backward_buffers(&r);
-    CHECK(strcmp(launches_of(plan, f), "bwd_delta bwd_sm80_bf16_d64_one ") == 0);
+    CHECK(strcmp(launches_of(plan, f), "bwd_delta bwd_sm80_bf16_d128_one ") == 0);
     CHECK(stub_calls("cuMemsetD32Async") == 1);
     const attn_cuda_args *a = stub_args(stub_launch_at(1));
     CHECK(a->turns && a->part_o && a->group == 4 && a->slots == 3 && stub_launch_at(1)->grid[0] == 12);
     f.d_k.data = f.d_v.data = NULL;
-    CHECK(strcmp(launches_of(plan, f), "bwd_delta bwd_sm80_bf16_d64_one ") == 0);
+    CHECK(strcmp(launches_of(plan, f), "bwd_delta bwd_sm80_bf16_d128_one ") == 0);
     f = rig_backward_buffers(&r);
     f.d_q.data = NULL;
-    CHECK(strcmp(launches_of(plan, f), "bwd_delta bwd_sm80_bf16_d64_one ") == 0);
+    CHECK(strcmp(launches_of(plan, f), "bwd_delta bwd_sm80_bf16_d128_one ") == 0);
     CHECK(stub_calls("cuMemsetD32Async") == 0 && !stub_args(stub_launch_at(1))->turns);
     attn_plan_destroy(plan);
     attn_context_destroy(context);
