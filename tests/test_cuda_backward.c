@@ -188,12 +188,12 @@ TEST(cuda_backward_in_one_pass) {
 TEST(cuda_backward_workspace_is_two_numbers_a_row) {
     stub_start();
     attn_context *context = cuda_context();
-    attn_problem p = problem(ATTN_BF16, 3, 4, 2, 100, 2048, 50);
+    attn_problem p = problem(ATTN_BF16, 3, 4, 2, 100, 2048, 100);
     p.op = ATTN_BACKWARD; /* in one pass: d_q, too, two tiles of 64 rows for each sequence and head, and their turns */
-    CHECK(workspace_of(context, p) == 3 * 4 * (100 * 8 + 2 * 64 * 64 * 4) + 128);
+    CHECK(workspace_of(context, p) == 3 * 4 * (100 * 8 + 2 * 64 * 128 * 4) + 128);
     p.flags = ATTN_VARLEN_Q;
     p.total_q = 160;
-    CHECK(workspace_of(context, p) == 4 * (160 * 8 + 6 * 64 * 64 * 4) + 128);
+    CHECK(workspace_of(context, p) == 4 * (160 * 8 + 6 * 64 * 128 * 4) + 128);
     p = problem(ATTN_F16, 3, 4, 2, 100, 2048, 64);
     p.op = ATTN_BACKWARD;
     CHECK(workspace_of(context, p) == 3 * 4 * 100 * 8);
