@@ -59,7 +59,8 @@ FMA_LOOP(loop_avx512_f32, TARGET_AVX512, __m512, _mm512_set1_ps, _mm512_cvtss_f3
 #define FMA _mm512_fmadd_pd
 FMA_LOOP(loop_avx512_f64, TARGET_AVX512, __m512d, _mm512_set1_pd, _mm512_cvtsd_f64)
 #undef FMA
-#elif defined(__aarch64__) /* a + x y, which grows by 0.25 a step: a x + y would cost a copy of y, in the multipliers' time */
+#elif defined(                                                                                                             \
+    __aarch64__) /* a + x y, which grows by 0.25 a step: a x + y would cost a copy of y, in the multipliers' time */
 #define FIRST_F32(v) vgetq_lane_f32(v, 0)
 #define FIRST_F64(v) vgetq_lane_f64(v, 0)
 #define FMA(a, b, c) vfmaq_f32(a, b, c)

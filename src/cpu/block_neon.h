@@ -9,6 +9,8 @@
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Woverlength-strings" /* of assembly */
 
+/* clang-format off */
+
 #define REGISTERS                                                                                                          \
     "memory", "cc", "v0", "v1", "v2", "v3", "v4", "v5", "v6", "v7", "v8", "v9", "v10", "v11", "v12", "v13", "v14", "v15",  \
         "v16", "v17", "v18", "v19", "v20", "v21", "v22", "v23", "v24", "v25", "v26", "v27", "v28", "v29", "v30", "v31"
@@ -50,7 +52,7 @@
 #define PUT_ROW(r0, r1, r2, r3)                                                                                            \
     "stp q" #r0 ", q" #r1 ", [%[c]]\n\tstp q" #r2 ", q" #r3 ", [%[c], #32]\n\tadd %[c], %[c], %[ldc]\n\t"
 #define FINISH_16                                                                                                          \
-    "cbz %w[accumulate], 9f\n\tmov %[a], %[c]\n\t" ADD_ROW(16, 17, 18, 19) ADD_ROW(20, 21, 22, 23) ADD_ROW(24, 25, 26, 27) \
+    "cbz %[accumulate], 9f\n\tmov %[a], %[c]\n\t" ADD_ROW(16, 17, 18, 19) ADD_ROW(20, 21, 22, 23) ADD_ROW(24, 25, 26, 27) \
         ADD_ROW(28, 29, 30, 31) "9:\n\t" PUT_ROW(16, 17, 18, 19) PUT_ROW(20, 21, 22, 23) PUT_ROW(24, 25, 26, 27)           \
             PUT_ROW(28, 29, 30, 31)
 #define ASK_C                                                                                                              \
@@ -59,7 +61,7 @@
 
 /* a is [k][lda], rows side by side. Distances in bytes; k > 0. */
 INLINE void block_across(char *c, int64_t ldc, const char *a, int64_t lda, const char *b, int64_t ldb, int64_t k,
-                         bool accumulate) {
+                         int64_t accumulate) {
     const char *p;
     __asm__ volatile(CLEAR_16 ASK_C "subs %[k], %[k], #16\n\tb.lt 2f\n"
                                     "1:\n\t" TIMES_4(TIMES_4(STEP_ACROSS)) "subs %[k], %[k], #16\n\tb.ge 1b\n"
@@ -77,7 +79,7 @@ INLINE void block_across(char *c, int64_t ldc, const char *a, int64_t lda, const
         FMLA4(12, 13, 14, 15, 0, 1) FMLA4(16, 17, 18, 19, 0, 2) FMLA4(20, 21, 22, 23, 0, 3) FMLA4(24, 25, 26, 27, 1, 0)    \
             FMLA4(28, 29, 30, 31, 1, 1)
 INLINE void block_across_6(char *c, int64_t ldc, const char *a, int64_t lda, const char *b, int64_t ldb, int64_t k,
-                           bool accumulate) {
+                           int64_t accumulate) {
     const char *p;
     __asm__ volatile(WITH(CLEAR_8, OF_SECOND) CLEAR_16 ASK_C
                      "add %[p], %[p], %[ldc], lsl #1\n\tprfm pstl1keep, [%[p]]\n\tprfm pstl1keep, [%[p], %[ldc]]\n\t"
@@ -85,7 +87,7 @@ INLINE void block_across_6(char *c, int64_t ldc, const char *a, int64_t lda, con
                      "1:\n\t" TIMES_4(STEP_ACROSS_6 STEP_ACROSS_6) "subs %[k], %[k], #8\n\tb.ge 1b\n"
                      "2:\n\tadds %[k], %[k], #8\n\tb.eq 4f\n"
                      "3:\n\t" STEP_ACROSS_6 "subs %[k], %[k], #1\n\tb.ne 3b\n"
-                     "4:\n\tcbz %w[accumulate], 9f\n\tmov %[a], %[c]\n\t" ADD_ROW(8, 9, 10, 11) ADD_ROW(12, 13, 14, 15)
+                     "4:\n\tcbz %[accumulate], 9f\n\tmov %[a], %[c]\n\t" ADD_ROW(8, 9, 10, 11) ADD_ROW(12, 13, 14, 15)
                          ADD_ROW(16, 17, 18, 19) ADD_ROW(20, 21, 22, 23) ADD_ROW(24, 25, 26, 27) ADD_ROW(28, 29, 30, 31)
                      "9:\n\t" PUT_ROW(8, 9, 10, 11) PUT_ROW(12, 13, 14, 15) PUT_ROW(16, 17, 18, 19) PUT_ROW(20, 21, 22, 23)
                          PUT_ROW(24, 25, 26, 27) PUT_ROW(28, 29, 30, 31)
@@ -96,7 +98,7 @@ INLINE void block_across_6(char *c, int64_t ldc, const char *a, int64_t lda, con
 
 /* a is [row][lda], four steps of k side by side. */
 INLINE void block_along(char *c, int64_t ldc, const char *a, int64_t lda, const char *b, int64_t ldb, int64_t k,
-                        bool accumulate) {
+                        int64_t accumulate) {
     const char *a1 = a + lda, *a2 = a1 + lda, *a3 = a2 + lda, *p;
     __asm__ volatile(
         CLEAR_16 ASK_C "subs %[k], %[k], #16\n\tb.lt 2f\n"
@@ -145,13 +147,13 @@ INLINE void block_along(char *c, int64_t ldc, const char *a, int64_t lda, const 
  * in bytes.
  */
 INLINE void dots_of_group(char *s, int64_t lds, const char *k, int64_t ldk, const char *q, int64_t ldq, int64_t blocks,
-                          int64_t rest, bool accumulate) {
+                          int64_t rest, int64_t accumulate) {
     const char *k1 = k + ldk, *k2 = k1 + ldk, *k3 = k2 + ldk;
     __asm__ volatile("fmov v15.4s, #1.0\n\tcbz %[blocks], 6f\n\t" BLOCK_INTO(OF_GROUP) "subs %[blocks], %[blocks], #1\n\tb.eq 2f\n"
                      "1:\n\t" BLOCK_INTO(OF_BLOCK) MEET_GROUP "subs %[blocks], %[blocks], #1\n\tb.ne 1b\n"
                      "2:\n\tcbz %[rest], 4f\n\t" WITH(CLEAR_8, OF_BLOCK) 
                      "3:\n\t" WITH(DIMS_4, OF_BLOCK) "subs %[rest], %[rest], #1\n\tb.ne 3b\n\t" MEET_GROUP
-                     "4:\n\tcbz %w[accumulate], 5f\n\tmov %[q], %[s]\n\t" ADD_KEYS
+                     "4:\n\tcbz %[accumulate], 5f\n\tmov %[q], %[s]\n\t" ADD_KEYS
                      "5:\n\t" PUT_KEYS "b 7f\n"
                      "6:\n\t" WITH(CLEAR_8, OF_GROUP) "b 2b\n7:\n"
                      : [s] "+&r"(s), [k0] "+&r"(k), [k1] "+&r"(k1), [k2] "+&r"(k2), [k3] "+&r"(k3), [q] "+&r"(q),
@@ -162,14 +164,14 @@ INLINE void dots_of_group(char *s, int64_t lds, const char *k, int64_t ldk, cons
 
 /* The same of two groups of four blocks. */
 INLINE void dots_of_two_groups(char *s, int64_t lds, const char *k, int64_t ldk, const char *q, int64_t ldq,
-                               bool accumulate) {
+                               int64_t accumulate) {
     const char *k1 = k + ldk, *k2 = k1 + ldk, *k3 = k2 + ldk;
     int64_t blocks;
     __asm__ volatile(BLOCK_INTO(OF_GROUP) "mov %[blocks], #3\n"
                      "1:\n\t" BLOCK_INTO(OF_BLOCK) WITH(MEET, OF_GROUP) "subs %[blocks], %[blocks], #1\n\tb.ne 1b\n\t"
                      BLOCK_INTO(OF_SECOND) "mov %[blocks], #3\n"
                      "2:\n\t" BLOCK_INTO(OF_BLOCK) WITH(MEET, OF_SECOND) "subs %[blocks], %[blocks], #1\n\tb.ne 2b\n\t"
-                     "cbz %w[accumulate], 3f\n\tmov %[q], %[s]\n\t" ADD_KEYS
+                     "cbz %[accumulate], 3f\n\tmov %[q], %[s]\n\t" ADD_KEYS
                      "3:\n\t" FADD(24, 8) FADD(25, 9) FADD(26, 10) FADD(27, 11) FADD(28, 12) FADD(29, 13) FADD(30, 14)
                      FADD(31, 15) PUT_KEYS
                      : [s] "+&r"(s), [k0] "+&r"(k), [k1] "+&r"(k1), [k2] "+&r"(k2), [k3] "+&r"(k3), [q] "+&r"(q),
@@ -178,6 +180,7 @@ INLINE void dots_of_two_groups(char *s, int64_t lds, const char *k, int64_t ldk,
                      : REGISTERS);
 }
 
+/* clang-format on */
 #pragma GCC diagnostic pop
 
 #endif

@@ -31,7 +31,9 @@ enum { VECTOR_BYTES = 16, MR = 6, NV = 2 };
 enum { VL = VECTOR_BYTES / sizeof(real), KB = 4 };
 enum { BLOCK = 16, GROUP = 64 }; /* of dims, see dots in micro.h */
 #if defined(ATTN_NEON)
-enum { DOTS_NV = 2 }; /* vectors of rows in a block of dots: the sums of a block and those of its group both stay in registers */
+enum {
+    DOTS_NV = 2
+}; /* vectors of rows in a block of dots: the sums of a block and those of its group both stay in registers */
 #else
 enum { DOTS_NV = NV };
 #endif
@@ -312,51 +314,6 @@ static void micro_dots(real *s, int32_t width, const real *k, int64_t ldk, const
 
 #if defined(ATTN_NEON)
 #include "narrow_neon.h"
-
-#ifdef ATTN_REAL_F64
-#define IF_F32(call, ...) if (of == ATTN_F32) call##_F32(__VA_ARGS__); else
-#else
-#define IF_F32(call, ...)
-#endif
-#define BY_DTYPE(call, ...)                                                                                                \
-    do {                                                                                                                   \
-        if (of == REAL_DTYPE) call##_SAME(__VA_ARGS__);                                                                    \
-        else IF_F32(call, __VA_ARGS__) if (of == ATTN_F16) call##_F16(__VA_ARGS__);                                        \
-        else call##_BF16(__VA_ARGS__);                                                                                     \
-    } while (0)
-
-enum { NARROW_ROWS = 4, PACKED = NARROW_ROWS * ATTN_MAX_DIM };
-
-/* Up to four rows of q as dots_4 wants them; rows that are not there are zero. */
-INLINE void pack_rows(real *packed, const real *q, int64_t ldq, int32_t rows, int32_t dim) {
-    for (int32_t x = 0; x < dim; x += 2 * VL) {
-        UNROLL for (int i = 0; i < 2 * NARROW_ROWS; i++) {
-            int r = i % NARROW_ROWS;
-            store(packed + x * NARROW_ROWS + i * VL, r < rows ? load(q + r * ldq + x + i / NARROW_ROWS * VL) : (vreal){0});
-        }
-    }
-}
-
-/* Four keys against a row, or up to four, packed. */
-INLINE void dots_of_4_keys(const attn_dtype of, real *s, int32_t width, const void *k, int64_t at, int64_t ldk,
-                           const real *q, int32_t rows, int32_t dim) {
-    const int64_t B = sizeof(real), size = dtype_bytes(of), steps = dim / (2 * VL);
-    const char *key = (const char *)k + at * size;
-    if (rows == 1)
-        BY_DTYPE(dots_1, (char *)s, width * B, key, ldk * size, (const char *)q, steps);
-    else
-        BY_DTYPE(dots_4, (char *)s, width * B, key, ldk * size, (const char *)q, steps);
-}
-
-INLINE bool sums_by_hand_narrow(const int mr, const int nv, const attn_dtype of, real *sum, int64_t lds, const real *p,
-                                int32_t width, const void *v, int64_t at, int64_t ldv, int32_t keys) {
-    const int64_t B = sizeof(real), size = (int64_t)dtype_bytes(of);
-    const char *value = (const char *)v + at * size;
-    if (nv != 4) return false;
-    if (mr == 4) BY_DTYPE(sums_4, (char *)sum, lds * B, (const char *)p, width * B, value, ldv * size, keys);
-    if (mr == 1) BY_DTYPE(sums_1, (char *)sum, (const char *)p, width * B, value, ldv * size, keys);
-    return mr == 4 || mr == 1;
-}
 #endif
 
 /*
@@ -634,7 +591,8 @@ static void micro_store(void *to, attn_dtype dtype, const real *from, real facto
 #if defined(ATTN_NEON) && !defined(ATTN_REAL_F64)
     if (dtype == ATTN_F16) {
         uint16_t *y = to;
-        for (; n >= VL; n -= VL, from += VL, y += VL) vst1_u16(y, vreinterpret_u16_f16(vcvt_f16_f32(load(from) * factor + 0)));
+        for (; n >= VL; n -= VL, from += VL, y += VL)
+            vst1_u16(y, vreinterpret_u16_f16(vcvt_f16_f32(load(from) * factor + 0)));
         to = y;
     }
 #endif
@@ -652,216 +610,7 @@ static void micro_store(void *to, attn_dtype dtype, const real *from, real facto
     }
 }
 
-/* ---- exponential and hyperbolic tangent ---- */
-
-/* A statement for each i < n, which is known and at most 8. Written out: clang leaves loops as they are, and arrays in memory. */
-#define EACH(...)                                                                                                          \
-    do {                                                                                                                   \
-        STEP_OF_EACH(0, __VA_ARGS__)                                                                                       \
-        STEP_OF_EACH(1, __VA_ARGS__)                                                                                       \
-        STEP_OF_EACH(2, __VA_ARGS__)                                                                                       \
-        STEP_OF_EACH(3, __VA_ARGS__)                                                                                       \
-        STEP_OF_EACH(4, __VA_ARGS__)                                                                                       \
-        STEP_OF_EACH(5, __VA_ARGS__)                                                                                       \
-        STEP_OF_EACH(6, __VA_ARGS__)                                                                                       \
-        STEP_OF_EACH(7, __VA_ARGS__)                                                                                       \
-    } while (0)
-#define STEP_OF_EACH(place, ...)                                                                                           \
-    if (n > place) {                                                                                                       \
-        enum { i = place };                                                                                                \
-        __VA_ARGS__;                                                                                                       \
-    }
-
-#if defined(ATTN_NEON)
-/* A constant that a multiply-add will overwrite: loaded, for a copy would take a turn of the multipliers. */
-#define FRESH(v, constant) __asm__ volatile("ldr %q0, %1" : "=w"(v) : "m"(constant))
-#endif
-
-#ifdef ATTN_REAL_F64
-
-/*
- * e^f - 1 for x = n ln 2 + f, |f| <= ln 2 / 2: Taylor's polynomial of degree 13, whose error is 4e-18. Adding 1.5 * 2^52 leaves
- * the nearest integer n in the low bits of `shifted`; ln 2 is taken off in two parts, of which the first has so few bits that
- * its product is exact.
- */
-INLINE vreal expm1_fraction(vreal x, const bool with_rest, vreal rest, vreal *shifted) {
-    static const real coefficient[] = {1.0 / 479001600, 1.0 / 39916800, 1.0 / 3628800, 1.0 / 362880,
-                                       1.0 / 40320,     1.0 / 5040,     1.0 / 720,     1.0 / 120,
-                                       1.0 / 24,        1.0 / 6,        1.0 / 2};
-    const vreal magic = splat(6755399441055744.0);
-    *shifted = x * 1.44269504088896340736 + magic;
-    vreal n = *shifted - magic;
-    vreal f = x - n * 6.93147180369123816490e-01 - n * 1.90821492927058770002e-10;
-    if (with_rest) f += rest;
-    vreal y = splat(1.0 / 6227020800);
-    UNROLL for (int i = 0; i < 11; i++) y = y * f + coefficient[i];
-    return f + f * f * y;
-}
-
-#if defined(ATTN_NEON)
-
-/* e^(x + rest) as below, of n vectors. The power of two, and what becomes of small x and NaN, as float's exp_all has it. */
-INLINE void exp_all(const int n, vreal *x, const bool with_rest, const vreal *rest) {
-    static const vreal coefficient[] = {
-        {1.0 / 479001600, 1.0 / 479001600}, {1.0 / 39916800, 1.0 / 39916800}, {1.0 / 3628800, 1.0 / 3628800},
-        {1.0 / 362880, 1.0 / 362880},       {1.0 / 40320, 1.0 / 40320},       {1.0 / 5040, 1.0 / 5040},
-        {1.0 / 720, 1.0 / 720},             {1.0 / 120, 1.0 / 120},           {1.0 / 24, 1.0 / 24},
-        {1.0 / 6, 1.0 / 6},                 {1.0 / 2, 1.0 / 2}};
-    static const vreal magic = {6755399441056767.0, 6755399441056767.0}; /* 1.5 * 2^52 + 1023 */
-    vreal shifted[8], y[8], f[8];
-    EACH(FRESH(shifted[i], magic));
-    EACH(x[i] = vmaxq_f64(x[i], splat(-709.08956571282)));
-    EACH(shifted[i] = vfmaq_f64(shifted[i], x[i], splat(1.44269504088896340736)));
-    EACH(y[i] = shifted[i] - magic);
-    EACH(f[i] = vfmsq_f64(x[i], y[i], splat(6.93147180369123816490e-01)));
-    EACH(f[i] = vfmsq_f64(f[i], y[i], splat(1.90821492927058770002e-10)));
-    if (with_rest) EACH(f[i] += rest[i]);
-    EACH(y[i] = splat(1.0 / 6227020800));
-    UNROLL16 for (int c = 0; c < 11; c++) {
-        EACH(FRESH(x[i], coefficient[c]));
-        EACH(y[i] = vfmaq_f64(x[i], y[i], f[i]));
-    }
-    EACH(x[i] = f[i] * f[i]);
-    EACH(f[i] = vfmaq_f64(f[i], x[i], y[i]));
-    EACH(shifted[i] = (vreal)((vbits)shifted[i] << 52));
-    EACH(x[i] = vfmaq_f64(shifted[i], shifted[i], f[i]));
-}
-
-INLINE vreal exp_of(vreal x, const bool with_rest, vreal rest) {
-    exp_all(1, &x, with_rest, &rest);
-    return x;
-}
-
-#else
-
-/* e^(x + rest) for x <= 709, to within about one unit in the last place. Below 2^-1022 the result is 0; NaN stays NaN. */
-INLINE vreal exp_of(vreal x, const bool with_rest, vreal rest) {
-    vreal shifted, y = expm1_fraction(x, with_rest, rest, &shifted) + 1.0;
-    y = (vreal)((vbits)y + ((vbits)shifted << 52)); /* unsigned: it wraps for what is set to 0 below */
-    return (vreal)(~(vint)(x < splat(-708.39)) & (vint)(y + (x - x)));
-}
-
-#endif
-
-/* cap * tanh(s / cap) by t / (t + 2), where t = e^(2 |s / cap|) - 1 = 2^n (e^f - 1) + (2^n - 1) loses nothing near 0. */
-INLINE vreal softcap_vector(vreal s, real cap, real inverse) {
-    const vint sign_bit = (vint)splat(-0.0);
-    vreal x = s * inverse, size = 2 * (vreal)((vint)x & ~sign_bit), shifted;
-    vreal part =
-        expm1_fraction(pick(size > splat(40.0), splat(40.0), size), false, size, &shifted); /* from 38 on it is 1 */
-    vreal power = (vreal)((vbits)splat(1.0) + ((vbits)shifted << 52)), t = power * part + (power - 1);
-    return (vreal)((vint)(cap * (t / (t + 2))) | ((vint)x & sign_bit));
-}
-
-#else
-
-#if defined(ATTN_NEON)
-
-/*
- * e^(x + rest) as below, of n vectors, by fewer instructions. x is held at -127 ln 2, where n = -127: 2^n, made by a shift of the low
- * bits of `shifted`, which have n + 127, is 0 there, and so is the result. The polynomial's terms are summed by pairs. 2^n (1 + r) as
- * 2^n + 2^n r is rounded once. NaN stays NaN: fmax keeps it, and every product with it is.
- *
- * One vector after the other would wait for itself. Constants that are not added to are elements of two vectors.
- */
-INLINE void exp_all(const int n, vreal *x, const bool with_rest, const vreal *rest) {
-    static const vreal magic = {12583039.0f, 12583039.0f, 12583039.0f, 12583039.0f}; /* 1.5 * 2^23 + 127 */
-    static const vreal coefficient[] = {{8.36871687973e-3f, 8.36871687973e-3f, 8.36871687973e-3f, 8.36871687973e-3f},
-                                        {4.16683880453e-2f, 4.16683880453e-2f, 4.16683880453e-2f, 4.16683880453e-2f},
-                                        {1.66665206317e-1f, 1.66665206317e-1f, 1.66665206317e-1f, 1.66665206317e-1f},
-                                        {4.99999934478e-1f, 4.99999934478e-1f, 4.99999934478e-1f, 4.99999934478e-1f},
-                                        {1, 1, 1, 1}};
-    const vreal c = {1.44269504089f, 0.693359375f, 2.12194440e-4f, 1.38145986467e-3f}, least = splat(-88.029691931f);
-    vreal shifted[8], y[8], next[8];
-    EACH(FRESH(shifted[i], magic));
-    EACH(x[i] = vmaxq_f32(x[i], least));
-    EACH(shifted[i] = vfmaq_laneq_f32(shifted[i], x[i], c, 0));
-    EACH(y[i] = shifted[i] - magic);
-    EACH(x[i] = vfmsq_laneq_f32(x[i], y[i], c, 1));
-    EACH(x[i] = vfmaq_laneq_f32(x[i], y[i], c, 2));
-    if (with_rest) EACH(x[i] += rest[i]);
-    EACH(FRESH(y[i], coefficient[0]); y[i] = vfmaq_laneq_f32(y[i], x[i], c, 3));
-    EACH(FRESH(next[i], coefficient[1]); y[i] = vfmaq_f32(next[i], y[i], x[i]));
-    EACH(FRESH(next[i], coefficient[2]); y[i] = vfmaq_f32(next[i], y[i], x[i]));
-    EACH(FRESH(next[i], coefficient[3]); y[i] = vfmaq_f32(next[i], y[i], x[i]));
-    EACH(shifted[i] = (vreal)((vbits)shifted[i] << 23));
-    EACH(FRESH(next[i], coefficient[4]); y[i] = vfmaq_f32(next[i], y[i], x[i]));
-    EACH(x[i] = x[i] * shifted[i]);
-    EACH(x[i] = vfmaq_f32(shifted[i], x[i], y[i]));
-}
-
-INLINE vreal exp_of(vreal x, const bool with_rest, vreal rest) {
-    exp_all(1, &x, with_rest, &rest);
-    return x;
-}
-
-#else
-
-/*
- * e^(x + rest) for x <= 87, to within 1.1 units in the last place. x = n ln 2 + f: adding 1.5 * 2^23 leaves the nearest integer n in the
- * low bits; ln 2 is taken off in two parts, of which the first has so few bits that its product and difference are exact. A
- * polynomial of degree 6 (minimax on |f| <= ln 2 / 2 among those that begin with 1 + f, relative error 4e-9) does the rest.
- * Below 2^-126 the result is 0: no subnormals, which are slow. NaN stays NaN (by x - x, which is 0 for every number).
- */
-INLINE vreal exp_of(vreal x, const bool with_rest, vreal rest) {
-    const vreal magic = splat(12582912.0f);
-    vreal shifted = x * 1.44269504089f + magic, n = shifted - magic;
-    vreal f = x - n * 0.693359375f + n * 2.12194440e-4f;
-    if (with_rest) f += rest;
-    vreal y = f * 1.38145986467e-3f + 8.36871687973e-3f;
-    y = y * f + 4.16683880453e-2f;
-    y = y * f + 1.66665206317e-1f;
-    y = y * f + 4.99999934478e-1f;
-    y = y * f + 1.0f;
-    y = y * f + 1.0f;
-#if defined(__AVX512F__)
-    return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, splat(-87.336544f), _CMP_NLT_UQ), y, n);
-#else
-    y = (vreal)((vbits)y + ((vbits)shifted << 23)); /* unsigned: it wraps for what is set to 0 below */
-    return (vreal)(~(vint)(x < splat(-87.336544f)) & (vint)(y + (x - x)));
-#endif
-}
-
-#endif
-
-/*
- * cap * tanh(s / cap). Up to (s / cap)^2 = 0.4 by a polynomial (relative error 5e-9) in such a way that s itself is a term: what
- * s / cap rounds off then counts for little. Beyond by 1 - 2 / (e^(2 |s / cap|) + 1).
- */
-INLINE vreal softcap_vector(vreal s, real cap, real inverse) {
-    const vint sign_bit = (vint)splat(-0.0f);
-    vreal x = s * inverse, size = (vreal)((vint)x & ~sign_bit), z = x * x;
-    vreal p = z * -5.66079002105e-3f + 2.06020086685e-2f;
-    p = p * z + -5.37292303385e-2f;
-    p = p * z + 1.33313289644e-1f;
-    p = p * z + -3.33332783156e-1f;
-    vreal near = s + s * (z * p);
-    vreal capped = pick(size > splat(20.0f), splat(20.0f), size);
-    vreal far = cap - 2.0f * cap / (exp_of(2.0f * capped, false, x) + 1.0f);
-    return pick(z < splat(0.4f), near, (vreal)((vint)far | ((vint)x & sign_bit)));
-}
-
-#endif
-
-INLINE vreal exp_vector(vreal x) { return exp_of(x, false, x); }
-
-#if defined(ATTN_NEON)
-enum { EXP_AT_ONCE = 8 };
-#else
-enum { EXP_AT_ONCE = 1 };
-INLINE void exp_all(const int n, vreal *x, const bool with_rest, const vreal *rest) {
-    EACH(x[i] = exp_of(x[i], with_rest, rest[i]));
-}
-#endif
-
-/*
- * What x = a - b rounds off, which can be more than all else that exp rounds. It is found exactly for any a and b (`exact`), or, with
- * half of the operations, for |a| <= |b|.
- */
-INLINE vreal lost_by_difference(const bool exact, vreal a, vreal b, vreal x) {
-    vreal back = x - a;
-    return exact ? (a - (x - back)) - (b + back) : a - (x + b);
-}
+#include "exp.h"
 
 /* ---- softmax ---- */
 
@@ -908,7 +657,8 @@ static void micro_softmax(real *s, int32_t keys, int32_t width, int32_t columns,
 /* n keys of a column: e^(s + rest - base - low), and their sum with `part`. with_rest: the scores have a rest. */
 INLINE vreal exp_keys(const int n, const bool with_rest, real *s, const real *rest, int32_t width, vreal base, vreal low,
                       vreal part) {
-    const vreal infinite = splat((real)INFINITY), none = pick(base == infinite, infinite, -infinite); /* such scores give 0 */
+    const vreal infinite = splat((real)INFINITY),
+                none = pick(base == infinite, infinite, -infinite); /* such scores give 0 */
     vreal score[8], x[8], lost[8];
     EACH(score[i] = load(s + (int64_t)i * width));
     EACH(x[i] = score[i] - base);

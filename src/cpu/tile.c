@@ -113,7 +113,8 @@ static void load_kv(const attn_rows *t, real *to, const attn_tensor *from, int32
     int64_t size = (int64_t)attn_dtype_size(t->p->kv_dtype), ahead = AHEAD * from->stride[1] * size, bytes = dim * size;
     for (int32_t j = 0; j < keys; j++, to += padded) {
         row = REAL(tile_kv_row)(t, from, t->s.leftpad + j0 + j, row);
-        for (int64_t at = 0; at < bytes; at += LINE) __builtin_prefetch((const void *)((uintptr_t)row + (uintptr_t)(ahead + at)));
+        for (int64_t at = 0; at < bytes; at += LINE)
+            __builtin_prefetch((const void *)((uintptr_t)row + (uintptr_t)(ahead + at)));
         t->micro->load(to, row, t->p->kv_dtype, dim);
         for (int32_t x = dim; x < padded; x++) to[x] = 0;
     }
@@ -149,7 +150,8 @@ int REAL(tile_class)(const attn_rows *t, int32_t j0, int32_t keys) {
 }
 
 /* Keys of the tile's [j0, j0 + keys), counted from j0, that any of its rows [first, first + rows) may see before FlashMask. */
-static void seen_keys(const attn_rows *t, int32_t first, int32_t rows, int32_t j0, int32_t keys, int32_t *from, int32_t *to) {
+static void seen_keys(const attn_rows *t, int32_t first, int32_t rows, int32_t j0, int32_t keys, int32_t *from,
+                      int32_t *to) {
     *from = keys, *to = 0;
     for (int32_t r = first; r < attn__min32(first + rows, t->rows); r++) {
         int32_t begin, end;
