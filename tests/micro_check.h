@@ -83,8 +83,7 @@ static void check_micro(void) {
     for (int32_t m = 1; m <= 64; m += m < 20 ? 1 : 11)
         for (int32_t k = 1; k <= 64; k += k < 20 ? 3 : 5) check_gemm(m, 16 * (1 + (m + k) % 5), k);
     for (int32_t keys = 1; keys <= 64; keys += keys < 9 ? 1 : 5)
-        for (int32_t dim = 1; dim <= 300; dim += dim % 4 == 3 ? 1 : dim < 70 ? 3 : 13)
-            check_dots(ATTN_LANES, keys, dim);
+        for (int32_t dim = 1; dim <= 300; dim += dim % 4 == 3 ? 1 : dim < 70 ? 3 : 13) check_dots(ATTN_LANES, keys, dim);
     check_dots(ATTN_LANES, 64, 128);
     check_dots(ATTN_LANES, 64, 256);
     for (size_t n = 0; n < sizeof dims / sizeof *dims; n++)

@@ -15,6 +15,8 @@
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Woverlength-strings" /* of assembly */
 
+/* clang-format off */
+
 #define ALL_REGISTERS                                                                                                      \
     "memory", "cc", "v0", "v1", "v2", "v3", "v4", "v5", "v6", "v7", "v8", "v9", "v10", "v11", "v12", "v13", "v14", "v15",  \
         "v16", "v17", "v18", "v19", "v20", "v21", "v22", "v23", "v24", "v25", "v26", "v27", "v28", "v29", "v30", "v31"
@@ -197,6 +199,59 @@ NARROW(F16)
 NARROW(BF16)
 #undef T
 
+/* clang-format on */
 #pragma GCC diagnostic pop
+
+/* ---- by dtype ---- */
+
+#ifdef ATTN_REAL_F64
+#define LAST(call) call##_F32
+#else
+#define LAST(call) call##_BF16
+#endif
+#define BY_DTYPE(call, ...)                                                                                                \
+    do {                                                                                                                   \
+        if (of == REAL_DTYPE)                                                                                              \
+            call##_SAME(__VA_ARGS__);                                                                                      \
+        else if (of == ATTN_F16)                                                                                           \
+            call##_F16(__VA_ARGS__);                                                                                       \
+        else if (of == ATTN_BF16)                                                                                          \
+            call##_BF16(__VA_ARGS__);                                                                                      \
+        else                                                                                                               \
+            LAST(call)(__VA_ARGS__);                                                                                       \
+    } while (0)
+
+enum { NARROW_ROWS = 4, PACKED = NARROW_ROWS * ATTN_MAX_DIM };
+
+/* Up to four rows of q as dots_4 wants them; rows that are not there are zero. */
+INLINE void pack_rows(real *packed, const real *q, int64_t ldq, int32_t rows, int32_t dim) {
+    for (int32_t x = 0; x < dim; x += 2 * VL) {
+        UNROLL for (int i = 0; i < 2 * NARROW_ROWS; i++) {
+            int r = i % NARROW_ROWS;
+            store(packed + x * NARROW_ROWS + i * VL, r < rows ? load(q + r * ldq + x + i / NARROW_ROWS * VL) : (vreal){0});
+        }
+    }
+}
+
+/* Four keys against a row, or up to four, packed. */
+INLINE void dots_of_4_keys(const attn_dtype of, real *s, int32_t width, const void *k, int64_t at, int64_t ldk,
+                           const real *q, int32_t rows, int32_t dim) {
+    const int64_t B = sizeof(real), size = dtype_bytes(of), steps = dim / (2 * VL);
+    const char *key = (const char *)k + at * size;
+    if (rows == 1)
+        BY_DTYPE(dots_1, (char *)s, width * B, key, ldk * size, (const char *)q, steps);
+    else
+        BY_DTYPE(dots_4, (char *)s, width * B, key, ldk * size, (const char *)q, steps);
+}
+
+INLINE bool sums_by_hand_narrow(const int mr, const int nv, const attn_dtype of, real *sum, int64_t lds, const real *p,
+                                int32_t width, const void *v, int64_t at, int64_t ldv, int32_t keys) {
+    const int64_t B = sizeof(real), size = (int64_t)dtype_bytes(of);
+    const char *value = (const char *)v + at * size;
+    if (nv != 4) return false;
+    if (mr == 4) BY_DTYPE(sums_4, (char *)sum, lds * B, (const char *)p, width * B, value, ldv * size, keys);
+    if (mr == 1) BY_DTYPE(sums_1, (char *)sum, (const char *)p, width * B, value, ldv * size, keys);
+    return mr == 4 || mr == 1;
+}
 
 #endif
