@@ -68,16 +68,17 @@
 #define DOT_STEP_4(TYPE)                                                                                                   \
     GET_KEYS(TYPE)                                                                                                         \
     "ldr q0, [%[q]]\n\tldr q1, [%[q], #16]\n\tldr q2, [%[q], #32]\n\tldr q3, [%[q], #48]\n\t"                              \
-    "ldr q4, [%[q], #64]\n\tldr q5, [%[q], #80]\n\tldr q6, [%[q], #96]\n\tldr q7, [%[q], #112]\n\tadd %[q], %[q], "        \
-    "#128\n\t" WIDEN_KEYS(TYPE) FUSE_4(16, 17, 18, 19, 8, 0, 1, 2, 3) FUSE_4(20, 21, 22, 23, 9, 0, 1, 2, 3)                \
-        FUSE_4(24, 25, 26, 27, 10, 0, 1, 2, 3) FUSE_4(28, 29, 30, 31, 11, 0, 1, 2, 3)                                      \
-            FUSE_4(16, 17, 18, 19, 12, 4, 5, 6, 7) FUSE_4(20, 21, 22, 23, 13, 4, 5, 6, 7)                                  \
-                FUSE_4(24, 25, 26, 27, 14, 4, 5, 6, 7) FUSE_4(28, 29, 30, 31, 15, 4, 5, 6, 7)
+    "ldr q4, [%[q], #64]\n\tldr q5, [%[q], #80]\n\tldr q6, [%[q], #96]\n\tldr q7, [%[q], #112]\n\tadd %[q], %[q], #128\n\t" \
+    WIDEN_KEYS(TYPE)                                                                                                       \
+    FUSE_4(16, 17, 18, 19, 8, 0, 1, 2, 3) FUSE_4(20, 21, 22, 23, 9, 0, 1, 2, 3)                                            \
+    FUSE_4(24, 25, 26, 27, 10, 0, 1, 2, 3) FUSE_4(28, 29, 30, 31, 11, 0, 1, 2, 3)                                          \
+    FUSE_4(16, 17, 18, 19, 12, 4, 5, 6, 7) FUSE_4(20, 21, 22, 23, 13, 4, 5, 6, 7)                                          \
+    FUSE_4(24, 25, 26, 27, 14, 4, 5, 6, 7) FUSE_4(28, 29, 30, 31, 15, 4, 5, 6, 7)
 
 #define DOT_STEP_1(TYPE)                                                                                                   \
-    GET_KEYS(TYPE)                                                                                                         \
-    "ldr q0, [%[q]], #16\n\tldr q4, [%[q]], #16\n\t" WIDEN_KEYS(TYPE) FUSE(16, 8, 0) FUSE(20, 9, 0) FUSE(24, 10, 0)        \
-        FUSE(28, 11, 0) FUSE(16, 12, 4) FUSE(20, 13, 4) FUSE(24, 14, 4) FUSE(28, 15, 4)
+    GET_KEYS(TYPE) "ldr q0, [%[q]], #16\n\tldr q4, [%[q]], #16\n\t"                                                        \
+    WIDEN_KEYS(TYPE) FUSE(16, 8, 0) FUSE(20, 9, 0) FUSE(24, 10, 0) FUSE(28, 11, 0)                                         \
+    FUSE(16, 12, 4) FUSE(20, 13, 4) FUSE(24, 14, 4) FUSE(28, 15, 4)
 
 /* Sums of the lanes, by halves, of four vectors, or one, to a key's place in s. */
 #ifdef ATTN_REAL_F64
@@ -88,38 +89,36 @@
 #else
 #define PUT_4(r0, r1, r2, r3)                                                                                              \
     "zip1 v0.2d, v" #r0 ".2d, v" #r1 ".2d\n\tzip2 v1.2d, v" #r0 ".2d, v" #r1 ".2d\n\t"                                     \
-    "zip1 v2.2d, v" #r2 ".2d, v" #r3 ".2d\n\tzip2 v3.2d, v" #r2 ".2d, v" #r3 ".2d\n\t" PLUS(0, 0, 1)                       \
-        PLUS(2, 2, 3) "faddp v0.4s, v0.4s, v2.4s\n\tstr q0, [%[s]]\n\tadd %[s], %[s], %[width]\n\t"
+    "zip1 v2.2d, v" #r2 ".2d, v" #r3 ".2d\n\tzip2 v3.2d, v" #r2 ".2d, v" #r3 ".2d\n\t" PLUS(0, 0, 1) PLUS(2, 2, 3)         \
+    "faddp v0.4s, v0.4s, v2.4s\n\tstr q0, [%[s]]\n\tadd %[s], %[s], %[width]\n\t"
 #define PUT_1(r0)                                                                                                          \
     "ext v0.16b, v" #r0 ".16b, v" #r0 ".16b, #8\n\tfadd v0.2s, v0.2s, v" #r0 ".2s\n\tfaddp s0, v0.2s\n\t"                  \
     "str s0, [%[s]]\n\tadd %[s], %[s], %[width]\n\t"
 #endif
 
 #define CLEAR_SUMS                                                                                                         \
-    NONE(16)                                                                                                               \
-    NONE(17)                                                                                                               \
-    NONE(18) NONE(19) NONE(20) NONE(21) NONE(22) NONE(23) NONE(24) NONE(25) NONE(26) NONE(27) NONE(28) NONE(29) NONE(30)   \
-        NONE(31)
+    NONE(16) NONE(17) NONE(18) NONE(19) NONE(20) NONE(21) NONE(22) NONE(23) NONE(24) NONE(25) NONE(26) NONE(27) NONE(28)   \
+        NONE(29) NONE(30) NONE(31)
 
 /* Distances in bytes; dims: steps of 32 bytes of a row of q, > 0. */
 #define NARROW_DOTS(TYPE)                                                                                                  \
     INLINE void dots_4_##TYPE(char *s, int64_t width, const char *k0, int64_t ldk, const char *q, int64_t dims) {          \
         const char *k1 = k0 + ldk, *k2 = k1 + ldk, *k3 = k2 + ldk;                                                         \
-        __asm__ volatile(                                                                                                  \
-            CLEAR_SUMS "1:\n\t" DOT_STEP_4(TYPE) "subs %[n], %[n], #1\n\tb.ne 1b\n\t" PUT_4(16, 17, 18, 19)                \
-                PUT_4(20, 21, 22, 23) PUT_4(24, 25, 26, 27) PUT_4(28, 29, 30, 31)                                          \
-            : [s] "+&r"(s), [k0] "+&r"(k0), [k1] "+&r"(k1), [k2] "+&r"(k2), [k3] "+&r"(k3), [q] "+&r"(q), [n] "+&r"(dims)  \
-            : [width] "r"(width)                                                                                           \
-            : ALL_REGISTERS);                                                                                              \
+        __asm__ volatile(CLEAR_SUMS "1:\n\t" DOT_STEP_4(TYPE) "subs %[n], %[n], #1\n\tb.ne 1b\n\t" PUT_4(16, 17, 18, 19)   \
+                             PUT_4(20, 21, 22, 23) PUT_4(24, 25, 26, 27) PUT_4(28, 29, 30, 31)                             \
+                         : [s] "+&r"(s), [k0] "+&r"(k0), [k1] "+&r"(k1), [k2] "+&r"(k2), [k3] "+&r"(k3), [q] "+&r"(q),     \
+                           [n] "+&r"(dims)                                                                                 \
+                         : [width] "r"(width)                                                                              \
+                         : ALL_REGISTERS);                                                                                 \
     }                                                                                                                      \
     INLINE void dots_1_##TYPE(char *s, int64_t width, const char *k0, int64_t ldk, const char *q, int64_t dims) {          \
         const char *k1 = k0 + ldk, *k2 = k1 + ldk, *k3 = k2 + ldk;                                                         \
-        __asm__ volatile(                                                                                                  \
-            NONE(16) NONE(20) NONE(24) NONE(28) "1:\n\t" DOT_STEP_1(TYPE) "subs %[n], %[n], #1\n\tb.ne 1b\n\t" PUT_1(16)   \
-                PUT_1(20) PUT_1(24) PUT_1(28)                                                                              \
-            : [s] "+&r"(s), [k0] "+&r"(k0), [k1] "+&r"(k1), [k2] "+&r"(k2), [k3] "+&r"(k3), [q] "+&r"(q), [n] "+&r"(dims)  \
-            : [width] "r"(width)                                                                                           \
-            : ALL_REGISTERS);                                                                                              \
+        __asm__ volatile(NONE(16) NONE(20) NONE(24) NONE(28) "1:\n\t" DOT_STEP_1(TYPE) "subs %[n], %[n], #1\n\tb.ne 1b\n\t" \
+                             PUT_1(16) PUT_1(20) PUT_1(24) PUT_1(28)                                                       \
+                         : [s] "+&r"(s), [k0] "+&r"(k0), [k1] "+&r"(k1), [k2] "+&r"(k2), [k3] "+&r"(k3), [q] "+&r"(q),     \
+                           [n] "+&r"(dims)                                                                                 \
+                         : [width] "r"(width)                                                                              \
+                         : ALL_REGISTERS);                                                                                 \
     }
 
 /*
@@ -137,57 +136,51 @@
 #define GET_P_4(p0, p1) "ldr q" #p0 ", [%[p]]\n\tldr q" #p1 ", [%[p], #16]\n\tadd %[p], %[p], %[width]\n\t"
 #define GET_P_1(p0) "ldr d" #p0 ", [%[p]]\n\tadd %[p], %[p], %[width]\n\t"
 #define ROWS_4(p0, p1, x0, x1, x2, x3)                                                                                     \
-    BY_ROW(16, 17, 18, 19, x0, x1, x2, x3, p0, 0)                                                                          \
-    BY_ROW(20, 21, 22, 23, x0, x1, x2, x3, p0, 1)                                                                          \
-    BY_ROW(24, 25, 26, 27, x0, x1, x2, x3, p1, 0) BY_ROW(28, 29, 30, 31, x0, x1, x2, x3, p1, 1)
+    BY_ROW(16, 17, 18, 19, x0, x1, x2, x3, p0, 0) BY_ROW(20, 21, 22, 23, x0, x1, x2, x3, p0, 1)                            \
+        BY_ROW(24, 25, 26, 27, x0, x1, x2, x3, p1, 0) BY_ROW(28, 29, 30, 31, x0, x1, x2, x3, p1, 1)
 #else
 #define BY(to, x, p, e) "fmla v" #to ".4s, v" #x ".4s, v" #p ".s[" #e "]\n\t"
 #define GET_P_4(p0, p1) "ldr q" #p0 ", [%[p]]\n\tadd %[p], %[p], %[width]\n\t"
 #define GET_P_1(p0) "ldr s" #p0 ", [%[p]]\n\tadd %[p], %[p], %[width]\n\t"
 #define ROWS_4(p0, p1, x0, x1, x2, x3)                                                                                     \
-    BY_ROW(16, 17, 18, 19, x0, x1, x2, x3, p0, 0)                                                                          \
-    BY_ROW(20, 21, 22, 23, x0, x1, x2, x3, p0, 1)                                                                          \
-    BY_ROW(24, 25, 26, 27, x0, x1, x2, x3, p0, 2) BY_ROW(28, 29, 30, 31, x0, x1, x2, x3, p0, 3)
+    BY_ROW(16, 17, 18, 19, x0, x1, x2, x3, p0, 0) BY_ROW(20, 21, 22, 23, x0, x1, x2, x3, p0, 1)                            \
+        BY_ROW(24, 25, 26, 27, x0, x1, x2, x3, p0, 2) BY_ROW(28, 29, 30, 31, x0, x1, x2, x3, p0, 3)
 #endif
 #define BY_ROW(r0, r1, r2, r3, x0, x1, x2, x3, p, e) BY(r0, x0, p, e) BY(r1, x1, p, e) BY(r2, x2, p, e) BY(r3, x3, p, e)
 #define SUM_ROW(op, pointer, r0, r1, r2, r3)                                                                               \
     op " q" #r0 ", [%[" #pointer "]]\n\t" op " q" #r1 ", [%[" #pointer "], #16]\n\t" op " q" #r2 ", [%[" #pointer          \
        "], #32]\n\t" op " q" #r3 ", [%[" #pointer "], #48]\n\t"
 #define SUM_ROWS(op)                                                                                                       \
-    "mov %[at], %[sum]\n\t" SUM_ROW(op, at, 16, 17, 18, 19) "add %[at], %[at], %[lds]\n\t" SUM_ROW(                        \
-        op, at, 20, 21, 22,                                                                                                \
-        23) "add %[at], %[at], %[lds]\n\t" SUM_ROW(op, at, 24, 25, 26,                                                     \
-                                                   27) "add %[at], %[at], %[lds]\n\t" SUM_ROW(op, at, 28, 29, 30, 31)
+    "mov %[at], %[sum]\n\t" SUM_ROW(op, at, 16, 17, 18, 19) "add %[at], %[at], %[lds]\n\t"                                 \
+        SUM_ROW(op, at, 20, 21, 22, 23) "add %[at], %[at], %[lds]\n\t" SUM_ROW(op, at, 24, 25, 26, 27)                     \
+            "add %[at], %[at], %[lds]\n\t" SUM_ROW(op, at, 28, 29, 30, 31)
 
 /* The sums [row][lds] go on with so many keys, > 0, two by two. */
 #define NARROW_SUMS(TYPE)                                                                                                  \
     INLINE void sums_4_##TYPE(char *sum, int64_t lds, const char *p, int64_t width, const char *v, int64_t ldv,            \
                               int64_t keys) {                                                                              \
         char *at;                                                                                                          \
-        __asm__ volatile(                                                                                                  \
-            SUM_ROWS("ldr") "subs %[n], %[n], #2\n\tb.lt 2f\n1:\n\t" GET_V(TYPE, 4, 5, 6, 7) GET_P_4(0, 1)                 \
-                GET_V(TYPE, 8, 9, 10, 11) GET_P_4(2, 3) WIDEN_V(TYPE, 4, 5, 6, 7) WIDEN_V(TYPE, 8, 9, 10, 11)              \
-                    ROWS_4(0, 1, 4, 5, 6, 7)                                                                               \
-                        ROWS_4(2, 3, 8, 9, 10,                                                                             \
-                               11) "subs %[n], %[n], #2\n\tb.ge 1b\n2:\n\ttbz %[n], #0, 3f\n\t" GET_V(TYPE, 4, 5, 6, 7)    \
-                            GET_P_4(0, 1) WIDEN_V(TYPE, 4, 5, 6, 7) ROWS_4(0, 1, 4, 5, 6, 7) "3:\n\t" SUM_ROWS("str")      \
-            : [p] "+&r"(p), [v] "+&r"(v), [n] "+&r"(keys), [at] "=&r"(at)                                                  \
-            : [sum] "r"(sum), [lds] "r"(lds), [width] "r"(width), [ldv] "r"(ldv)                                           \
-            : ALL_REGISTERS);                                                                                              \
+        __asm__ volatile(SUM_ROWS("ldr") "subs %[n], %[n], #2\n\tb.lt 2f\n1:\n\t" GET_V(TYPE, 4, 5, 6, 7) GET_P_4(0, 1)    \
+                             GET_V(TYPE, 8, 9, 10, 11) GET_P_4(2, 3) WIDEN_V(TYPE, 4, 5, 6, 7)                             \
+                                 WIDEN_V(TYPE, 8, 9, 10, 11) ROWS_4(0, 1, 4, 5, 6, 7) ROWS_4(2, 3, 8, 9, 10, 11)           \
+                         "subs %[n], %[n], #2\n\tb.ge 1b\n2:\n\ttbz %[n], #0, 3f\n\t" GET_V(TYPE, 4, 5, 6, 7) GET_P_4(0, 1) \
+                             WIDEN_V(TYPE, 4, 5, 6, 7) ROWS_4(0, 1, 4, 5, 6, 7) "3:\n\t" SUM_ROWS("str")                   \
+                         : [p] "+&r"(p), [v] "+&r"(v), [n] "+&r"(keys), [at] "=&r"(at)                                     \
+                         : [sum] "r"(sum), [lds] "r"(lds), [width] "r"(width), [ldv] "r"(ldv)                              \
+                         : ALL_REGISTERS);                                                                                 \
     }                                                                                                                      \
     INLINE void sums_1_##TYPE(char *sum, const char *p, int64_t width, const char *v, int64_t ldv, int64_t keys) {         \
         char *at;                                                                                                          \
-        __asm__ volatile(                                                                                                  \
-            SUM_ROW("ldr", sum, 16, 17, 18, 19) "subs %[n], %[n], #2\n\tb.lt 2f\n1:\n\t" GET_V(TYPE, 4, 5, 6, 7)           \
-                GET_P_1(0) GET_V(TYPE, 8, 9, 10, 11) GET_P_1(2) WIDEN_V(TYPE, 4, 5, 6, 7) WIDEN_V(TYPE, 8, 9, 10, 11)      \
-                    BY_ROW(16, 17, 18, 19, 4, 5, 6, 7, 0, 0)                                                               \
-                        BY_ROW(16, 17, 18, 19, 8, 9, 10, 11, 2,                                                            \
-                               0) "subs %[n], %[n], #2\n\tb.ge 1b\n2:\n\ttbz %[n], #0, 3f\n\t" GET_V(TYPE, 4, 5, 6, 7)     \
-                            GET_P_1(0) WIDEN_V(TYPE, 4, 5, 6, 7)                                                           \
-                                BY_ROW(16, 17, 18, 19, 4, 5, 6, 7, 0, 0) "3:\n\t" SUM_ROW("str", sum, 16, 17, 18, 19)      \
-            : [p] "+&r"(p), [v] "+&r"(v), [n] "+&r"(keys), [at] "=&r"(at)                                                  \
-            : [sum] "r"(sum), [width] "r"(width), [ldv] "r"(ldv)                                                           \
-            : ALL_REGISTERS);                                                                                              \
+        __asm__ volatile(SUM_ROW("ldr", sum, 16, 17, 18, 19) "subs %[n], %[n], #2\n\tb.lt 2f\n1:\n\t"                      \
+                             GET_V(TYPE, 4, 5, 6, 7) GET_P_1(0) GET_V(TYPE, 8, 9, 10, 11) GET_P_1(2)                       \
+                                 WIDEN_V(TYPE, 4, 5, 6, 7) WIDEN_V(TYPE, 8, 9, 10, 11)                                     \
+                                     BY_ROW(16, 17, 18, 19, 4, 5, 6, 7, 0, 0) BY_ROW(16, 17, 18, 19, 8, 9, 10, 11, 2, 0)   \
+                         "subs %[n], %[n], #2\n\tb.ge 1b\n2:\n\ttbz %[n], #0, 3f\n\t" GET_V(TYPE, 4, 5, 6, 7) GET_P_1(0)    \
+                             WIDEN_V(TYPE, 4, 5, 6, 7) BY_ROW(16, 17, 18, 19, 4, 5, 6, 7, 0, 0) "3:\n\t"                  \
+                                 SUM_ROW("str", sum, 16, 17, 18, 19)                                                       \
+                         : [p] "+&r"(p), [v] "+&r"(v), [n] "+&r"(keys), [at] "=&r"(at)                                     \
+                         : [sum] "r"(sum), [width] "r"(width), [ldv] "r"(ldv)                                              \
+                         : ALL_REGISTERS);                                                                                 \
     }
 
 #define NARROW(TYPE) NARROW_DOTS(TYPE) NARROW_SUMS(TYPE)
