@@ -194,6 +194,9 @@ TEST(cuda_backward_workspace_is_two_numbers_a_row) {
     p.flags = ATTN_VARLEN_Q;
     p.total_q = 160;
     CHECK(workspace_of(context, p) == 4 * (160 * 8 + 6 * 64 * 128 * 4) + 128);
+    p = problem(ATTN_BF16, 3, 4, 2, 100, 128, 100);
+    p.op = ATTN_BACKWARD; /* one block has all keys of a head: nobody has to wait for its d_q */
+    CHECK(workspace_of(context, p) == 3 * 4 * 100 * 8 + 128);
     p = problem(ATTN_F16, 3, 4, 2, 100, 2048, 64);
     p.op = ATTN_BACKWARD;
     CHECK(workspace_of(context, p) == 3 * 4 * 100 * 8);

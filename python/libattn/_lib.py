@@ -288,8 +288,9 @@ def set_num_threads(threads: int) -> None:
 def set_float32_precision(precision: str) -> None:
     """What float32 is computed in from now on: "single" (the default), or "double", with results rounded once.
 
-    In double every row is at least as exact as in any float32 computation, and a call takes about three times as long on a
-    CPU; on a GPU, where the kernels for it have no tensor cores, far longer.
+    In double every row of a result is as exact as float32 can hold it, on a CPU in the backward too, and a call takes about
+    three times as long there; on a GPU, where the kernels for it have no tensor cores, far longer, and gradients are those of
+    the rounded softmax_lse.
     """
     if precision not in ("single", "double"):
         raise ValueError(f'precision={precision!r}: want "single" or "double"')

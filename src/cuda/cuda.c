@@ -377,14 +377,15 @@ static attn_status lay_out(attn_plan *plan) {
     return ATTN_OK;
 }
 
-/* The dim of the kernel that makes d_q in turns, on any device; 0: none does. */
-static int32_t one_pass_dim(const attn_plan *plan) {
-    int32_t dim = 0;
+/* The kernel that makes d_q in turns, on any device; NULL: none does. */
+static const attn_cuda_entry *one_pass(const attn_plan *plan) {
+    const attn_cuda_entry *found = NULL;
     for (int32_t n = 0; n < plan->context->cuda->state->gpus; n++) {
         int entry = plan->gpu_kernel[n][0];
-        if (entry >= 0 && attn__cuda_entries[entry].one) dim = attn__max32(dim, attn__cuda_entries[entry].dim);
+        if (entry < 0 || !attn__cuda_entries[entry].one) continue;
+        if (!found || attn__cuda_entries[entry].dim > found->dim) found = &attn__cuda_entries[entry];
     }
-    return dim;
+    return found;
 }
 
 /* Tiles of rows that d_q is summed up in, over all sequences and heads; packed sequences each begin with one of their own. */
@@ -393,16 +394,19 @@ int64_t attn__cuda_q_tiles(const attn_problem *p, int32_t rows) {
            (p->flags & ATTN_VARLEN_Q ? p->total_q / rows + p->batch + 1 : p->batch * attn__ceil_div(p->max_q, rows));
 }
 
-/* Two numbers for each row, FlashMask's ranges, and in one pass d_q in float and the turns of its tiles. */
+/*
+ * Two numbers for each row, FlashMask's ranges, and in one pass the turns of d_q's tiles and d_q in float, unless one block has all keys.
+ */
 static attn_status lay_out_backward(attn_plan *plan) {
     const attn_problem *p = &plan->problem;
-    const int32_t dim = one_pass_dim(plan);
-    const int64_t tiles = dim ? attn__cuda_q_tiles(p, ATTN_ONE_ROWS) : 0;
+    const attn_cuda_entry *one = one_pass(plan);
+    const int64_t tiles = one ? attn__cuda_q_tiles(p, ATTN_ONE_ROWS) : 0, kept = one && p->max_kv > one->bn ? tiles : 0;
+    const int64_t tile_bytes = one ? (int64_t)ATTN_ONE_ROWS * one->dim * (int64_t)sizeof(float) : 0;
     int64_t ranges = (int64_t)p->batch * p->flashmask_heads * attn__ceil_div(p->max_kv, ATTN_ANY_COLS);
     bool fits = attn__plan_reserve(plan, CUDA_ROWS, rows_of(p), attn__wide_problem(p) ? 16 : 8) &&
                 attn__plan_reserve(plan, CUDA_RANGES, ranges, sizeof(attn_flash_range)) &&
-                attn__plan_reserve(plan, CUDA_D_Q, tiles, (int64_t)ATTN_ONE_ROWS * dim * (int64_t)sizeof(float)) &&
-                attn__plan_reserve(plan, CUDA_TURNS, tiles + (dim > 0), sizeof(uint32_t));
+                attn__plan_reserve(plan, CUDA_D_Q, kept, tile_bytes) &&
+                attn__plan_reserve(plan, CUDA_TURNS, tiles + (one != NULL), sizeof(uint32_t));
     RETURN_IF(!fits, ATTN_INVALID, "max_q=%d, max_kv=%d: the workspace does not fit into memory", p->max_q, p->max_kv);
     return ATTN_OK;
 }
