@@ -475,7 +475,7 @@ DEVICE void weigh_scored(const attn_cuda_args &a, const place &at, float s[MT][N
                          bool with_bias, int32_t n0, uint32_t of_stats, const stats (*own_stats)[2]) {
     const float scale = (float)a.p.scale, cap = (float)a.p.softcap, by_cap = cap > 0 ? 1 / cap : 0;
     const float slope_h = a.p.flags & ATTN_ALIBI ? a.f.alibi[at.s.b * a.f.alibi_stride + at.h] : 0;
-    const int32_t offset = at.s.sk - at.s.sq; /* distances are whole numbers: in float they are exact */
+    const int32_t offset = at.s.sk - at.s.sq; /* distances are whole numbers: below 2^24 exact in float */
     float bias[MT][NT][4];
     if (with_bias) load_bias(a, at, bias, x.seen, n0);
 #pragma unroll
