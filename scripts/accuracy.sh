@@ -8,12 +8,12 @@
 #
 #   DTYPE="float16 bfloat16" LENGTHS="3,799 1,1"      only these
 #   LIBATTN_CASES=1000 LIBATTN_SEED=5                 only so many points, at random; the seed is that of the data too
-#   LIBATTN_FLOAT32=double                            float32 computed in double, where every row is held to the rule
+#   LIBATTN_FLOAT32=double                            float32 computed in double, or in "single" alone, where naive's luck counts
 #   LIMIT_S=500                                       after so many seconds no other point is begun
 #   PYTHON=.venv/bin/python                           one that has torch and pytest (python3)
 #   LIBATTN_LIBRARY=/path/libattn.so                  the library (build/libattn.so)
 #
-# Failures are shown, and float32 cases that were unlucky and passed with other data (test_accuracy.py: Unlucky); the logs, a line for
+# Failures are shown, and cases of "single" that were unlucky and passed with other data (test_accuracy.py: Unlucky); the logs, a line for
 # each case, are in build/accuracy. The last line says "N passed, N failed, N not
 # reached". Exit status: 1 when a case failed or a process ended before its time, 2 when some were not reached.
 set -u

@@ -174,6 +174,63 @@ TEST(accuracy_f32_gradients_of_few_rows) {
 }
 
 /*
+ * Many rows, each of which weighs few keys, and few rows weigh each key: those are done in double. So o and lse are rounded once, and
+ * so is d_v; with ATTN_SINGLE they are not.
+ */
+static const struct {
+    const char *name;
+    int32_t heads_q, heads_kv, sq, sk, dim;
+    uint32_t flags;
+    double softcap, dropout;
+} few_keys[] = {
+    {"window", 2, 2, 300, 200, 32, ATTN_WINDOW, 0, 0},
+    {"groups", 6, 2, 100, 130, 59, ATTN_WINDOW | ATTN_CAUSAL | ATTN_SINK, 50, 0.17},
+    {"short", 3, 1, 10, 1500, 64, ATTN_WINDOW, 0, 0},
+    {"steep", 2, 1, 70, 600, 96, ATTN_ALIBI, 0, 0},
+    {"strips", 2, 2, 1100, 1100, 40, ATTN_WINDOW, 2, 0},
+};
+enum { FEW_KEYS = sizeof few_keys / sizeof few_keys[0] };
+
+static const float steep[] = {1.1F, 0.9F};
+
+static rig few_keys_rig(size_t c, attn_dtype dtype) {
+    rig r = {
+        .p = problem(dtype, 1, few_keys[c].heads_q, few_keys[c].heads_kv, few_keys[c].sq, few_keys[c].sk, few_keys[c].dim)};
+    r.p.flags = few_keys[c].flags;
+    r.p.softcap = few_keys[c].softcap;
+    r.p.dropout = few_keys[c].dropout;
+    if (r.p.flags & ATTN_WINDOW) r.p.window_left = 4, r.p.window_right = 2;
+    if (r.p.flags & ATTN_ALIBI) r.f.alibi = steep;
+    return r;
+}
+
+TEST(accuracy_f32_of_few_keys_is_rounded_once) {
+    for (size_t c = 0; c < FEW_KEYS; c++) {
+        rig want = few_keys_rig(c, ATTN_F32), have = want;
+        CHECK(rig_make(&want, c + 1) && rig_make(&have, c + 1));
+        on_each_isa(few_keys[c].name, &want, &have, false, NULL, compare_rounded_once);
+    }
+}
+
+static void compare_d_v(const rig *want, const rig *have, const double *bars) {
+    int64_t keys = (int64_t)want->p.heads_kv * want->p.max_kv;
+    double d_v = relative_rms(ATTN_F32, have->f.d_v.data, want->f.d_v.data, keys * want->full.dim_v);
+    bool single = have->p.flags & ATTN_SINGLE;
+    CHECK_SAY(single ? d_v > bars[0] : d_v <= bars[0], "d_v: relative RMS %.3g, bar %.3g%s", d_v, bars[0],
+              single ? " is for double" : "");
+}
+
+TEST(accuracy_f32_d_v_of_few_keys_is_rounded_once) {
+    for (size_t c = 0; c < 2 * FEW_KEYS; c++) {
+        rig want = few_keys_rig(c / 2, ATTN_F64), have = few_keys_rig(c / 2, ATTN_F32);
+        want.backward = have.backward = true;
+        if (c % 2) have.p.flags |= ATTN_SINGLE;
+        CHECK(rig_make(&want, c + 1) && rig_make(&have, c + 1));
+        on_each_isa(few_keys[c / 2].name, &want, &have, true, (double[]){3.6e-8}, compare_d_v);
+    }
+}
+
+/*
  * By ALiBi, keys far away have scores of -60 and gradients that are small, and wanted as exactly as others: each row of d_v by its
  * own size, against float64. Where the scores are rounded to float32 the worst row is off by 2e-6, otherwise by 5e-7.
  */

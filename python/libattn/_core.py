@@ -242,8 +242,8 @@ class Call:
         if o.scale is not None:
             p.scale = o.scale
             self.flag(_lib.SCALE)
-        if p.dtype == _lib.F32 and _lib.float32_in_double():
-            self.flag(_lib.PRECISE)
+        if p.dtype == _lib.F32:
+            self.flag(_lib.float32_flags())
         p.softcap, p.dropout = max(o.softcap, 0.0), o.dropout
         if o.seed is not None:
             self.buffers.seed, self.buffers.offset = o.seed.tolist()

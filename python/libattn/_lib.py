@@ -37,7 +37,8 @@ F32, F16, BF16, F64, E4M3, E5M2, I8 = range(1, 8)
     ROTARY_POS,
     DESCALE,
     PRECISE,
-) = (1 << n for n in range(19))
+    SINGLE,
+) = (1 << n for n in range(20))
 
 
 class Struct(c.Structure):
@@ -270,7 +271,7 @@ def version() -> str:
 
 _lock = threading.Lock()
 _contexts: dict[tuple[str, int], c.c_void_p] = {}
-_choice = {"backend": "cpu", "threads": 0, "float32": "single"}
+_choice = {"backend": "cpu", "threads": 0, "float32": "mixed"}
 
 
 def set_backend(name: str) -> None:
@@ -286,19 +287,20 @@ def set_num_threads(threads: int) -> None:
 
 
 def set_float32_precision(precision: str) -> None:
-    """What float32 is computed in from now on: "single" (the default), or "double", with results rounded once.
+    """What float32 is computed in from now on: "mixed" (the default), "single" or "double".
 
-    In double every row of a result is as exact as float32 can hold it, on a CPU in the backward too, and a call takes about
-    three times as long there; on a GPU, where the kernels for it have no tensor cores, far longer, and gradients are those of
-    the rounded softmax_lse.
+    mixed: on a CPU float32, and again in double what weighs few keys, where float32 would not be as exact; how long that takes
+    depends on the data. single: float32 everywhere. double: with results rounded once. Every row of a result is as exact as
+    float32 can hold it, on a CPU in the backward too, and a call takes about three times as long there; on a GPU, where the
+    kernels for it have no tensor cores, far longer, and gradients are those of the rounded softmax_lse.
     """
-    if precision not in ("single", "double"):
-        raise ValueError(f'precision={precision!r}: want "single" or "double"')
+    if precision not in ("mixed", "single", "double"):
+        raise ValueError(f'precision={precision!r}: want "mixed", "single" or "double"')
     _choice["float32"] = precision
 
 
-def float32_in_double() -> bool:
-    return _choice["float32"] == "double"
+def float32_flags() -> int:
+    return {"mixed": 0, "single": SINGLE, "double": PRECISE}[_choice["float32"]]
 
 
 def context_of(backend: str, threads: int = 0) -> c.c_void_p:

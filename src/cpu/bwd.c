@@ -9,6 +9,9 @@
  *   keys    d_k and d_v of a strip of keys, over the heads of its group and their query tiles, and what the strip adds to d_q
  *   bias    what one sequence and head add to a tile of d_bias
  *
+ * Float32 where few count (attn__mixed): restore does rows that weigh few keys again in double, and d_v of keys that few rows weigh is
+ * made again in double, with that lse.
+ *
  * The five products of a tile are done once. d_k and d_v belong to one thread. d_q is a sum over all strips, which take turns, in the
  * order of keys, so its bits depend on nothing else (C5).
  */
@@ -32,6 +35,7 @@ typedef struct scratch {
     real *d_q;             /* [rows][dim_qk]: the sum so far */
     real *lse, *low;       /* [width]: lse, and what real has no room for */
     real *delta;           /* [width] */
+    real *sum_p, *most_p;  /* [keys of a strip]: over the rows */
     real *guard, *row;
     double *sum; /* a tile of d_bias; comes first, where the bias pass finds it */
 } scratch;
@@ -63,6 +67,8 @@ static int64_t lay_out(scratch *m, char *at, const attn_problem *p) {
         {&m->lse, TILE * size},
         {&m->low, TILE * size},
         {&m->delta, TILE * size},
+        {&m->sum_p, keys * size},
+        {&m->most_p, keys * size},
         {&m->guard, most * TILE * size},
         {&m->row, (2 * most + TILE) * size},
     };
@@ -108,7 +114,7 @@ void REAL(bwd_rows)(const attn_plan *plan, const attn_buffers *f, int32_t b, int
         micro->load(d_o, (const char *)f->d_o.data + attn__q_offset(p, &f->d_o, &s, i, h) * size, p->out_dtype, p->dim_v);
         double sum = dot(o, d_o, p->dim_v);
         int64_t at = attn__lse_index(p, &s, i, h);
-        rows[at].lse = attn__load(lse, f->lse, at);
+        rows[at].lse = rows[at].wide = attn__load(lse, f->lse, at);
         rows[at].delta = sum - (f->d_lse ? attn__load(lse, f->d_lse, at) : 0);
         atomic_init(&rows[at].turn, 0);
         int32_t first, end;
@@ -121,17 +127,21 @@ void REAL(bwd_rows)(const attn_plan *plan, const attn_buffers *f, int32_t b, int
 
 /* ---- one tile ---- */
 
+/* lse of the row, for p of this number type. */
+static double *lse_of(attn_row *row) { return REAL_DTYPE == ATTN_F32 ? &row->lse : &row->wide; }
+
 /* What the backward needs of a query tile. with_q: its rows too, not only their transpose. */
 static void load_rows(const attn_rows *t, scratch *m, bool with_q) {
-    const attn_row *rows = attn__part(t->plan, t->f, CPU_ROWS);
+    attn_row *rows = attn__part(t->plan, t->f, CPU_ROWS);
     REAL(tile_load_q)(t, m->q_t);
     if (with_q) REAL(tile_load_rows)(t, m->q, NULL, &t->f->q, t->p->dtype, t->p->dim_qk);
     REAL(tile_load_rows)(t, m->d_o, m->d_o_t, &t->f->d_o, t->p->out_dtype, t->p->dim_v);
     for (int32_t r = 0; r < t->width; r++) {
-        const attn_row *row = &rows[attn__lse_index(t->p, &t->s, t->i[r], t->h[r])];
-        bool is_empty = row->lse == -INFINITY;
-        m->lse[r] = (real)(is_empty ? INFINITY : row->lse); /* no key: p = 0 */
-        m->low[r] = is_empty ? 0 : (real)(row->lse - (double)m->lse[r]);
+        attn_row *row = &rows[attn__lse_index(t->p, &t->s, t->i[r], t->h[r])];
+        double lse = *lse_of(row);
+        bool is_empty = lse == -INFINITY;
+        m->lse[r] = (real)(is_empty ? INFINITY : lse); /* no key: p = 0 */
+        m->low[r] = is_empty ? 0 : (real)(lse - (double)m->lse[r]);
         m->delta[r] = (real)row->delta;
         if (r >= t->rows || !is_empty) continue;
         memset(m->d_o + (int64_t)r * t->dim_v, 0, (size_t)t->dim_v * sizeof(real)); /* NaN there must not meet p = 0 (C1) */
@@ -166,11 +176,12 @@ static void gradients(const attn_rows *t, scratch *m, const real *k, const real 
 
 enum { RESTORE_TILES = ATTN_STRIP_KEYS / ATTN_TILE_ROWS };
 
-/* A query tile, what is known of its lse, and the sums of its p by that. */
+/* A query tile, what is known of its lse, and the sums of its p by that, and the largest. */
 typedef struct restored {
     attn_rows t;
     const real *q_t;
     real lse[ATTN_TILE_ROWS], low[ATTN_TILE_ROWS];
+    real most[ATTN_TILE_ROWS];
     double total[ATTN_TILE_ROWS];
 } restored;
 
@@ -183,11 +194,23 @@ static void restore_make(restored *x, real *q_t, real *guard) {
     x->q_t = q_t;
     x->t.guard = guard;
     for (int32_t r = 0; r < x->t.width; r++) {
-        double lse = row_of(&x->t, r)->lse;
+        double lse = *lse_of(row_of(&x->t, r));
         x->lse[r] = (real)(lse == -INFINITY ? INFINITY : lse);
         x->low[r] = lse == -INFINITY ? 0 : (real)(lse - (double)x->lse[r]);
-        x->total[r] = 0;
+        x->total[r] = x->most[r] = 0;
     }
+}
+
+/* Tile x meets keys that are loaded. */
+static void restore_keys(restored *x, scratch *m, int32_t j0, int32_t keys) {
+    const attn_rows *t = &x->t;
+    int class = REAL(tile_class)(t, j0, keys);
+    if (class == ATTN_TILE_SKIP) return;
+    probabilities(t, m, x->q_t, m->k, x->lse, x->low, j0, keys, class, NULL, x->total);
+    if (REAL_DTYPE != ATTN_F32 || !attn__mixed(t->p)) return;
+    for (int32_t j = 0; j < keys; j++)
+        for (int32_t r = 0; r < t->width; r++)
+            x->most[r] = m->p[j * t->width + r] > x->most[r] ? m->p[j * t->width + r] : x->most[r];
 }
 
 /*
@@ -198,11 +221,34 @@ static void restore_make(restored *x, real *q_t, real *guard) {
 static void restore_row(const restored *x, int32_t r) {
     const attn_rows *t = &x->t;
     attn_row *row = row_of(t, r);
-    if (!isfinite(row->lse)) return; /* of +inf, too, the logarithm below would make NaN */
-    double total = x->total[r] + (t->p->flags & ATTN_SINK ? exp((double)t->f->sink[t->h[r]] - row->lse) : 0);
-    double off = log(total), ulp = 0x1p-23 * (fabs(row->lse) > 1 ? fabs(row->lse) : 1);
-    if (fabs(off) <= ulp) row->lse += off;
+    double lse = *lse_of(row);
+    if (!isfinite(lse)) return; /* of +inf, too, the logarithm below would make NaN */
+    double total = x->total[r] + (t->p->flags & ATTN_SINK ? exp((double)t->f->sink[t->h[r]] - lse) : 0);
+    double off = log(total), ulp = 0x1p-23 * (fabs(lse) > 1 ? fabs(lse) : 1);
+    if (fabs(off) > ulp) return;
+    *lse_of(row) = lse + off;
+    row->wide = lse + off;
 }
+
+void REAL(bwd_restore_rows)(const attn_plan *plan, const attn_buffers *f, int32_t b, const attn_place *rows, int32_t count,
+                            int32_t slot) {
+    restored x;
+    scratch m;
+    int32_t first, end;
+    thread_scratch(plan, f, slot, &m);
+    REAL(tile_gather)(&x.t, plan, f, b, rows, count);
+    restore_make(&x, m.q_t, m.guard);
+    attn__mask_rows(&x.t.mask, x.t.i0, x.t.i0 + x.t.count, &first, &end);
+    for (int32_t j0 = first / ATTN_TILE_COLS * ATTN_TILE_COLS; j0 < end; j0 += ATTN_TILE_COLS) {
+        int32_t keys = attn__min32(ATTN_TILE_COLS, x.t.mask.sk - j0);
+        REAL(tile_load_k)(&x.t, m.k, j0, keys);
+        restore_keys(&x, &m, j0, keys);
+    }
+    for (int32_t r = 0; r < count; r++) restore_row(&x, r);
+}
+
+void attn__bwd_restore_rows_f64(const attn_plan *plan, const attn_buffers *f, int32_t b, const attn_place *rows,
+                                int32_t count, int32_t slot);
 
 /* Rows from `row` on, at most ATTN_STRIP_KEYS of them: their q_t lie where d_k will, which has room for as many keys. */
 void REAL(bwd_restore)(const attn_plan *plan, const attn_buffers *f, int32_t b, int32_t h, int32_t row, int32_t slot) {
@@ -210,6 +256,8 @@ void REAL(bwd_restore)(const attn_plan *plan, const attn_buffers *f, int32_t b, 
     attn_mask mask = attn__seq_mask(&plan->problem, &s);
     int32_t stop = attn__min32(row + ATTN_STRIP_KEYS, s.sq), most = (int32_t)strip_keys(&plan->problem) / ATTN_TILE_ROWS;
     restored tile[RESTORE_TILES];
+    attn_place again[RESTORE_TILES * ATTN_TILE_ROWS]; /* rows that weigh few keys */
+    int32_t doubtful = 0;
     scratch m;
     thread_scratch(plan, f, slot, &m);
     while (row < stop) { /* once, but where there are few keys */
@@ -224,15 +272,20 @@ void REAL(bwd_restore)(const attn_plan *plan, const attn_buffers *f, int32_t b, 
         for (int32_t j0 = first / ATTN_TILE_COLS * ATTN_TILE_COLS; j0 < end; j0 += ATTN_TILE_COLS) {
             int32_t keys = attn__min32(ATTN_TILE_COLS, s.sk - j0);
             REAL(tile_load_k)(&tile->t, m.k, j0, keys);
-            for (int32_t n = 0; n < count; n++) {
-                int class = REAL(tile_class)(&tile[n].t, j0, keys);
-                if (class != ATTN_TILE_SKIP)
-                    probabilities(&tile[n].t, &m, tile[n].q_t, m.k, tile[n].lse, tile[n].low, j0, keys, class, NULL,
-                                  tile[n].total);
+            for (int32_t n = 0; n < count; n++) restore_keys(&tile[n], &m, j0, keys);
+        }
+        for (int32_t n = 0; n < count; n++) {
+            for (int32_t r = 0; r < tile[n].t.rows; r++) {
+                const attn_rows *t = &tile[n].t;
+                restore_row(&tile[n], r);
+                if (attn__few(tile[n].total[r], (double)tile[n].most[r], attn__few_keys(t->p, &t->mask, t->i[r])))
+                    again[doubtful++] = (attn_place){t->h[r], t->i[r]};
             }
         }
-        for (int32_t n = 0; n < count; n++)
-            for (int32_t r = 0; r < tile[n].t.rows; r++) restore_row(&tile[n], r);
+    }
+    for (int32_t n = 0, count; n < doubtful; n += count) { /* the scratch is theirs now */
+        count = attn__gather(&plan->problem, again + n, doubtful - n);
+        attn__bwd_restore_rows_f64(plan, f, b, again + n, count, slot);
     }
 }
 
@@ -295,6 +348,22 @@ static void give_turn(const attn_rows *t, scratch *m, int32_t before, bool is_la
     REAL(bwd_end_turn)(t, before);
 }
 
+/* How much the rows of a tile weigh its keys. */
+static void weigh(const attn_rows *t, const real *p, int32_t keys, real *sum, real *most) {
+    for (int32_t j = 0; j < keys; j++, p += t->width) {
+        real sums[ATTN_LANES] = {0}, mosts[ATTN_LANES] = {0};
+        for (int32_t r = 0; r < t->width; r++) {
+            bool counts = r < t->rows; /* the padding repeats the last row */
+            sums[r % ATTN_LANES] += counts ? p[r] : 0;
+            mosts[r % ATTN_LANES] = counts && p[r] > mosts[r % ATTN_LANES] ? p[r] : mosts[r % ATTN_LANES];
+        }
+        for (int32_t r = 0; r < ATTN_LANES; r++) {
+            sum[j] += sums[r];
+            most[j] = mosts[r] > most[j] ? mosts[r] : most[j];
+        }
+    }
+}
+
 /* One query tile against one key tile, `at` keys into the strip. */
 static void add_tile(const attn_rows *t, scratch *m, int32_t j0, int32_t at, int32_t keys) {
     const attn_buffers *f = t->f;
@@ -306,6 +375,7 @@ static void add_tile(const attn_rows *t, scratch *m, int32_t j0, int32_t at, int
     if (f->d_k.data) REAL(tile_gemm)
     (t, m->d_k + (int64_t)at * t->dim_qk, t->dim_qk, m->d_s, m->q, t->dim_qk, t->dim_qk, j0, keys, true, class);
     if (!f->d_v.data) return;
+    if (REAL_DTYPE == ATTN_F32 && attn__mixed(t->p)) weigh(t, m->p, keys, m->sum_p + at, m->most_p + at);
     if (t->p->dropout > 0) REAL(tile_drop)(t, m->p, j0, keys);
     REAL(tile_gemm)(t, m->d_v + (int64_t)at * t->dim_v, t->dim_v, m->p, m->d_o, t->dim_v, t->dim_v, j0, keys, true, class);
 }
@@ -333,6 +403,45 @@ static void store_kv(const attn_rows *t, const attn_tensor *to, const real *from
     }
 }
 
+/* The same for d_v alone, and no more keys than a tile has. */
+void REAL(bwd_values)(const attn_plan *plan, const attn_buffers *f, const attn_unit *unit, int32_t kv_head, int32_t slot) {
+    const attn_problem *p = &plan->problem;
+    int32_t group = p->heads_q / p->heads_kv, j0 = unit->row, keys = unit->rows, first, end;
+    attn_rows t;
+    scratch m;
+    thread_scratch(plan, f, slot, &m);
+    REAL(tile_make)(&t, plan, f, &(attn_unit){unit->b, 0, 1, -1}, kv_head * group, false);
+    memset(m.d_v, 0, (size_t)keys * (size_t)t.dim_v * sizeof(real));
+    attn__mask_cols(&t.mask, j0, j0 + keys, &first, &end);
+    REAL(tile_load_k)(&t, m.k, j0, keys);
+    for (int32_t h = kv_head * group; h < (kv_head + 1) * group; h++) {
+        for (int32_t i0 = first / ATTN_TILE_ROWS * ATTN_TILE_ROWS; i0 < end; i0 += ATTN_TILE_ROWS) {
+            attn_unit rows = {unit->b, i0, attn__min32(ATTN_TILE_ROWS, t.mask.sq - i0), -1};
+            attn_rows q;
+            if (!REAL(tile_make)(&q, plan, f, &rows, h, true)) continue;
+            int class = REAL(tile_class)(&q, j0, keys);
+            if (class == ATTN_TILE_SKIP) continue;
+            q.guard = m.guard;
+            load_rows(&q, &m, false);
+            probabilities(&q, &m, m.q_t, m.k, m.lse, m.low, j0, keys, class, NULL, NULL);
+            if (p->dropout > 0) REAL(tile_drop)(&q, m.p, j0, keys);
+            REAL(tile_gemm)(&q, m.d_v, t.dim_v, m.p, m.d_o, t.dim_v, t.dim_v, j0, keys, true, class);
+        }
+    }
+    store_kv(&t, &f->d_v, m.d_v, p->dim_v, 1 / (1 - p->dropout), j0, keys);
+}
+
+void attn__bwd_values_f64(const attn_plan *plan, const attn_buffers *f, const attn_unit *unit, int32_t kv_head,
+                          int32_t slot);
+
+/* Tiles of the strip with a key that few rows weigh, as bits. */
+static uint32_t doubtful_tiles(const scratch *m, int32_t keys) {
+    uint32_t tiles = 0;
+    for (int32_t j = 0; j < keys; j++)
+        if (attn__few((double)m->sum_p[j], (double)m->most_p[j], ATTN_FEW_ROWS)) tiles |= UINT32_C(1) << j / ATTN_TILE_COLS;
+    return tiles;
+}
+
 void REAL(bwd_keys)(const attn_plan *plan, const attn_buffers *f, const attn_unit *unit, int32_t kv_head, int32_t slot) {
     const attn_problem *p = &plan->problem;
     int32_t group = p->heads_q / p->heads_kv, j0 = unit->row, keys = unit->rows, first, end;
@@ -342,6 +451,8 @@ void REAL(bwd_keys)(const attn_plan *plan, const attn_buffers *f, const attn_uni
     REAL(tile_make)(&t, plan, f, &(attn_unit){unit->b, 0, 1, -1}, kv_head * group, false);
     memset(m.d_k, 0, (size_t)keys * (size_t)t.dim_qk * sizeof(real));
     memset(m.d_v, 0, (size_t)keys * (size_t)t.dim_v * sizeof(real));
+    memset(m.sum_p, 0, (size_t)keys * sizeof(real));
+    memset(m.most_p, 0, (size_t)keys * sizeof(real));
     attn__mask_cols(&t.mask, j0, j0 + keys, &first, &end);
     if (first < end) {
         REAL(tile_load_k)(&t, m.k, j0, keys);
@@ -358,6 +469,11 @@ void REAL(bwd_keys)(const attn_plan *plan, const attn_buffers *f, const attn_uni
     }
     store_kv(&t, &f->d_k, m.d_k, p->dim_qk, p->scale, j0, keys);
     store_kv(&t, &f->d_v, m.d_v, p->dim_v, 1 / (1 - p->dropout), j0, keys);
+    uint32_t again = doubtful_tiles(&m, keys); /* their scratch is this one's */
+    for (int32_t at = 0; at < keys; at += ATTN_TILE_COLS) {
+        attn_unit tile = {unit->b, j0 + at, attn__min32(ATTN_TILE_COLS, keys - at), -1};
+        if (again >> at / ATTN_TILE_COLS & 1) attn__bwd_values_f64(plan, f, &tile, kv_head, slot);
+    }
 }
 
 /* ---- bias ---- */

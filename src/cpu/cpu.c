@@ -90,15 +90,18 @@ static bool may_be_in_double(const attn_problem *p) {
     return attn__wide_problem(p) || (p->dtype == ATTN_F32 && may_be_narrow);
 }
 
+/* Or a part of one? */
+static bool has_double(const attn_problem *p) { return may_be_in_double(p) || attn__mixed(p); }
+
 int64_t attn__fwd_scratch(const attn_plan *plan) { /* double takes the more of it */
-    int64_t bytes = may_be_in_double(&plan->problem) ? attn__fwd_scratch_f64(plan) : attn__fwd_scratch_f32(plan);
+    int64_t bytes = has_double(&plan->problem) ? attn__fwd_scratch_f64(plan) : attn__fwd_scratch_f32(plan);
     int64_t amx = attn__is_amx(plan) ? attn__amx_scratch(plan) : 0;
     return amx > bytes ? amx : bytes;
 }
 
 int64_t attn__bwd_scratch(const attn_plan *plan) {
     const attn_problem *p = &plan->problem;
-    int64_t bytes = may_be_in_double(p) ? attn__bwd_scratch_f64(p) : attn__bwd_scratch_f32(p);
+    int64_t bytes = has_double(p) ? attn__bwd_scratch_f64(p) : attn__bwd_scratch_f32(p);
     int64_t amx = attn__is_amx(plan) ? attn__amx_bwd_scratch(plan) : 0;
     return amx > bytes ? amx : bytes;
 }

@@ -5,6 +5,8 @@
  * Short sequences (decode) are worked in chunks of keys. The results of the chunks are folded in ascending order, on one
  * thread as they come or, when the plan splits, by a second pass over what many threads have left in the workspace. Both ways
  * run the same arithmetic in the same order.
+ *
+ * Rows of float32 that turn out to weigh few keys are done again in double (attn__mixed), gathered from all tiles of a strip.
  */
 #include "tile.h"
 
@@ -158,8 +160,35 @@ static void finish_row(const attn_rows *t, const state *st, int32_t r) {
     REAL(fwd_finish_row)(t, r, st->o + (int64_t)r * t->dim_v, st->max[r], st->sum[r]);
 }
 
-static void finish(const attn_rows *t, const state *st) {
-    for (int32_t r = 0; r < t->rows; r++) finish_row(t, st, r);
+/* Rows of a strip that are to be done again in double. */
+typedef struct doubtful {
+    int32_t count;
+    attn_place rows[ATTN_STRIP * ATTN_TILE_ROWS];
+} doubtful;
+
+static bool is_doubtful(const attn_rows *t, int32_t r, real sum) {
+    return REAL_DTYPE == ATTN_F32 && attn__mixed(t->p) && sum > 0 &&
+           attn__few(sum, 1, attn__few_keys(t->p, &t->mask, t->i[r]));
+}
+
+static void finish(const attn_rows *t, const state *st, doubtful *again) {
+    for (int32_t r = 0; r < t->rows; r++) {
+        if (is_doubtful(t, r, st->sum[r]))
+            again->rows[again->count++] = (attn_place){t->h[r], t->i[r]};
+        else
+            finish_row(t, st, r);
+    }
+}
+
+void attn__fwd_rows_f64(const attn_plan *plan, const attn_buffers *f, int32_t b, const attn_place *rows, int32_t count,
+                        int32_t slot);
+
+/* Comes last: the scratch is theirs now. */
+static void finish_again(const attn_plan *plan, const attn_buffers *f, int32_t b, const doubtful *again, int32_t slot) {
+    for (int32_t n = 0, count; n < again->count; n += count) {
+        count = attn__gather(&plan->problem, again->rows + n, again->count - n);
+        attn__fwd_rows_f64(plan, f, b, again->rows + n, count, slot);
+    }
 }
 
 /* ---- chunks that other threads fold ---- */
@@ -204,7 +233,10 @@ void REAL(fwd_fold)(const attn_plan *plan, const attn_buffers *f, int32_t b, int
             fold_row(&t, o, &m.folded.max[r], &m.folded.sum[r], part, part[t.dim_v], part[t.dim_v + 1]);
         }
     }
-    finish(&t, &m.folded);
+    doubtful again;
+    again.count = 0;
+    finish(&t, &m.folded, &again);
+    finish_again(plan, f, b, &again, slot);
 }
 
 /* ---- the kernel ---- */
@@ -259,6 +291,8 @@ void REAL(fwd_unit)(const attn_plan *plan, const attn_buffers *f, const attn_uni
     int32_t count = (is_short ? make_short : make_long)(strip, &m, plan, f, unit, h, slot), first, end;
     attn__mask_rows(&mask, unit->row, unit->row + unit->rows, &first, &end);
     if (count == 0) return;
+    doubtful again;
+    again.count = 0;
     if (!is_short || unit->chunk >= 0) {
         int32_t from = is_short ? unit->chunk * ATTN_CHUNK : first, to = is_short ? from + ATTN_CHUNK : end;
         work_keys(strip, count, &m, attn__max32(first, from), attn__min32(end, to));
@@ -266,8 +300,9 @@ void REAL(fwd_unit)(const attn_plan *plan, const attn_buffers *f, const attn_uni
             if (is_short)
                 keep_partial(&strip[n].t, &strip[n].now, unit->chunk);
             else
-                finish(&strip[n].t, &strip[n].now);
+                finish(&strip[n].t, &strip[n].now, &again);
         }
+        finish_again(plan, f, s.b, &again, slot);
         return;
     }
     for (int32_t n = 0; n < count; n++) clear(&strip[n].t, &strip[n].folded);
@@ -276,20 +311,18 @@ void REAL(fwd_unit)(const attn_plan *plan, const attn_buffers *f, const attn_uni
         work_keys(strip, count, &m, first, stop);
         for (int32_t n = 0; n < count; n++) fold(&strip[n].t, &strip[n].folded, &strip[n].now);
     }
-    for (int32_t n = 0; n < count; n++) finish(&strip[n].t, &strip[n].folded);
+    for (int32_t n = 0; n < count; n++) finish(&strip[n].t, &strip[n].folded, &again);
+    finish_again(plan, f, s.b, &again, slot);
 }
 
-#ifndef ATTN_REAL_F64
-void attn__fwd_rows(const attn_plan *plan, const attn_buffers *f, const attn_unit *tile, uint32_t which, int32_t h,
+void REAL(fwd_rows)(const attn_plan *plan, const attn_buffers *f, int32_t b, const attn_place *rows, int32_t count,
                     int32_t slot) {
     member x;
     scratch m;
     int32_t first, end;
-    REAL(tile_make)(&x.t, plan, f, tile, h, false);
+    REAL(tile_gather)(&x.t, plan, f, b, rows, count);
     join(&x, 0, &m, slot);
-    attn__mask_rows(&x.t.mask, tile->row, tile->row + tile->rows, &first, &end);
+    attn__mask_rows(&x.t.mask, x.t.i0, x.t.i0 + x.t.count, &first, &end);
     work_keys(&x, 1, &m, first, end);
-    for (int32_t r = 0; r < tile->rows; r++)
-        if (which >> r & 1) finish_row(&x.t, &x.now, r);
+    for (int32_t r = 0; r < count; r++) finish_row(&x.t, &x.now, r);
 }
-#endif

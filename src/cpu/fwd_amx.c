@@ -408,8 +408,13 @@ void attn__amx_unit(const attn_plan *plan, const attn_buffers *f, const attn_uni
         again[n].h = t->h0;
         again[n].rows = finish(&s, &s.m.tile[n]);
     }
-    for (int32_t n = 0; n < s.count; n++) /* the scratch is theirs now */
-        if (again[n].rows) attn__fwd_rows(plan, f, &again[n].tile, again[n].rows, again[n].h, slot);
+    for (int32_t n = 0; n < s.count; n++) { /* the scratch is theirs now */
+        attn_place rows[ATTN_AMX_ROWS];
+        int32_t count = 0;
+        for (int32_t r = 0; r < again[n].tile.rows; r++)
+            if (again[n].rows >> r & 1) rows[count++] = (attn_place){again[n].h, again[n].tile.row + r};
+        if (count) attn__fwd_rows_f32(plan, f, unit->b, rows, count, slot);
+    }
 }
 
 #else

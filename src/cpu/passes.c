@@ -57,7 +57,7 @@ static void work_sink(void *arg, int64_t h, int32_t slot) {
         attn_seq s = attn__seq(p, j->f, b);
         for (int32_t i = 0; i < s.sq; i++) {
             const attn_row *row = &rows[attn__lse_index(p, &s, i, (int32_t)h)];
-            if (row->lse != -INFINITY) sum -= exp((double)j->f->sink[h] - row->lse) * row->delta;
+            if (row->lse != -INFINITY) sum -= exp((double)j->f->sink[h] - row->wide) * row->delta;
         }
     }
     j->f->d_sink[h] = (float)sum;

@@ -4,6 +4,13 @@
 #include <math.h>
 #include <string.h>
 
+/* Row r of the tile is row i of query head h. */
+static void put_row(attn_rows *t, int32_t r, int32_t h, int32_t i) {
+    t->h[r] = h;
+    t->i[r] = i;
+    t->slope[r] = t->p->flags & ATTN_ALIBI ? (real)t->f->alibi[t->s.b * t->f->alibi_stride + h] : 0;
+}
+
 bool REAL(tile_make)(attn_rows *t, const attn_plan *plan, const attn_buffers *f, const attn_unit *unit, int32_t h,
                      bool pack) {
     const attn_problem *p = &plan->problem;
@@ -29,13 +36,27 @@ bool REAL(tile_make)(attn_rows *t, const attn_plan *plan, const attn_buffers *f,
     t->dim_v = attn__pad(p->dim_v);
     for (int32_t r = 0; r < t->width; r++) {
         int32_t row = attn__min32(r, t->rows - 1); /* the padding repeats the last row */
-        t->h[r] = h + row / t->count;
-        t->i[r] = t->i0 + row % t->count;
-        t->slope[r] = 0;
-        if (p->flags & ATTN_ALIBI) t->slope[r] = f->alibi[unit->b * f->alibi_stride + t->h[r]];
+        put_row(t, r, h + row / t->count, t->i0 + row % t->count);
     }
     if (p->dropout > 0) t->dropout = attn__philox_make(f->seed, f->offset, p->dropout);
     return true;
+}
+
+void REAL(tile_gather)(attn_rows *t, const attn_plan *plan, const attn_buffers *f, int32_t b, const attn_place *rows,
+                       int32_t count) {
+    int32_t first = rows[0].i, end = first + 1;
+    for (int32_t r = 1; r < count; r++) {
+        first = attn__min32(first, rows[r].i);
+        end = attn__max32(end, rows[r].i + 1);
+    }
+    REAL(tile_make)(t, plan, f, &(attn_unit){b, first, 1, -1}, rows[0].h, false);
+    t->count = end - first;
+    t->rows = count;
+    t->width = attn__pad(count);
+    for (int32_t r = 0; r < t->width; r++) {
+        const attn_place *row = &rows[attn__min32(r, count - 1)];
+        put_row(t, r, row->h, row->i);
+    }
 }
 
 /* Has a narrow tile so few rows that dot products are summed in the lanes of a vector? No result depends on it. */

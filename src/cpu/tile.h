@@ -12,6 +12,7 @@
 /*
  * Query rows of one KV head that are worked together: rows [i0, i0 + count) of `heads` neighbouring query heads, row
  * r = head * count + i. Long sequences have one head per tile; short ones as many as fit, so that K and V are read once.
+ * Or, gathered, any rows of a KV head, and [i0, i0 + count) is what they lie in.
  */
 typedef struct REAL(tile) {
     const attn_plan *plan;
@@ -39,6 +40,10 @@ typedef REAL(tile) attn_rows;
  */
 bool REAL(tile_make)(attn_rows *t, const attn_plan *plan, const attn_buffers *f, const attn_unit *unit, int32_t h,
                      bool pack);
+
+/* The same of any rows of sequence b that read the same KV head, at most ATTN_TILE_ROWS. Not for tile_gemm with keys_first. */
+void REAL(tile_gather)(attn_rows *t, const attn_plan *plan, const attn_buffers *f, int32_t b, const attn_place *rows,
+                       int32_t count);
 
 /* q of the tile, transposed and scaled, for tile_dots. A narrow tile's is for tile_narrow_scores. */
 void REAL(tile_load_q)(const attn_rows *t, real *q);
@@ -113,6 +118,9 @@ int64_t attn__fwd_partial(const attn_problem *p);
 /* The kernels. A forward runs fwd_unit for each unit and head; if it is split, then fwd_fold for each sequence and head. */
 void REAL(fwd_unit)(const attn_plan *plan, const attn_buffers *f, const attn_unit *unit, int32_t h, int32_t slot);
 void REAL(fwd_fold)(const attn_plan *plan, const attn_buffers *f, int32_t b, int32_t h, int32_t slot);
+/* Any rows of a sequence again, as tile_gather wants them. */
+void REAL(fwd_rows)(const attn_plan *plan, const attn_buffers *f, int32_t b, const attn_place *rows, int32_t count,
+                    int32_t slot);
 attn_status REAL(probs_run)(const attn_plan *plan, const attn_buffers *f);
 
 /*
@@ -121,6 +129,10 @@ attn_status REAL(probs_run)(const attn_plan *plan, const attn_buffers *f);
 void REAL(bwd_rows)(const attn_plan *plan, const attn_buffers *f, int32_t b, int32_t h, int32_t slot);
 void REAL(bwd_keys)(const attn_plan *plan, const attn_buffers *f, const attn_unit *unit, int32_t kv_head, int32_t slot);
 void REAL(bwd_restore)(const attn_plan *plan, const attn_buffers *f, int32_t b, int32_t h, int32_t row, int32_t slot);
+void REAL(bwd_restore_rows)(const attn_plan *plan, const attn_buffers *f, int32_t b, const attn_place *rows, int32_t count,
+                            int32_t slot); /* any rows, as tile_gather wants them */
+void REAL(bwd_values)(const attn_plan *plan, const attn_buffers *f, const attn_unit *unit, int32_t kv_head,
+                      int32_t slot); /* d_v alone of a tile of keys */
 void REAL(bwd_bias)(const attn_plan *plan, const attn_buffers *f, const int64_t size[4], int32_t b, int32_t h,
                     int32_t row_tile, int32_t col_tile, int32_t slot);
 

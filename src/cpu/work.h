@@ -7,7 +7,8 @@
  *   - a sequence of at most ATTN_SPLIT_ROWS query rows is worked in chunks of ATTN_CHUNK keys, whose results are folded in
  *     order; whether the chunks run on one thread or on many is the plan's choice and changes nothing;
  *   - a sequence of at most ATTN_NARROW_ROWS rows, if it has more keys than that, is worked in double where it is float32, forward
- *     and backward, and by other inner loops in the forward.
+ *     and backward, and by other inner loops in the forward;
+ *   - a row of float32 is done again in double where its own probabilities say so (attn__mixed).
  */
 #ifndef ATTN_CPU_WORK_H
 #define ATTN_CPU_WORK_H
@@ -26,7 +27,11 @@ enum {
     ATTN_STRIP = 16,       /* the most query tiles that share a load of keys */
     ATTN_SPLIT_ROWS = 16,  /* at most so many rows: heads of a group share a tile, keys are worked in chunks */
     ATTN_NARROW_ROWS = 4,  /* at most so many: narrow, if there are more keys */
-    ATTN_CHUNK = 1024      /* keys of a chunk; a multiple of ATTN_TILE_COLS */
+    ATTN_CHUNK = 1024,     /* keys of a chunk; a multiple of ATTN_TILE_COLS */
+    ATTN_FEW_KEYS = 16,    /* a row that weighs fewer keys is done in double: attn__mixed */
+    ATTN_FEW_OF_MANY = 8,  /* the same, if it sees more than ATTN_MANY_KEYS */
+    ATTN_MANY_KEYS = 256,  /*   and nothing but q and k makes them differ */
+    ATTN_FEW_ROWS = 8      /* d_v of a key that fewer rows weigh is done in double */
 };
 
 /* plan->part of the cpu backend: where things are in the workspace. */
@@ -42,7 +47,8 @@ enum {
 
 /* What the backward knows of a row, whatever its number type. */
 typedef struct attn_row {
-    double lse;           /* -inf: no key */
+    double lse;           /* -inf: no key. With it the p of float add up to 1 */
+    double wide;          /* the same for those of double */
     double delta;         /* rowsum(d_o * o) - d_lse */
     _Atomic int32_t turn; /* the first row of a tile: strips of keys that have added to d_q */
 } attn_row;
@@ -53,6 +59,11 @@ typedef struct attn_unit {
     int32_t row, rows;
     int32_t chunk; /* the chunk to work; -1: all of them */
 } attn_unit;
+
+/* A row of o, wherever it is. */
+typedef struct attn_place {
+    int32_t h, i;
+} attn_place;
 
 /*
  * Units of all sequences, the most expensive first, but those of keys in the order of keys, on which d_q depends. Returns how
@@ -103,6 +114,32 @@ static inline bool attn__sequence_in_double(const attn_plan *plan, const attn_bu
     return attn__in_double(&plan->problem, &s);
 }
 
+/*
+ * Float32 in general, and double where that does not do: where few keys count, their scores' rounding errors do not even out, and
+ * the error of a row may be several times that of another computation that happens to round well. Few count where the largest
+ * of the numbers that are summed, e^(s - max) of a row or p of a key, is much of the sum. The row (of d_v: its tile of keys) is
+ * done again in double then. It is decided by what was computed for it, which depends on nothing else (C5).
+ */
+static inline bool attn__mixed(const attn_problem *p) {
+    return p->dtype == ATTN_F32 && !(p->flags & (ATTN_PRECISE | ATTN_SINGLE));
+}
+static inline bool attn__few(double sum, double most, int32_t few) { return sum < few * most; }
+
+/* What is few for row i. The largest of many is far above the others by itself, and then there are enough of those. */
+static inline int32_t attn__few_keys(const attn_problem *p, const attn_mask *mask, int32_t i) {
+    int32_t first, end;
+    attn__mask_row(mask, i, &first, &end);
+    bool even = !(p->flags & (ATTN_ALIBI | ATTN_BIAS)) && !mask->vectors;
+    return even && end - first > ATTN_MANY_KEYS ? ATTN_FEW_OF_MANY : ATTN_FEW_KEYS;
+}
+
+/* As many of these rows, whose heads ascend, as make a tile: of one KV head. */
+static inline int32_t attn__gather(const attn_problem *p, const attn_place *rows, int32_t count) {
+    int32_t group = p->heads_q / p->heads_kv, n = 1;
+    while (n < count && n < ATTN_TILE_ROWS && rows[n].h / group == rows[0].h / group) n++;
+    return n;
+}
+
 /* Tiles that the heads of one group make, when each has so few rows. */
 static inline int32_t attn__short_tiles(const attn_problem *p, int32_t rows) {
     int32_t fit = ATTN_TILE_ROWS / attn__max32(rows, 1);
@@ -126,9 +163,6 @@ static inline bool attn__takes_amx(const attn_plan *plan, const attn_seq *s) {
 }
 void attn__amx_unit(const attn_plan *plan, const attn_buffers *f, const attn_unit *unit, int32_t h, int32_t slot);
 int64_t attn__amx_scratch(const attn_plan *plan);
-/* By fwd.c: those rows of the tile, at most 32, whose bits are set in `which`. */
-void attn__fwd_rows(const attn_plan *plan, const attn_buffers *f, const attn_unit *tile, uint32_t which, int32_t h,
-                    int32_t slot);
 void attn__amx_keys(const attn_plan *plan, const attn_buffers *f, const attn_unit *unit, int32_t kv_head, int32_t slot);
 int64_t attn__amx_bwd_scratch(const attn_plan *plan);
 

@@ -169,9 +169,9 @@ def assert_close(name, result, measure: Measure, factor):
     """Holds a result to `factor` times the naive computation's error, per row.
 
     Each row is measured by its own size, and nothing is held to less than the unit roundoff of its dtype. A row may be
-    `factor` times as far off as the very same row of the naive computation. In float16 and bfloat16 that holds for every
-    row. In float32 both sides round alike, and a row of naive that sees few keys is nearly exact by luck now and then:
-    naive itself breaks the rule against naive with its head dims in another order, in 3 % of the rows of o. So in float32
+    `factor` times as far off as the very same row of the naive computation. That holds for every
+    row. But float32 computed in float32 alone and naive round alike, and a row of naive that sees few keys is nearly exact by luck now and then:
+    naive itself breaks the rule against naive with its head dims in another order, in 3 % of the rows of o. So where `theirs` has several
     no more rows may break it than break it in the worst of three such naive computations (`theirs`, after the first), or
     one. Often that is one or two rows of a thousand, and three say little of naive's luck: where ours has more, `redraw` makes
     twelve more, and it may have as many as naive has on average and three standard deviations (of a Poisson distribution,
