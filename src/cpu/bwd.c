@@ -201,6 +201,11 @@ static void restore_make(restored *x, real *q_t, real *guard) {
     }
 }
 
+/* A vector's worth: a compiler makes vectors of it. */
+static void keep_larger(real *restrict most, const real *restrict p) {
+    for (int r = 0; r < ATTN_LANES; r++) most[r] = p[r] > most[r] ? p[r] : most[r];
+}
+
 /* Tile x meets keys that are loaded. */
 static void restore_keys(restored *x, scratch *m, int32_t j0, int32_t keys) {
     const attn_rows *t = &x->t;
@@ -209,8 +214,7 @@ static void restore_keys(restored *x, scratch *m, int32_t j0, int32_t keys) {
     probabilities(t, m, x->q_t, m->k, x->lse, x->low, j0, keys, class, NULL, x->total);
     if (REAL_DTYPE != ATTN_F32 || !attn__mixed(t->p)) return;
     for (int32_t j = 0; j < keys; j++)
-        for (int32_t r = 0; r < t->width; r++)
-            x->most[r] = m->p[j * t->width + r] > x->most[r] ? m->p[j * t->width + r] : x->most[r];
+        for (int32_t r = 0; r < t->width; r += ATTN_LANES) keep_larger(x->most + r, m->p + j * t->width + r);
 }
 
 /*
@@ -225,9 +229,7 @@ static void restore_row(const restored *x, int32_t r) {
     if (!isfinite(lse)) return; /* of +inf, too, the logarithm below would make NaN */
     double total = x->total[r] + (t->p->flags & ATTN_SINK ? exp((double)t->f->sink[t->h[r]] - lse) : 0);
     double off = log(total), ulp = 0x1p-23 * (fabs(lse) > 1 ? fabs(lse) : 1);
-    if (fabs(off) > ulp) return;
-    *lse_of(row) = lse + off;
-    row->wide = lse + off;
+    if (fabs(off) <= ulp) *lse_of(row) = lse + off;
 }
 
 void REAL(bwd_restore_rows)(const attn_plan *plan, const attn_buffers *f, int32_t b, const attn_place *rows, int32_t count,
@@ -278,8 +280,10 @@ void REAL(bwd_restore)(const attn_plan *plan, const attn_buffers *f, int32_t b, 
             for (int32_t r = 0; r < tile[n].t.rows; r++) {
                 const attn_rows *t = &tile[n].t;
                 restore_row(&tile[n], r);
-                if (attn__few(tile[n].total[r], (double)tile[n].most[r], attn__few_keys(t->p, &t->mask, t->i[r])))
-                    again[doubtful++] = (attn_place){t->h[r], t->i[r]};
+                if (attn__few(tile[n].total[r], (double)tile[n].most[r], ATTN_FEW_KEYS))
+                    again[doubtful++] = (attn_place){t->h[r], t->i[r]}; /* that starts from lse as given */
+                else
+                    row_of(t, r)->wide = *lse_of(row_of(t, r));
             }
         }
     }
@@ -348,22 +352,6 @@ static void give_turn(const attn_rows *t, scratch *m, int32_t before, bool is_la
     REAL(bwd_end_turn)(t, before);
 }
 
-/* How much the rows of a tile weigh its keys. */
-static void weigh(const attn_rows *t, const real *p, int32_t keys, real *sum, real *most) {
-    for (int32_t j = 0; j < keys; j++, p += t->width) {
-        real sums[ATTN_LANES] = {0}, mosts[ATTN_LANES] = {0};
-        for (int32_t r = 0; r < t->width; r++) {
-            bool counts = r < t->rows; /* the padding repeats the last row */
-            sums[r % ATTN_LANES] += counts ? p[r] : 0;
-            mosts[r % ATTN_LANES] = counts && p[r] > mosts[r % ATTN_LANES] ? p[r] : mosts[r % ATTN_LANES];
-        }
-        for (int32_t r = 0; r < ATTN_LANES; r++) {
-            sum[j] += sums[r];
-            most[j] = mosts[r] > most[j] ? mosts[r] : most[j];
-        }
-    }
-}
-
 /* One query tile against one key tile, `at` keys into the strip. */
 static void add_tile(const attn_rows *t, scratch *m, int32_t j0, int32_t at, int32_t keys) {
     const attn_buffers *f = t->f;
@@ -375,7 +363,8 @@ static void add_tile(const attn_rows *t, scratch *m, int32_t j0, int32_t at, int
     if (f->d_k.data) REAL(tile_gemm)
     (t, m->d_k + (int64_t)at * t->dim_qk, t->dim_qk, m->d_s, m->q, t->dim_qk, t->dim_qk, j0, keys, true, class);
     if (!f->d_v.data) return;
-    if (REAL_DTYPE == ATTN_F32 && attn__mixed(t->p)) weigh(t, m->p, keys, m->sum_p + at, m->most_p + at);
+    if (REAL_DTYPE == ATTN_F32 && attn__mixed(t->p))
+        t->micro->weigh(m->p, keys, t->width, t->rows, m->sum_p + at, m->most_p + at);
     if (t->p->dropout > 0) REAL(tile_drop)(t, m->p, j0, keys);
     REAL(tile_gemm)(t, m->d_v + (int64_t)at * t->dim_v, t->dim_v, m->p, m->d_o, t->dim_v, t->dim_v, j0, keys, true, class);
 }

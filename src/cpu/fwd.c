@@ -166,14 +166,14 @@ typedef struct doubtful {
     attn_place rows[ATTN_STRIP * ATTN_TILE_ROWS];
 } doubtful;
 
-static bool is_doubtful(const attn_rows *t, int32_t r, real sum) {
+static bool is_doubtful(const attn_rows *t, real sum) {
     return REAL_DTYPE == ATTN_F32 && attn__mixed(t->p) && sum > 0 &&
-           attn__few(sum, 1, attn__few_keys(t->p, &t->mask, t->i[r]));
+           attn__few(sum, 1, ATTN_FEW_KEYS);
 }
 
 static void finish(const attn_rows *t, const state *st, doubtful *again) {
     for (int32_t r = 0; r < t->rows; r++) {
-        if (is_doubtful(t, r, st->sum[r]))
+        if (is_doubtful(t, st->sum[r]))
             again->rows[again->count++] = (attn_place){t->h[r], t->i[r]};
         else
             finish_row(t, st, r);

@@ -820,6 +820,25 @@ static void micro_transpose(real *to, int64_t ldt, const real *from, int64_t ldf
         for (int32_t r = 0; r < ATTN_LANES; r++) to[c * ldt + r] = r < m ? from[r * ldf + c] : 0;
 }
 
+static void micro_weigh(const real *p, int32_t keys, int32_t width, int32_t columns, real *sum, real *most) {
+    for (int32_t j = 0; j < keys; j++, p += width) {
+        vreal sums = {0}, mosts = {0};
+        int32_t r = 0;
+        for (; r + VL <= columns; r += VL) {
+            sums += load(p + r);
+            mosts = larger(load(p + r), mosts);
+        }
+        real total = sum_of_lanes(sums), largest = most[j];
+        for (int n = 0; n < VL; n++) largest = mosts[n] > largest ? mosts[n] : largest;
+        for (; r < columns; r++) {
+            total += p[r];
+            largest = p[r] > largest ? p[r] : largest;
+        }
+        sum[j] += total;
+        most[j] = largest;
+    }
+}
+
 static void micro_scale(real *c, int32_t n, real factor) {
     for (int32_t i = 0; i < n; i++) c[i] *= factor;
 }
@@ -849,6 +868,7 @@ const attn_micro TABLE_NAME(ATTN_ISA) = {
     .softcap = micro_softcap,
     .alibi = micro_alibi,
     .d_scores = micro_d_scores,
+    .weigh = micro_weigh,
     .transpose = micro_transpose,
     .scale = micro_scale,
     .finite = micro_finite,

@@ -87,6 +87,9 @@ typedef struct REAL(micro) {
     void (*d_scores)(real *d_p, const real *p, const real *slope, int32_t keys, int32_t width, const real *delta,
                      real keep);
 
+    /* sum[key] grows by the first columns of p[key][width], most[key] is the largest of them and what it was. */
+    void (*weigh)(const real *p, int32_t keys, int32_t width, int32_t columns, real *sum, real *most);
+
     /* to[n][ldt] = from[m][ldf] transposed, of which rows m and columns n; ATTN_LANES columns of `to` are written, with zeros from m on. */
     void (*transpose)(real *to, int64_t ldt, const real *from, int64_t ldf, int32_t m, int32_t n);
 

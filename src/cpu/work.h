@@ -29,8 +29,6 @@ enum {
     ATTN_NARROW_ROWS = 4,  /* at most so many: narrow, if there are more keys */
     ATTN_CHUNK = 1024,     /* keys of a chunk; a multiple of ATTN_TILE_COLS */
     ATTN_FEW_KEYS = 16,    /* a row that weighs fewer keys is done in double: attn__mixed */
-    ATTN_FEW_OF_MANY = 8,  /* the same, if it sees more than ATTN_MANY_KEYS */
-    ATTN_MANY_KEYS = 256,  /*   and nothing but q and k makes them differ */
     ATTN_FEW_ROWS = 8      /* d_v of a key that fewer rows weigh is done in double */
 };
 
@@ -124,14 +122,6 @@ static inline bool attn__mixed(const attn_problem *p) {
     return p->dtype == ATTN_F32 && !(p->flags & (ATTN_PRECISE | ATTN_SINGLE));
 }
 static inline bool attn__few(double sum, double most, int32_t few) { return sum < few * most; }
-
-/* What is few for row i. The largest of many is far above the others by itself, and then there are enough of those. */
-static inline int32_t attn__few_keys(const attn_problem *p, const attn_mask *mask, int32_t i) {
-    int32_t first, end;
-    attn__mask_row(mask, i, &first, &end);
-    bool even = !(p->flags & (ATTN_ALIBI | ATTN_BIAS)) && !mask->vectors;
-    return even && end - first > ATTN_MANY_KEYS ? ATTN_FEW_OF_MANY : ATTN_FEW_KEYS;
-}
 
 /* As many of these rows, whose heads ascend, as make a tile: of one KV head. */
 static inline int32_t attn__gather(const attn_problem *p, const attn_place *rows, int32_t count) {
