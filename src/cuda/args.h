@@ -44,7 +44,10 @@ enum {
     ATTN_TMA_Q = 1,           /* bits of attn_cuda_args.tma */
     ATTN_TMA_KV = 2,
     ATTN_TMA_O = 4,
-    ATTN_TMA_ALL = 7
+    ATTN_TMA_ALL = 7,
+    ATTN_WHOLE_Q = 1, /* bits of attn_cuda_args90.whole */
+    ATTN_WHOLE_K = 2,
+    ATTN_WHOLE_V = 4
 };
 
 /*
@@ -130,7 +133,9 @@ typedef struct attn_cuda_args {
 
 /*
  * A tensor as the tensor memory accelerator walks it, made by the driver (cuTensorMapEncodeTiled). Coordinates are column, row,
- * head, batch; a packed tensor is one batch. What is outside is read as 0 and not written: columns past the dim too.
+ * block of columns, head, batch; a packed tensor is one batch. What is outside is read as 0 and not written: columns past the dim too.
+ * Dims that are whole blocks of ATTN_MAP_COLS columns are walked as such, and one request brings all blocks of a tile; others
+ * are one block as wide as the dim, and a request brings ATTN_MAP_COLS columns of it.
  */
 typedef struct attn_tensor_map {
     ATTN_ALIGNED(64) uint64_t opaque[16];
@@ -144,6 +149,7 @@ typedef struct attn_tensor_map {
 typedef struct attn_cuda_args90 {
     attn_tensor_map q, k, v, o;
     attn_cuda_args a;
+    int32_t whole; /* ATTN_WHOLE_...: tiles that one request brings */
 } attn_cuda_args90;
 
 /* What merge is given: some of the parts. A merge of more parts is several launches, with `state` between them. */

@@ -235,6 +235,7 @@ typedef struct attn_cuda_run {
     int32_t sms;    /* multiprocessors of the device */
     int32_t tma;    /* args.tma, and the maps that it speaks of; a kernel that is not Hopper's has none */
     int32_t box;    /* args.box */
+    int32_t whole;  /* attn_cuda_args90.whole */
     attn_tensor_map map_q, map_k, map_v, map_o;
 } attn_cuda_run;
 

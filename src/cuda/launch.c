@@ -127,6 +127,7 @@ static attn_status launch_hopper(const attn_cuda_run *run, const attn_cuda_args 
     x.v = run->map_v;
     x.o = run->map_o;
     x.a = *a;
+    x.whole = run->whole;
     x.a.work = groups * a->group * a->slots; /* batch * heads is below 2^31 */
     RETURN_IF(forward->takes == ATTN_TAKES_PLAIN && a->tma != ATTN_TMA_ALL, ATTN_DEVICE,
               "kernel=%s: wants maps of all tensors, and the driver made none for some (bits %d)", forward->name, a->tma);

@@ -7,7 +7,7 @@
 enum {
     MOST_BARRIERS = 64,
     MOST_COPIES = 256,
-    MOST_BYTES = 256 * EMULATE_LINE_BYTES, /* of a copy */
+    MOST_BYTES = 512 * EMULATE_LINE_BYTES, /* of a copy */
     MOST_THREADS = 1024,
     WARPS = MOST_THREADS / 32,
     NAMED = 16,
@@ -133,7 +133,11 @@ void emulate_fence_mbarrier_init(void) {
         if (barriers[n].thread == threadIdx.x) barriers[n].is_fenced = 1;
 }
 
-static int64_t bytes_of(const emulate_map *m) { return (int64_t)m->box[1] * m->box[2] * m->box[3] * EMULATE_LINE_BYTES; }
+static int64_t bytes_of(const emulate_map *m) {
+    int64_t bytes = EMULATE_LINE_BYTES;
+    for (int d = 1; d < EMULATE_RANK; d++) bytes *= m->box[d];
+    return bytes;
+}
 
 static int64_t bytes_under_way(int barrier) {
     int64_t bytes = 0;
@@ -274,10 +278,9 @@ static const emulate_map *checked_map(const void *map) {
 /* Where line n of the box begins in memory; NULL: outside the tensor. *from, *to: its columns that are inside. */
 static uint8_t *line_of(const copy *c, uint32_t n, int *from, int *to) {
     const emulate_map *m = c->map;
-    const uint32_t in_box[EMULATE_RANK] = {0, n % m->box[1], n / m->box[1] % m->box[2], n / m->box[1] / m->box[2]};
     uint8_t *start = m->base;
-    for (int d = 1; d < EMULATE_RANK; d++) {
-        int64_t at = (int64_t)c->at[d] + in_box[d];
+    for (int d = 1; d < EMULATE_RANK; n /= m->box[d++]) {
+        int64_t at = (int64_t)c->at[d] + n % m->box[d];
         if (at < 0 || (uint64_t)at >= m->dims[d]) return NULL;
         start += (uint64_t)at * m->strides[d - 1];
     }

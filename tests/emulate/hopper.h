@@ -19,13 +19,13 @@
 
 #include "fibers.h"
 
-/* In a tensor map, as cuTensorMapEncodeTiled of driver.c makes it: four dims of 16-bit numbers, boxes of 64 columns, 128-byte swizzle. */
-enum { EMULATE_RANK = 4, EMULATE_LINE_BYTES = 128 };
+/* In a tensor map, as cuTensorMapEncodeTiled of driver.c makes it: five dims of 16-bit numbers, boxes of 64 columns, 128-byte swizzle. */
+enum { EMULATE_RANK = 5, EMULATE_LINE_BYTES = 128 };
 typedef struct emulate_map {
     uint64_t magic;
     uint8_t *base;
-    uint64_t dims[EMULATE_RANK];        /* columns, rows, heads, batch */
-    uint64_t strides[EMULATE_RANK - 1]; /* in bytes, of rows, heads, batch */
+    uint64_t dims[EMULATE_RANK];        /* columns, rows, blocks of columns, heads, batch */
+    uint64_t strides[EMULATE_RANK - 1]; /* in bytes, of rows, blocks, heads, batch */
     uint32_t box[EMULATE_RANK];
 } emulate_map;
 #define EMULATE_MAP_MAGIC UINT64_C(0x74656e736f726d61)

@@ -25,12 +25,12 @@ PTX bool bar_red_or(int barrier, int threads, bool x) { return emulate_bar_sync(
 
 /* ---- tensor memory accelerator: a map is attn_tensor_map to the kernel ---- */
 
-PTX void cp_async_bulk_tensor_4d_load(uint32_t to, const void *map, uint32_t barrier, int x, int y, int z, int w) {
-    const int at[EMULATE_RANK] = {x, y, z, w};
+PTX void cp_async_bulk_tensor_5d_load(uint32_t to, const void *map, uint32_t barrier, int x, int y, int z, int w, int v) {
+    const int at[EMULATE_RANK] = {x, y, z, w, v};
     emulate_tensor_load(to, map, barrier, at);
 }
-PTX void cp_async_bulk_tensor_4d_store(const void *map, uint32_t from, int x, int y, int z, int w) {
-    const int at[EMULATE_RANK] = {x, y, z, w};
+PTX void cp_async_bulk_tensor_5d_store(const void *map, uint32_t from, int x, int y, int z, int w, int v) {
+    const int at[EMULATE_RANK] = {x, y, z, w, v};
     emulate_tensor_store(map, from, at);
 }
 PTX void cp_async_bulk_commit_group(void) { emulate_bulk_commit(); }
