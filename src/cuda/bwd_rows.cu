@@ -4,6 +4,7 @@
  *   bwd_delta   lse and delta = rowsum(d_o * o) - d_lse of each row, as args.h says (row_stats)
  *   bwd_sink    d_sink: a sink is a key without a value, so its gradient is a sum over rows, of -exp(sink - lse) * delta
  *   bwd_fill    C4: rows of d_q, d_k and d_v that no sequence covers become 0
+ *   bwd_cast    d_q of the sums that bwd_sm90.cu has left
  */
 #include "warp.cuh"
 
@@ -165,4 +166,49 @@ KERNEL bwd_fill(const __grid_constant__ attn_cuda_args a) {
         clear_q(a, n);
     else if (n - rows < keys)
         clear_kv(a, n - rows);
+}
+
+/* ---- d_q of Hopper's backward ---- */
+
+/*
+ * Blocks: [batch][row_tiles][heads_q]. A tile is as the threads of two warpgroups held it: [2][8-column tile][thread] of four floats, of
+ * rows g and g + 8 of a warp's 16 two columns each. The warpgroups have 64 rows each of a tile of 128, or 64 dims each.
+ */
+KERNEL __launch_bounds__(ATTN_CAST_THREADS) bwd_cast(const __grid_constant__ attn_cuda_args a) {
+    const int64_t block = block_index();
+    const int32_t rows = a.part_rows, dim = a.dv_blocks, thread = threadIdx.x;
+    if (block >= (int64_t)a.p.batch * a.row_tiles * a.p.heads_q) return;
+    const int32_t h = (int32_t)(block % a.p.heads_q), n = (int32_t)(block / a.p.heads_q % a.row_tiles);
+    const attn_seq s = sequence(a, (int32_t)(block / a.p.heads_q / a.row_tiles));
+    if (n * rows >= s.sq) return;
+    const int64_t first =
+        a.p.flags & ATTN_VARLEN_Q ? s.q_row / rows + s.b : (int64_t)s.b * ((a.p.max_q + rows - 1) / rows);
+    const bool by_rows = rows == 128;
+    const int32_t tiles = (by_rows ? dim : dim / 2) / 8;
+    const float *from = (const float *)a.part_o + ((first + n) * a.p.heads_q + h) * rows * dim + thread * 4;
+    const float scale = (float)a.p.scale;
+    const attn_mask mask = attn__seq_mask(&a.p, &s);
+    for (int32_t x = 0; x < 4; x++) { /* warpgroup, half */
+        const int32_t i = n * rows + (by_rows ? x / 2 * 64 : 0) + thread / 32 * 16 + x % 2 * 8 + thread / 4 % 8;
+        if (i >= s.sq) continue;
+        int32_t first_key, end;
+        attn__mask_row(&mask, i, &first_key, &end);
+        const int64_t to = attn__q_offset(&a.p, &a.f.d_q, &s, i, h);
+        const bool words = ((uint64_t)a.f.d_q.data + to * 2) % 4 == 0;
+        for (int32_t t = 0; t < tiles; t++) {
+            const int32_t column = ((by_rows ? 0 : x / 2 * tiles) + t) * 8 + thread % 4 * 2;
+            const float *at = from + ((x / 2) * tiles + t) * ATTN_CAST_THREADS * 4 + x % 2 * 2;
+            float low = 0, high = 0;
+            if (column >= a.p.dim_qk) continue;
+            if (first_key < end) low = at[0] * scale, high = at[1] * scale;
+            if (words && column + 1 < a.p.dim_qk) {
+                const uint32_t pair = a.p.dtype == ATTN_BF16 ? attn__to_bf16(low) | (uint32_t)attn__to_bf16(high) << 16
+                                                             : attn__to_f16(low) | (uint32_t)attn__to_f16(high) << 16;
+                *(uint32_t *)((uint8_t *)a.f.d_q.data + (to + column) * 2) = pair;
+            } else {
+                attn__store(a.p.dtype, a.f.d_q.data, to + column, low);
+                if (column + 1 < a.p.dim_qk) attn__store(a.p.dtype, a.f.d_q.data, to + column + 1, high);
+            }
+        }
+    }
 }

@@ -97,5 +97,6 @@ void attn__cuda_map(attn_cuda_run *run, const attn_plan *plan, const attn_buffer
     if (may_kv && make_map(run->driver, &views[VIEW_K], run->box, &run->map_k) &&
         make_map(run->driver, &views[VIEW_V], run->box, &run->map_v))
         run->tma |= ATTN_TMA_KV;
-    if (may_o && make_map(run->driver, &views[VIEW_O], ATTN_MAP_O_ROWS, &run->map_o)) run->tma |= ATTN_TMA_O;
+    const int32_t rows_o = e->op == ATTN_BACKWARD ? e->bm : (int32_t)ATTN_MAP_O_ROWS; /* d_o is read as q is */
+    if (may_o && make_map(run->driver, &views[VIEW_O], rows_o, &run->map_o)) run->tma |= ATTN_TMA_O;
 }

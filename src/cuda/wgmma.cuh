@@ -3,7 +3,8 @@
  *
  * d += a b with d in registers: thread 32 w + 4 g + t holds in d[4 j + e] the row 16 w + g + 8 (e / 2) and the column
  * 8 j + 2 t + e % 2. _ss takes a from shared memory, rows of K-major; _rs from registers, as mma.sync m16n8k16 has it. b is
- * K-major for _ss (rows of keys, columns of dims: Q K^T) and MN-major for _rs (rows of keys, columns of dims: P V).
+ * K-major for _ss (rows of keys, columns of dims: Q K^T) and MN-major for _rs (rows of keys, columns of dims: P V). _mn is _ss with
+ * both MN-major: a lies transposed, its 64 rows side by side.
  * With add = 0 d is overwritten. The order: wgmma_fence, products, wgmma_commit_group, wgmma_wait_group; until then d and the
  * registers of a belong to the products. How operands lie in shared memory is said in operand.cuh.
  */
@@ -61,6 +62,12 @@ PTX void wgmma_commit_group(void) { asm volatile("wgmma.commit_group.sync.aligne
     PTX void wgmma_m64n##columns##k16_ss_##type(float *d, uint64_t a, uint64_t b, int add) {                               \
         asm volatile("{ .reg .pred p; setp.ne.b32 p, %" #r2 ", 0; wgmma.mma_async.sync.aligned.m64n" #columns              \
                      "k16.f32." #type "." #type " {" WGMMA_TEXT_##registers "}, %" #r0 ", %" #r1 ", p, 1, 1, 0, 0; }"      \
+                     : WGMMA_D_##registers(d)                                                                              \
+                     : "l"(a), "l"(b), "r"(add));                                                                          \
+    }                                                                                                                      \
+    PTX void wgmma_m64n##columns##k16_mn_##type(float *d, uint64_t a, uint64_t b, int add) {                               \
+        asm volatile("{ .reg .pred p; setp.ne.b32 p, %" #r2 ", 0; wgmma.mma_async.sync.aligned.m64n" #columns              \
+                     "k16.f32." #type "." #type " {" WGMMA_TEXT_##registers "}, %" #r0 ", %" #r1 ", p, 1, 1, 1, 1; }"      \
                      : WGMMA_D_##registers(d)                                                                              \
                      : "l"(a), "l"(b), "r"(add));                                                                          \
     }                                                                                                                      \

@@ -48,6 +48,9 @@ for kernel in $(sed -n 's/^BWD(\([a-z0-9_]*\),.*/\1/p' src/cuda/variants.def); d
     case $kernel in *_one) source=bwd_one.cu ;; *) source=bwd.cu ;; esac
     compile "$kernel.o" $fwd "-DVARIANT=$kernel" -c src/cuda/$source
 done
+for kernel in $(sed -n 's/^BWD90(\([a-z0-9_]*\),.*/\1/p' src/cuda/variants.def); do
+    compile "$kernel.o" $fwd "-DVARIANT=$kernel" -c src/cuda/bwd_sm90.cu
+done
 kernels=$objects
 compile hopper_test.o $fwd -DVARIANT=none -c tests/emulate/hopper_test.cu
 xargs -r -P "$(nproc)" -d '\n' -n 1 sh -c <"$out/commands"
