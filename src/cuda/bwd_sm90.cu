@@ -75,6 +75,7 @@ enum {
     STEPS = BM / 16,
     BY_ROWS = BM == 128,                      /* consumers share d_q by rows; else by dims */
     QN = (BY_ROWS ? (int)DIM : DIM / 2) / 8,  /* 8-column tiles of a consumer's d_q */
+    HAS_ROOM = BM == 64, /* in registers, for P as two operands: d_s is made beneath d_v */
     WORDS = NT / 8, /* of 32 bits, one for each of a thread's elements */
     ROW = 128,      /* bytes of a row of a block of 64 columns */
     BLOCKS = DIM / ATTN_MAP_COLS,
@@ -82,19 +83,41 @@ enum {
     Q_BYTES = BM * BLOCKS * ROW,
     D_S_BYTES = BN * BM * 2,
     D_Q_BYTES = BM * DIM * 4,
-    PRODUCER_REGISTERS = 40,
-    CONSUMER_REGISTERS = 232
+    PRODUCER_REGISTERS = 24,
+    CONSUMER_REGISTERS = 240
 };
 static_assert(BM == 64 || BM == 128, "rows of d_q in whole warpgroups");
+static_assert(STAGES == 2, "the stage before is stage ^ 1");
 static_assert(QN <= NT, "d_q takes the place of D");
 static_assert(BY_ROWS ? DIM == 64 : DIM == 128, "want another way to share d_q");
 
-/* Numbers of named barriers. FREE + c: d_s may be written by consumer c. */
-enum { BARRIER_KEYS = 1, BARRIER_D_S, BARRIER_FREE, BARRIER_END = BARRIER_FREE + CONSUMERS };
+/* Numbers of named barriers. FREE + c: d_s may be written by consumer c; BAD + c: its keys have been looked through. */
+enum {
+    BARRIER_KEYS = 1,
+    BARRIER_D_S,
+    BARRIER_FREE,
+    BARRIER_BAD = BARRIER_FREE + CONSUMERS,
+    BARRIER_END = BARRIER_BAD + CONSUMERS
+};
+
+/* A vote says nothing new, but tells ptxas that all lanes agree: what follows from it is in the registers that a warp has once. */
+DEVICE bool says(bool x) { return __any_sync(~0u, x); }
 
 DEVICE uint32_t pack(float low, float high) { return BF16 ? cvt_rn_bf16x2(low, high) : cvt_rn_f16x2(low, high); }
 
 #include "product.cuh"
+
+/* ---- where a block works ---- */
+
+typedef struct place {
+    attn_seq s;
+    attn_mask mask;
+    int32_t kv_head;
+    int32_t own, count;  /* the first key, and how many there are */
+    int32_t first, last; /* tiles of rows that may see them */
+    int32_t h, h_end;    /* query heads */
+    bool tail;           /* rows past the last one are in memory, and may hold anything */
+} place;
 
 /* ---- shared memory: K, V, stages of Q and d_o, d_s, buffers of d_q; all but the last in blocks of 64 columns; notes ---- */
 
@@ -109,15 +132,24 @@ DEVICE void turn_ring(ring &r, uint32_t size) {
     }
 }
 
-/* Barriers, and of the rows of a stage lse (in base 2; +inf: P is 0) and delta. raw: Q and d_o before the tender has looked at them. */
+/* Barriers, and what the tender tells of a stage. raw: Q and d_o before it has looked at them. */
 typedef struct shared_notes {
     uint64_t kv_full, q_full[STAGES], q_empty[STAGES], o_full[STAGES], o_empty[STAGES], stats_full[STAGES], raw[STAGES];
     uint64_t d_q_full[QBUF], d_q_empty[QBUF];
-    float lse[STAGES][BM], delta[STAGES][BM];
-    float key_scale[BN]; /* NaN: the key is not finite */
-    uint32_t bad;        /* some d_o was not finite */
+    float lse[STAGES][BM]; /* in base 2; +inf: P is 0 */
+    float delta[STAGES][BM];
+    uint32_t tile[STAGES]; /* tile_word */
+    float key_scale[BN];   /* NaN: the key is not finite */
+    uint32_t bad;          /* some d_o was not finite */
+    place at;              /* here, and not in everybody's registers */
+    int32_t is_there;      /* is there anything to do at all? */
 } shared_notes;
 static_assert(sizeof(shared_notes) <= ATTN_BWD90_NOTES, "give the notes more room");
+
+/* A tile of rows: its number, whether there is another one after it, and for each consumer, whether some pairs are masked. */
+DEVICE uint32_t tile_word(int32_t n, bool more, bool partial_0, bool partial_1) {
+    return (uint32_t)n << 3 | (uint32_t)more << 2 | (uint32_t)partial_1 << 1 | partial_0;
+}
 
 typedef struct buffers {
     uint32_t k, v, q, o, d_s, d_q, notes;
@@ -159,18 +191,6 @@ DEVICE void make_barriers(const buffers &b) {
 DEVICE uint32_t piece_at(uint32_t tile, int rows, int row, int chunk) {
     return tile + chunk / 8 * rows * ROW + row * ROW + (((chunk & 7) ^ (row & 7)) << 4);
 }
-
-/* ---- where a block works ---- */
-
-typedef struct place {
-    attn_seq s;
-    attn_mask mask;
-    int32_t kv_head;
-    int32_t own, count;  /* the first key, and how many there are */
-    int32_t first, last; /* tiles of rows that may see them */
-    int32_t h, h_end;    /* query heads */
-    bool tail;           /* rows past the last one are in memory, and may hold anything */
-} place;
 
 /* As find_place of bwd.cuh: `group` heads at a time; among them the first keys, which see the most under a causal mask, come first. */
 DEVICE bool find_place(const attn_cuda_args &a, place &at) {
@@ -321,7 +341,10 @@ DEVICE void tend(const attn_cuda_args &a, const buffers &b, const place &at) {
             delta[n] = i < at.s.sq ? from[1] : 0;
             lse[n] = lse[n] == -INFINITY ? INFINITY : __fmul_rn(lse[n], (float)ATTN_LOG2E);
         }
+        const uint32_t word = tile_word(w.n, next_tile(at, w).h < at.h_end, hides(at, w.n, at.own, at.own + 64),
+                                        hides(at, w.n, at.own + 64, at.own + 128));
         mbarrier_wait_parity(BARRIER(b, o_empty, r.at), r.parity ^ 1);
+        if (lane == 0) st_shared_b32(NOTE(b, tile) + r.at * 4, word);
 #pragma unroll
         for (int n = 0; n < EACH; n++) {
             const uint32_t to = (r.at * BM + n * 32 + lane) * 4;
@@ -406,38 +429,43 @@ DEVICE void drop(const buffers &b, const place &at) {
 
 /* ---- the consumers: keys ---- */
 
+typedef struct consumer {
+    int number;
+    bool bad_keys;          /* some of its keys are not finite: key_scale */
+    ring in, out;           /* stages of Q and d_o; buffers of d_q */
+    uint64_t k, v;          /* S, D: its own keys, K-major */
+    uint64_t d_s, k_across; /* d_q: its rows of d_s, its dims of K; both MN-major */
+} consumer;
+
+/* The first of the thread's two keys in the block; the other one is 8 further on. */
+DEVICE int32_t my_key(const consumer &me) {
+    return me.number * 64 + (int32_t)((threadIdx.x >> 5 & 3) * 16 + (threadIdx.x >> 2 & 7));
+}
+
 /*
  * Keys past the end become zeros; under a mask those that hold something that is not finite too, and key_scale says so. Two threads
- * to a key. Returns with the scales of the two keys that the thread has of products.
+ * to a key. Are there any?
  */
-DEVICE void tend_keys(const attn_cuda_args &a, const buffers &b, const place &at, int number, float scale[2]) {
+DEVICE bool tend_keys(const attn_cuda_args &a, const buffers &b, const place &at, const consumer &me) {
     const bool masks = a.p.flags & (ATTN_CAUSAL | ATTN_WINDOW);
-    scale[0] = scale[1] = a.scale_log2;
-    if (!masks && at.count == BN) return;
-    const int key = number * 64 + (int)(threadIdx.x & 127) / 2, from = (int)(threadIdx.x & 1) * (DIM / 16);
+    if (!masks && at.count == BN) return false; /* and no tile is partial */
+    const int key = me.number * 64 + (int)(threadIdx.x & 127) / 2, from = (int)(threadIdx.x & 1) * (DIM / 16);
     bool bad = masks && holds_nonfinite(b.k, BN, key, from, from + DIM / 16);
     bad = __shfl_xor_sync(~0u, (int)bad, 1) || bad;
     if (bad || key >= at.count) clear_row(b.k, BN, key, from, from + DIM / 16);
     if (from == 0) st_shared_b32(NOTE(b, key_scale) + key * 4, __float_as_uint(bad ? NAN : a.scale_log2));
     fence_proxy_async();
     bar_sync(BARRIER_KEYS, THREADS);
-    const uint32_t mine = NOTE(b, key_scale) + (number * 64 + (threadIdx.x >> 5 & 3) * 16 + (threadIdx.x >> 2 & 7)) * 4;
-    scale[0] = __uint_as_float(ld_shared_b32(mine));
-    scale[1] = __uint_as_float(ld_shared_b32(mine + 32));
-}
-
-/* The first key of the thread's; the other one is 8 further on. */
-DEVICE int32_t key_of(const place &at, int number) {
-    return at.own + number * 64 + (int32_t)((threadIdx.x >> 5 & 3) * 16 + (threadIdx.x >> 2 & 7));
+    return bar_red_or(BARRIER_BAD + me.number, 128, bad);
 }
 
 /* A bit for each element: element e of 8-column tile nt is bit 4 (nt % 8) + e of word nt / 8. */
-DEVICE void find_seen(const place &at, int number, int32_t n, uint32_t seen[WORDS]) {
+DEVICE void find_seen(const place &at, const consumer &me, int32_t n, uint32_t seen[WORDS]) {
 #pragma unroll
     for (int w = 0; w < WORDS; w++) seen[w] = 0;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-        const int32_t key = key_of(at, number) + half * 8;
+        const int32_t key = at.own + my_key(me) + half * 8;
         int32_t first, end;
         attn__mask_cols(&at.mask, key, key + 1, &first, &end);
         end = key < at.own + at.count ? attn__min32(end, at.s.sq) : first;
@@ -453,22 +481,15 @@ DEVICE void find_seen(const place &at, int number, int32_t n, uint32_t seen[WORD
 
 /* ---- the consumers: products ---- */
 
-typedef struct consumer {
-    int number;
-    float scale[2];
-    ring in, out;           /* stages of Q and d_o; buffers of d_q */
-    uint64_t k, v;          /* S, D: its own keys, K-major */
-    uint64_t d_s, k_across; /* d_q: its rows of d_s, its dims of K; both MN-major */
-} consumer;
-
 /* S = K Q^T, D = V d_o^T: 64 keys of 128, all rows of a tile. */
 DEVICE void begin_scores(float s[NT][4], uint64_t keys, uint32_t tile) {
     const uint64_t rows = wgmma_k_major(tile);
     wgmma_fence();
+    product_ss_set(BM, s[0], keys, rows);
 #pragma unroll
-    for (int c = 0; c < DIM / 16; c++)
+    for (int c = 1; c < DIM / 16; c++)
         product_ss(BM, s[0], wgmma_step(keys, 1, c / 4 * BN * ROW + c % 4 * 32),
-                   wgmma_step(rows, 1, c / 4 * BM * ROW + c % 4 * 32), c > 0);
+                   wgmma_step(rows, 1, c / 4 * BM * ROW + c % 4 * 32), 1);
     wgmma_commit_group();
 }
 
@@ -484,9 +505,10 @@ DEVICE void begin_sum(float sum[DT][4], const uint32_t w[STEPS][4], uint32_t til
 /* d_q = d_s K: all keys, 64 rows and all dims, or all rows and 64 dims. */
 DEVICE void begin_d_q(float d_q[NT][4], const consumer &me) {
     wgmma_fence();
+    product_mn_set(QN * 8, d_q[0], me.d_s, me.k_across);
 #pragma unroll
-    for (int ks = 0; ks < BN / 16; ks++)
-        product_mn(QN * 8, d_q[0], wgmma_step(me.d_s, ks, 16 * ROW), wgmma_step(me.k_across, ks, 16 * ROW), ks > 0);
+    for (int ks = 1; ks < BN / 16; ks++)
+        product_mn(QN * 8, d_q[0], wgmma_step(me.d_s, ks, 16 * ROW), wgmma_step(me.k_across, ks, 16 * ROW), 1);
     wgmma_commit_group();
 }
 
@@ -537,8 +559,8 @@ DEVICE void pack_weights(uint32_t w[STEPS][4], const float x[NT][4]) {
 
 /* d_s to shared memory, [keys][rows]. */
 DEVICE void put_d_s(const buffers &b, const consumer &me, const uint32_t w[STEPS][4]) {
-    const int g = threadIdx.x >> 2 & 7, key = me.number * 64 + (threadIdx.x >> 5 & 3) * 16 + g;
-    const uint32_t to = b.d_s + key * ROW + (threadIdx.x & 3) * 4;
+    const int g = threadIdx.x >> 2 & 7;
+    const uint32_t to = b.d_s + my_key(me) * ROW + (threadIdx.x & 3) * 4;
 #pragma unroll
     for (int nt = 0; nt < NT; nt++)
 #pragma unroll
@@ -560,64 +582,98 @@ DEVICE void arrive_by_warps(uint32_t empty) {
     if ((threadIdx.x & 31) == 0) mbarrier_arrive(empty);
 }
 
-/* All tiles. The notes of a stage are read before o_empty is arrived at. */
-DEVICE void walk_rows(const buffers &b, const place &at, consumer &me, float d_k[DT][4], float d_v[DT][4]) {
+/* What a consumer has of a tile. Arrays by themselves: in a struct they would live in memory. */
+typedef struct tile {
+    int32_t n;
+    bool more, partial;
+    uint32_t seen[WORDS]; /* partial */
+} tile;
+
+/*
+ * From S, which is under way, to D, which is there, with d_v under way: s becomes P. first: there is no tile before it, whose Q would
+ * be empty now. The notes of a stage are read before o_empty is arrived at.
+ */
+DEVICE void make_p(const attn_cuda_args &a, const buffers &b, const place &at, const consumer &me, float s[NT][4], float d[NT][4], uint32_t p[STEPS][4],
+                   float d_v[DT][4], tile &t, bool first) {
+    const uint32_t stage = me.in.at, o = b.o + stage * Q_BYTES, lse = NOTE(b, lse) + stage * BM * 4;
+    mbarrier_wait_parity(BARRIER(b, o_full, stage), me.in.parity);
+    begin_scores(d, me.v, o);
+    mbarrier_wait_parity(BARRIER(b, stats_full, stage), me.in.parity);
+    const uint32_t word = ld_shared_b32(NOTE(b, tile) + stage * 4);
+    t.n = (int32_t)(word >> 3);
+    t.more = says(word & 4);
+    t.partial = says((word >> me.number & 1) || me.bad_keys);
+    wgmma_wait_group(1);
+    if (!first) arrive_by_warps(BARRIER(b, q_empty, stage ^ 1));
+    if (t.partial) {
+        const uint32_t scales = NOTE(b, key_scale) + my_key(me) * 4;
+        const float scale[2] = {__uint_as_float(ld_shared_b32(scales)), __uint_as_float(ld_shared_b32(scales + 32))};
+        find_seen(at, me, t.n, t.seen);
+        weigh(s, scale, lse, t.seen, false);
+    } else {
+        const float scale[2] = {a.scale_log2, a.scale_log2};
+        weigh(s, scale, lse, t.seen, true);
+    }
+    pack_weights(p, s);
+    begin_sum(d_v, p, o);
+    wgmma_wait_group(HAS_ROOM ? 1 : 0);
+}
+
+/* d_q, which is there, leaves; and so do d_o and d_s, which nobody reads any more. */
+DEVICE void leave_d_q(const buffers &b, consumer &me, uint32_t stage, const float d_q[NT][4]) {
+    arrive_by_warps(BARRIER(b, o_empty, stage));
+    bar_arrive(BARRIER_FREE + 1 - me.number, THREADS);
+    mbarrier_wait_parity(BARRIER(b, d_q_empty, me.out.at), me.out.parity ^ 1);
+    put_d_q(b, me, d_q);
+    fence_proxy_async();
+    mbarrier_arrive(BARRIER(b, d_q_full, me.out.at));
+    turn_ring(me.out, QBUF);
+}
+
+/* From P and D to d_q and d_k, which are under way then: d becomes d_s, then d_q. */
+DEVICE void begin_gradients(const buffers &b, const consumer &me, const float s[NT][4], float d[NT][4], uint32_t d_s[STEPS][4],
+                            float d_k[DT][4], const tile &t) {
+    const uint32_t delta = NOTE(b, delta) + me.in.at * BM * 4;
+    if (t.partial)
+        weigh_gradient(d, s, delta, t.seen, false);
+    else
+        weigh_gradient(d, s, delta, t.seen, true);
+    pack_weights(d_s, d);
+    bar_sync(BARRIER_FREE + me.number, THREADS);
+    put_d_s(b, me, d_s);
+    fence_proxy_async();
+    bar_sync(BARRIER_D_S, THREADS);
+    wgmma_wait_group(0);
+    begin_sum(d_k, d_s, b.q + me.in.at * Q_BYTES);
+    begin_d_q(d, me);
+}
+
+/*
+ * All tiles. ptxas wants what is read to have begun in the same round of the loop, and no way out of its middle, or it waits for every
+ * product at once: so a round begins when P and D of a tile are there.
+ */
+DEVICE void walk_rows(const attn_cuda_args &a, const buffers &b, const place &at, consumer &me, float d_k[DT][4], float d_v[DT][4]) {
     float s[NT][4], d[NT][4]; /* S, then P; D, then d_s, then d_q: registers are scarce */
     uint32_t p[STEPS][4], d_s[STEPS][4];
-    walk w = first_tile(at);
-    ring before = {};
-    bool is_first = true;
+    tile t;
     mbarrier_wait_parity(BARRIER(b, q_full, 0), 0);
     begin_scores(s, me.k, b.q);
+    make_p(a, b, at, me, s, d, p, d_v, t, true);
 #pragma unroll 1
-    for (;;) {
-        const uint32_t stage = me.in.at, q = b.q + stage * Q_BYTES, o = b.o + stage * Q_BYTES;
-        const int32_t j0 = at.own + me.number * 64;
-        const bool partial = __any_sync(~0u, hides(at, w.n, j0, j0 + 64));
-        uint32_t seen[WORDS];
-        mbarrier_wait_parity(BARRIER(b, o_full, stage), me.in.parity);
-        begin_scores(d, me.v, o);
-        mbarrier_wait_parity(BARRIER(b, stats_full, stage), me.in.parity);
-        wgmma_wait_group(1);
-        if (!is_first) arrive_by_warps(BARRIER(b, q_empty, before.at));
-        if (partial) {
-            find_seen(at, me.number, w.n, seen);
-            weigh(s, me.scale, NOTE(b, lse) + stage * BM * 4, seen, false);
-        } else {
-            weigh(s, me.scale, NOTE(b, lse) + stage * BM * 4, seen, true);
-        }
-        pack_weights(p, s);
-        begin_sum(d_v, p, o);
-        wgmma_wait_group(1);
-        if (partial)
-            weigh_gradient(d, s, NOTE(b, delta) + stage * BM * 4, seen, false);
-        else
-            weigh_gradient(d, s, NOTE(b, delta) + stage * BM * 4, seen, true);
-        pack_weights(d_s, d);
-        bar_sync(BARRIER_FREE + me.number, THREADS);
-        put_d_s(b, me, d_s);
-        fence_proxy_async();
-        bar_sync(BARRIER_D_S, THREADS);
-        begin_d_q(d, me);
-        begin_sum(d_k, d_s, q);
-        before = me.in;
-        is_first = false;
+    while (t.more) {
+        const uint32_t stage = me.in.at;
+        begin_gradients(b, me, s, d, d_s, d_k, t);
         turn_ring(me.in, STAGES);
-        w = next_tile(at, w);
-        const bool more = is_there(at, w);
-        if (more) mbarrier_wait_parity(BARRIER(b, q_full, me.in.at), me.in.parity);
-        begin_scores(s, me.k, b.q + me.in.at * Q_BYTES); /* after the last tile for nothing: under a branch ptxas serializes */
-        wgmma_wait_group(2);
-        arrive_by_warps(BARRIER(b, o_empty, before.at));
-        bar_arrive(BARRIER_FREE + 1 - me.number, THREADS);
-        mbarrier_wait_parity(BARRIER(b, d_q_empty, me.out.at), me.out.parity ^ 1);
-        put_d_q(b, me, d);
-        fence_proxy_async();
-        mbarrier_arrive(BARRIER(b, d_q_full, me.out.at));
-        turn_ring(me.out, QBUF);
-        if (!more) break;
+        mbarrier_wait_parity(BARRIER(b, q_full, me.in.at), me.in.parity);
+        wgmma_wait_group(1); /* for d_k: registers of d_s, which S wants */
+        begin_scores(s, me.k, b.q + me.in.at * Q_BYTES);
+        wgmma_wait_group(1);
+        leave_d_q(b, me, stage, d);
+        make_p(a, b, at, me, s, d, p, d_v, t, false);
     }
+    begin_gradients(b, me, s, d, d_s, d_k, t);
     wgmma_wait_group(0);
+    leave_d_q(b, me, me.in.at, d);
     bar_sync(BARRIER_FREE + me.number, THREADS); /* what the other one has arrived for */
 }
 
@@ -642,7 +698,7 @@ DEVICE void store_keys(const attn_cuda_args &a, const place &at, const consumer 
     if (!to.data) return;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-        const int32_t key = key_of(at, me.number) + half * 8;
+        const int32_t key = at.own + my_key(me) + half * 8;
         if (key >= at.own + at.count) continue;
         const int64_t row = attn__kv_offset(&a.p, &a.f, &to, &at.s, at.s.leftpad + key, at.kv_head);
 #pragma unroll
@@ -675,35 +731,36 @@ static __device__ __noinline__ void add_nonfinite(const attn_cuda_args &a, const
 DEVICE void consume(const attn_cuda_args &a, const buffers &b, const place &at) {
     float d_k[DT][4] = {}, d_v[DT][4] = {};
     consumer me = {};
-    me.number = (int)__shfl_sync(~0u, threadIdx.x >> 7, 0);
+    me.number = says(threadIdx.x >= 128);
     me.k = wgmma_k_major(b.k + me.number * 64 * ROW);
     me.v = wgmma_k_major(b.v + me.number * 64 * ROW);
     me.d_s = wgmma_mn_major(b.d_s + (BY_ROWS ? me.number * BN * ROW : 0), BN * ROW);
     me.k_across = wgmma_mn_major(b.k + (BY_ROWS ? 0 : me.number * BN * ROW), BN * ROW);
     mbarrier_wait_parity(NOTE(b, kv_full), 0);
-    tend_keys(a, b, at, me.number, me.scale);
+    me.bad_keys = tend_keys(a, b, at, me);
     bar_arrive(BARRIER_FREE + 1 - me.number, THREADS); /* nobody reads d_s yet */
     if (is_there(at, first_tile(at)))
-        walk_rows(b, at, me, d_k, d_v);
+        walk_rows(a, b, at, me, d_k, d_v);
     else
         bar_sync(BARRIER_FREE + me.number, THREADS);
     store_keys(a, at, me, a.f.d_k, d_k, a.p.dim_qk, (float)a.p.scale);
     store_keys(a, at, me, a.f.d_v, d_v, a.p.dim_v, 1);
     bar_sync(BARRIER_END, THREADS);
-    if (ld_shared_b32(NOTE(b, bad))) {
-        const place copy = at; /* whose address may be taken */
-        add_nonfinite(a, copy);
-    }
+    if (ld_shared_b32(NOTE(b, bad))) add_nonfinite(a, at);
 }
 
 KERNEL __launch_bounds__(THREADS + 128, 1) VARIANT(const __grid_constant__ attn_cuda_args90 x) {
     extern __shared__ __align__(1024) uint8_t shared[];
     const buffers b = find_buffers();
-    place at;
+    shared_notes &notes = *(shared_notes *)(shared + (b.notes - b.k));
+    const place &at = notes.at;
     if (cvta_shared(shared) != shared_start()) __trap();
-    if (!find_place(x.a, at)) return;
-    if (threadIdx.x == 0) make_barriers(b);
+    if (threadIdx.x == 0) {
+        make_barriers(b);
+        notes.is_there = find_place(x.a, notes.at);
+    }
     __syncthreads();
+    if (!notes.is_there) return;
     if (threadIdx.x >= THREADS) {
         const int warp = (int)(threadIdx.x - THREADS) / 32;
         const bool alone = (threadIdx.x & 31) == 0;

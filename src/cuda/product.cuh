@@ -20,6 +20,16 @@ DEVICE void product_ss(int columns, float *d, uint64_t a, uint64_t b, int add) {
 DEVICE void product_mn(int columns, float *d, uint64_t a, uint64_t b, int add) { EACH_WIDTH(mn); }
 DEVICE void product_rs(int columns, float *d, const uint32_t *a, uint64_t b, int add) { EACH_WIDTH(rs); }
 #undef WIDTH
+#define WIDTH(n, kind)                                                                                                     \
+    if (columns == n) {                                                                                                    \
+        if (BF16)                                                                                                          \
+            wgmma_m64n##n##k16_##kind##_bf16(d, a, b);                                                                     \
+        else                                                                                                               \
+            wgmma_m64n##n##k16_##kind##_f16(d, a, b);                                                                      \
+    }
+DEVICE void product_ss_set(int columns, float *d, uint64_t a, uint64_t b) { EACH_WIDTH(ss_set); }
+DEVICE void product_mn_set(int columns, float *d, uint64_t a, uint64_t b) { EACH_WIDTH(mn_set); }
+#undef WIDTH
 #undef EACH_WIDTH
 
 #endif

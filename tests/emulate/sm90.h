@@ -59,6 +59,12 @@ PTX void wgmma_wait_group(int left) { emulate_wgmma_wait(left); }
     PTX void wgmma_m64n##columns##k16_mn_##type(float *d, uint64_t a, uint64_t b, int add) {                               \
         emulate_wgmma(emulate_product{columns, is_bf16, add != 0, 1, a, b, NULL, d});                                      \
     }                                                                                                                      \
+    PTX void wgmma_m64n##columns##k16_ss_set_##type(float *d, uint64_t a, uint64_t b) {                                    \
+        emulate_wgmma(emulate_product{columns, is_bf16, 0, 0, a, b, NULL, d});                                             \
+    }                                                                                                                      \
+    PTX void wgmma_m64n##columns##k16_mn_set_##type(float *d, uint64_t a, uint64_t b) {                                    \
+        emulate_wgmma(emulate_product{columns, is_bf16, 0, 1, a, b, NULL, d});                                             \
+    }                                                                                                                      \
     PTX void wgmma_m64n##columns##k16_rs_##type(float *d, const uint32_t *a, uint64_t b, int add) {                        \
         emulate_wgmma(emulate_product{columns, is_bf16, add != 0, 0, 0, b, a, d});                                            \
     }
