@@ -75,7 +75,10 @@ enum {
     STEPS = BM / 16,
     BY_ROWS = BM == 128,                      /* consumers share d_q by rows; else by dims */
     QN = (BY_ROWS ? (int)DIM : DIM / 2) / 8,  /* 8-column tiles of a consumer's d_q */
-    HAS_ROOM = BM == 64, /* in registers, for P as two operands: d_s is made beneath d_v */
+#ifndef ROOM /* to be measured */
+#define ROOM (BM == 64)
+#endif
+    HAS_ROOM = ROOM, /* in registers, for P twice, as numbers and as an operand: d_s is made beneath d_v. Else that comes later */
     WORDS = NT / 8, /* of 32 bits, one for each of a thread's elements */
     ROW = 128,      /* bytes of a row of a block of 64 columns */
     BLOCKS = DIM / ATTN_MAP_COLS,
@@ -485,7 +488,10 @@ DEVICE void find_seen(const place &at, const consumer &me, int32_t n, uint32_t s
 DEVICE void begin_scores(float s[NT][4], uint64_t keys, uint32_t tile) {
     const uint64_t rows = wgmma_k_major(tile);
     wgmma_fence();
-    product_ss_set(BM, s[0], keys, rows);
+    if (HAS_ROOM)
+        product_ss_set(BM, s[0], keys, rows);
+    else /* no product is under way that P before it could spoil, and P and S have the same registers then */
+        product_ss(BM, s[0], keys, rows, 0);
 #pragma unroll
     for (int c = 1; c < DIM / 16; c++)
         product_ss(BM, s[0], wgmma_step(keys, 1, c / 4 * BN * ROW + c % 4 * 32),
@@ -521,40 +527,51 @@ DEVICE void load_pair(float x[2], uint32_t of_rows, int nt) {
     x[1] = __uint_as_float(two.y);
 }
 
-/* s: products of q and k, becomes P. all: no pair is masked; a constant. */
-DEVICE void weigh(float s[NT][4], const float scale[2], uint32_t lse, const uint32_t seen[WORDS], bool all) {
+/* Is pair e of 8-column tile nt seen? all: every one is; a constant. */
+DEVICE bool sees(const uint32_t seen[WORDS], int nt, int e, bool all) { return all || (seen[nt / 8] >> (nt % 8 * 4 + e) & 1); }
+
+/* Two 8-column tiles as wgmma wants 16 columns of its left operand: as it leaves a product. */
+DEVICE void pack_weights(uint32_t w[4], const float x[2][4]) {
+#pragma unroll
+    for (int e = 0; e < 4; e++) w[e] = pack(x[e / 2][e % 2 * 2], x[e / 2][e % 2 * 2 + 1]);
+}
+
+/* s: products of q and k, becomes P; with HAS_ROOM it is packed too. */
+DEVICE void weigh(float s[NT][4], uint32_t p[STEPS][4], const float scale[2], uint32_t lse, const uint32_t seen[WORDS],
+                  bool all) {
 #pragma unroll
     for (int nt = 0; nt < NT; nt++) {
         float less[2];
         load_pair(less, lse, nt);
 #pragma unroll
         for (int e = 0; e < 4; e++) {
-            const float p = ex2_approx(__fmaf_rn(s[nt][e], scale[e >> 1], -less[e & 1]));
-            s[nt][e] = all || (seen[nt / 8] >> (nt % 8 * 4 + e) & 1) ? p : 0;
+            const float x = ex2_approx(__fmaf_rn(s[nt][e], scale[e >> 1], -less[e & 1]));
+            s[nt][e] = sees(seen, nt, e, all) ? x : 0;
         }
+        if (HAS_ROOM && nt % 2) pack_weights(p[nt / 2], &s[nt - 1]);
     }
 }
 
-/* d: products of d_o and v, becomes d_s. */
-DEVICE void weigh_gradient(float d[NT][4], const float p[NT][4], uint32_t delta, const uint32_t seen[WORDS], bool all) {
+/* d: products of d_o and v; d_s is packed, without HAS_ROOM P too. */
+DEVICE void weigh_gradient(const float d[NT][4], const float s[NT][4], uint32_t p[STEPS][4], uint32_t d_s[STEPS][4],
+                           uint32_t delta, const uint32_t seen[WORDS], bool all) {
 #pragma unroll
-    for (int nt = 0; nt < NT; nt++) {
-        float less[2];
-        load_pair(less, delta, nt);
+    for (int ks = 0; ks < STEPS; ks++) {
+        float x[2][4];
 #pragma unroll
-        for (int e = 0; e < 4; e++) {
-            const float d_s = p[nt][e] * (d[nt][e] - less[e & 1]);
-            d[nt][e] = all || (seen[nt / 8] >> (nt % 8 * 4 + e) & 1) ? d_s : 0;
+        for (int half = 0; half < 2; half++) {
+            const int nt = 2 * ks + half;
+            float less[2];
+            load_pair(less, delta, nt);
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+                x[half][e] = s[nt][e] * (d[nt][e] - less[e & 1]);
+                if (!sees(seen, nt, e, all)) x[half][e] = 0;
+            }
         }
+        pack_weights(d_s[ks], x);
+        if (!HAS_ROOM) pack_weights(p[ks], &s[2 * ks]);
     }
-}
-
-/* As wgmma wants its left operand: as it leaves a product. */
-DEVICE void pack_weights(uint32_t w[STEPS][4], const float x[NT][4]) {
-#pragma unroll
-    for (int ks = 0; ks < STEPS; ks++)
-#pragma unroll
-        for (int e = 0; e < 4; e++) w[ks][e] = pack(x[2 * ks + e / 2][e % 2 * 2], x[2 * ks + e / 2][e % 2 * 2 + 1]);
 }
 
 /* d_s to shared memory, [keys][rows]. */
@@ -609,14 +626,17 @@ DEVICE void make_p(const attn_cuda_args &a, const buffers &b, const place &at, c
         const uint32_t scales = NOTE(b, key_scale) + my_key(me) * 4;
         const float scale[2] = {__uint_as_float(ld_shared_b32(scales)), __uint_as_float(ld_shared_b32(scales + 32))};
         find_seen(at, me, t.n, t.seen);
-        weigh(s, scale, lse, t.seen, false);
+        weigh(s, p, scale, lse, t.seen, false);
     } else {
         const float scale[2] = {a.scale_log2, a.scale_log2};
-        weigh(s, scale, lse, t.seen, true);
+        weigh(s, p, scale, lse, t.seen, true);
     }
-    pack_weights(p, s);
-    begin_sum(d_v, p, o);
-    wgmma_wait_group(HAS_ROOM ? 1 : 0);
+    if (HAS_ROOM) {
+        begin_sum(d_v, p, o);
+        wgmma_wait_group(1);
+    } else {
+        wgmma_wait_group(0);
+    }
 }
 
 /* d_q, which is there, leaves; and so do d_o and d_s, which nobody reads any more. */
@@ -630,20 +650,22 @@ DEVICE void leave_d_q(const buffers &b, consumer &me, uint32_t stage, const floa
     turn_ring(me.out, QBUF);
 }
 
-/* From P and D to d_q and d_k, which are under way then: d becomes d_s, then d_q. */
-DEVICE void begin_gradients(const buffers &b, const consumer &me, const float s[NT][4], float d[NT][4], uint32_t d_s[STEPS][4],
-                            float d_k[DT][4], const tile &t) {
+/* From P and D to d_q and d_k, which are under way then: d becomes d_q. */
+DEVICE void begin_gradients(const buffers &b, const consumer &me, const float s[NT][4], float d[NT][4], uint32_t p[STEPS][4],
+                            float d_v[DT][4], uint32_t d_s[STEPS][4], float d_k[DT][4], const tile &t) {
     const uint32_t delta = NOTE(b, delta) + me.in.at * BM * 4;
     if (t.partial)
-        weigh_gradient(d, s, delta, t.seen, false);
+        weigh_gradient(d, s, p, d_s, delta, t.seen, false);
     else
-        weigh_gradient(d, s, delta, t.seen, true);
-    pack_weights(d_s, d);
+        weigh_gradient(d, s, p, d_s, delta, t.seen, true);
     bar_sync(BARRIER_FREE + me.number, THREADS);
     put_d_s(b, me, d_s);
     fence_proxy_async();
     bar_sync(BARRIER_D_S, THREADS);
-    wgmma_wait_group(0);
+    if (HAS_ROOM)
+        wgmma_wait_group(0); /* for d_v: registers of p */
+    else
+        begin_sum(d_v, p, b.o + me.in.at * Q_BYTES);
     begin_sum(d_k, d_s, b.q + me.in.at * Q_BYTES);
     begin_d_q(d, me);
 }
@@ -653,7 +675,7 @@ DEVICE void begin_gradients(const buffers &b, const consumer &me, const float s[
  * product at once: so a round begins when P and D of a tile are there.
  */
 DEVICE void walk_rows(const attn_cuda_args &a, const buffers &b, const place &at, consumer &me, float d_k[DT][4], float d_v[DT][4]) {
-    float s[NT][4], d[NT][4]; /* S, then P; D, then d_s, then d_q: registers are scarce */
+    float s[NT][4], d[NT][4]; /* S, then P; D, then d_q: registers are scarce */
     uint32_t p[STEPS][4], d_s[STEPS][4];
     tile t;
     mbarrier_wait_parity(BARRIER(b, q_full, 0), 0);
@@ -662,7 +684,7 @@ DEVICE void walk_rows(const attn_cuda_args &a, const buffers &b, const place &at
 #pragma unroll 1
     while (t.more) {
         const uint32_t stage = me.in.at;
-        begin_gradients(b, me, s, d, d_s, d_k, t);
+        begin_gradients(b, me, s, d, p, d_v, d_s, d_k, t);
         turn_ring(me.in, STAGES);
         mbarrier_wait_parity(BARRIER(b, q_full, me.in.at), me.in.parity);
         wgmma_wait_group(1); /* for d_k: registers of d_s, which S wants */
@@ -671,7 +693,7 @@ DEVICE void walk_rows(const attn_cuda_args &a, const buffers &b, const place &at
         leave_d_q(b, me, stage, d);
         make_p(a, b, at, me, s, d, p, d_v, t, false);
     }
-    begin_gradients(b, me, s, d, d_s, d_k, t);
+    begin_gradients(b, me, s, d, p, d_v, d_s, d_k, t);
     wgmma_wait_group(0);
     leave_d_q(b, me, me.in.at, d);
     bar_sync(BARRIER_FREE + me.number, THREADS); /* what the other one has arrived for */
