@@ -170,9 +170,21 @@ KERNEL bwd_fill(const __grid_constant__ attn_cuda_args a) {
 
 /* ---- d_q of Hopper's backward ---- */
 
+/* Two columns of a row; fewer where there are no more. */
+DEVICE void store_pair(const attn_cuda_args &a, int64_t row, int32_t column, float low, float high) {
+    const int64_t to = row + column;
+    if (column + 1 < a.p.dim_qk && ((uint64_t)a.f.d_q.data + to * 2) % 4 == 0) {
+        *(uint32_t *)((uint8_t *)a.f.d_q.data + to * 2) = attn__to_bf16(low) | (uint32_t)attn__to_bf16(high) << 16;
+    } else {
+        if (column < a.p.dim_qk) attn__store(ATTN_BF16, a.f.d_q.data, to, low);
+        if (column + 1 < a.p.dim_qk) attn__store(ATTN_BF16, a.f.d_q.data, to + 1, high);
+    }
+}
+
 /*
  * Blocks: [batch][row_tiles][heads_q]. A tile is as the threads of two warpgroups held it: [2][8-column tile][thread] of four floats, of
- * rows g and g + 8 of a warp's 16 two columns each. The warpgroups have 64 rows each of a tile of 128, or 64 dims each.
+ * rows g and g + 8 of a warp's 16 two columns each. The warpgroups have 64 rows each of a tile of 128, or one half of the dims each. In
+ * bfloat16, as all that bwd_sm90.cu does.
  */
 KERNEL __launch_bounds__(ATTN_CAST_THREADS) bwd_cast(const __grid_constant__ attn_cuda_args a) {
     const int64_t block = block_index();
@@ -185,30 +197,27 @@ KERNEL __launch_bounds__(ATTN_CAST_THREADS) bwd_cast(const __grid_constant__ att
         a.p.flags & ATTN_VARLEN_Q ? s.q_row / rows + s.b : (int64_t)s.b * ((a.p.max_q + rows - 1) / rows);
     const bool by_rows = rows == 128;
     const int32_t tiles = (by_rows ? dim : dim / 2) / 8;
-    const float *from = (const float *)a.part_o + ((first + n) * a.p.heads_q + h) * rows * dim + thread * 4;
+    const uint4 *from = (const uint4 *)((const float *)a.part_o + ((first + n) * a.p.heads_q + h) * rows * dim) + thread;
     const float scale = (float)a.p.scale;
     const attn_mask mask = attn__seq_mask(&a.p, &s);
-    for (int32_t x = 0; x < 4; x++) { /* warpgroup, half */
-        const int32_t i = n * rows + (by_rows ? x / 2 * 64 : 0) + thread / 32 * 16 + x % 2 * 8 + thread / 4 % 8;
-        if (i >= s.sq) continue;
-        int32_t first_key, end;
-        attn__mask_row(&mask, i, &first_key, &end);
-        const int64_t to = attn__q_offset(&a.p, &a.f.d_q, &s, i, h);
-        const bool words = ((uint64_t)a.f.d_q.data + to * 2) % 4 == 0;
+    for (int32_t group = 0; group < 2; group++) {
+        const int32_t i = n * rows + (by_rows ? group * 64 : 0) + thread / 32 * 16 + thread / 4 % 8;
+        const int64_t to = attn__q_offset(&a.p, &a.f.d_q, &s, i, h), next = to + 8 * a.f.d_q.stride[1];
+        bool seen[2]; /* rows that see nothing are zero, whatever is there */
+        for (int32_t half = 0; half < 2; half++) {
+            int32_t key, end;
+            attn__mask_row(&mask, i + half * 8, &key, &end);
+            seen[half] = key < end;
+        }
         for (int32_t t = 0; t < tiles; t++) {
-            const int32_t column = ((by_rows ? 0 : x / 2 * tiles) + t) * 8 + thread % 4 * 2;
-            const float *at = from + ((x / 2) * tiles + t) * ATTN_CAST_THREADS * 4 + x % 2 * 2;
-            float low = 0, high = 0;
-            if (column >= a.p.dim_qk) continue;
-            if (first_key < end) low = at[0] * scale, high = at[1] * scale;
-            if (words && column + 1 < a.p.dim_qk) {
-                const uint32_t pair = a.p.dtype == ATTN_BF16 ? attn__to_bf16(low) | (uint32_t)attn__to_bf16(high) << 16
-                                                             : attn__to_f16(low) | (uint32_t)attn__to_f16(high) << 16;
-                *(uint32_t *)((uint8_t *)a.f.d_q.data + (to + column) * 2) = pair;
-            } else {
-                attn__store(a.p.dtype, a.f.d_q.data, to + column, low);
-                if (column + 1 < a.p.dim_qk) attn__store(a.p.dtype, a.f.d_q.data, to + column + 1, high);
-            }
+            const uint4 x = from[(group * tiles + t) * ATTN_CAST_THREADS];
+            const int32_t column = ((by_rows ? 0 : group * tiles) + t) * 8 + thread % 4 * 2;
+            if (i < s.sq)
+                store_pair(a, to, column, seen[0] ? __uint_as_float(x.x) * scale : 0,
+                           seen[0] ? __uint_as_float(x.y) * scale : 0);
+            if (i + 8 < s.sq)
+                store_pair(a, next, column, seen[1] ? __uint_as_float(x.z) * scale : 0,
+                           seen[1] ? __uint_as_float(x.w) * scale : 0);
         }
     }
 }

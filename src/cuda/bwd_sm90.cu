@@ -183,7 +183,7 @@ DEVICE void make_barriers(const buffers &b) {
         mbarrier_init(BARRIER(b, raw, n), 1);
     }
     for (int n = 0; n < QBUF; n++) {
-        mbarrier_init(BARRIER(b, d_q_full, n), THREADS);
+        mbarrier_init(BARRIER(b, d_q_full, n), THREADS / 32);
         mbarrier_init(BARRIER(b, d_q_empty, n), 1);
     }
     st_shared_b32(NOTE(b, bad), 0);
@@ -484,13 +484,16 @@ DEVICE void find_seen(const place &at, const consumer &me, int32_t n, uint32_t s
 
 /* ---- the consumers: products ---- */
 
-/* S = K Q^T, D = V d_o^T: 64 keys of 128, all rows of a tile. */
+/*
+ * S = K Q^T, D = V d_o^T: 64 keys of 128, all rows of a tile. _set: P, which was made of the S before, may not be in the way, as a product is
+ * always under way; without HAS_ROOM there are times when none is, and then P and S have the same registers.
+ */
 DEVICE void begin_scores(float s[NT][4], uint64_t keys, uint32_t tile) {
     const uint64_t rows = wgmma_k_major(tile);
     wgmma_fence();
     if (HAS_ROOM)
         product_ss_set(BM, s[0], keys, rows);
-    else /* no product is under way that P before it could spoil, and P and S have the same registers then */
+    else
         product_ss(BM, s[0], keys, rows, 0);
 #pragma unroll
     for (int c = 1; c < DIM / 16; c++)
@@ -511,7 +514,10 @@ DEVICE void begin_sum(float sum[DT][4], const uint32_t w[STEPS][4], uint32_t til
 /* d_q = d_s K: all keys, 64 rows and all dims, or all rows and 64 dims. */
 DEVICE void begin_d_q(float d_q[NT][4], const consumer &me) {
     wgmma_fence();
-    product_mn_set(QN * 8, d_q[0], me.d_s, me.k_across);
+    if (HAS_ROOM)
+        product_mn_set(QN * 8, d_q[0], me.d_s, me.k_across);
+    else
+        product_mn(QN * 8, d_q[0], me.d_s, me.k_across, 0);
 #pragma unroll
     for (int ks = 1; ks < BN / 16; ks++)
         product_mn(QN * 8, d_q[0], wgmma_step(me.d_s, ks, 16 * ROW), wgmma_step(me.k_across, ks, 16 * ROW), 1);
@@ -646,7 +652,8 @@ DEVICE void leave_d_q(const buffers &b, consumer &me, uint32_t stage, const floa
     mbarrier_wait_parity(BARRIER(b, d_q_empty, me.out.at), me.out.parity ^ 1);
     put_d_q(b, me, d_q);
     fence_proxy_async();
-    mbarrier_arrive(BARRIER(b, d_q_full, me.out.at));
+    __syncwarp();
+    arrive_by_warps(BARRIER(b, d_q_full, me.out.at));
     turn_ring(me.out, QBUF);
 }
 
@@ -701,32 +708,25 @@ DEVICE void walk_rows(const attn_cuda_args &a, const buffers &b, const place &at
 
 /* ---- results ---- */
 
-DEVICE void store_number(void *data, int64_t at, float x) {
-    ((uint16_t *)data)[at] = BF16 ? attn__to_bf16(x) : (uint16_t)cvt_rn_f16x2(x, 0);
-}
-
-/* Columns `column` and the next, as far as there are such. */
-DEVICE void store_pair(void *data, int64_t row, int column, int32_t dim, float low, float high) {
-    if (column + 1 < dim && ((uint64_t)data + row * 2) % 4 == 0) {
-        *(uint32_t *)((uint8_t *)data + (row + column) * 2) = pack(low, high);
-    } else {
-        if (column < dim) store_number(data, row + column, low);
-        if (column + 1 < dim) store_number(data, row + column + 1, high);
-    }
-}
-
 DEVICE void store_keys(const attn_cuda_args &a, const place &at, const consumer &me, const attn_tensor &to,
                        const float sum[DT][4], int32_t dim, float factor) {
     if (!to.data) return;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         const int32_t key = at.own + my_key(me) + half * 8;
+        const int32_t column = (int32_t)(threadIdx.x & 3) * 2;
         if (key >= at.own + at.count) continue;
-        const int64_t row = attn__kv_offset(&a.p, &a.f, &to, &at.s, at.s.leftpad + key, at.kv_head);
+        uint8_t *row = (uint8_t *)to.data +
+                       (attn__kv_offset(&a.p, &a.f, &to, &at.s, at.s.leftpad + key, at.kv_head) + column) * 2;
+        const bool pairs = (uint64_t)row % 4 == 0 && dim % 2 == 0;
 #pragma unroll
-        for (int dt = 0; dt < DT; dt++)
-            store_pair(to.data, row, dt * 8 + (int)(threadIdx.x & 3) * 2, dim, sum[dt][2 * half] * factor,
-                       sum[dt][2 * half + 1] * factor);
+        for (int dt = 0; dt < DT; dt++) {
+            const uint32_t pair = pack(sum[dt][2 * half] * factor, sum[dt][2 * half + 1] * factor);
+            const int32_t left = dim - dt * 8 - column;
+            if (pairs && left > 0) *(uint32_t *)(row + dt * 16) = pair;
+            if (!pairs && left > 0) *(uint16_t *)(row + dt * 16) = (uint16_t)pair;
+            if (!pairs && left > 1) *(uint16_t *)(row + dt * 16 + 2) = (uint16_t)(pair >> 16);
+        }
     }
 }
 
