@@ -207,7 +207,8 @@ KERNEL __launch_bounds__(ATTN_CAST_THREADS) bwd_cast(const __grid_constant__ att
         for (int32_t half = 0; half < 2; half++) {
             int32_t key, end;
             attn__mask_row(&mask, i + half * 8, &key, &end);
-            seen[half] = key < end;
+            seen[half] = key < end && i + half * 8 < s.sq &&
+                         ((const float *)a.row_stats)[2 * attn__lse_index(&a.p, &s, i + half * 8, h)] != -INFINITY;
         }
         for (int32_t t = 0; t < tiles; t++) {
             const uint4 x = from[(group * tiles + t) * ATTN_CAST_THREADS];

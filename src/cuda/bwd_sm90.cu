@@ -120,6 +120,8 @@ typedef struct place {
     int32_t first, last; /* tiles of rows that may see them */
     int32_t h, h_end;    /* query heads */
     bool tail;           /* rows past the last one are in memory, and may hold anything */
+    bool masks;          /* may a pair be masked but by the end of the sequence? */
+    attn_flash_range range; /* FlashMask's, of the keys */
 } place;
 
 /* ---- shared memory: K, V, stages of Q and d_o, d_s, buffers of d_q; all but the last in blocks of 64 columns; notes ---- */
@@ -195,6 +197,19 @@ DEVICE uint32_t piece_at(uint32_t tile, int rows, int row, int chunk) {
     return tile + chunk / 8 * rows * ROW + row * ROW + (((chunk & 7) ^ (row & 7)) << 4);
 }
 
+/* Of FlashMask, over the keys of a block from j0 on; it has some. */
+DEVICE attn_flash_range range_over(const attn_cuda_args &a, const place &at, int32_t j0) {
+    attn_flash_range all = *flash_range(a, at.s.b, at.kv_head, j0 / ATTN_ANY_COLS);
+    for (int32_t j = j0 + ATTN_ANY_COLS; j < attn__min32(j0 + BN, at.s.sk); j += ATTN_ANY_COLS) {
+        const attn_flash_range *one = flash_range(a, at.s.b, at.kv_head, j / ATTN_ANY_COLS);
+        for (int v = 0; v < 4; v++) {
+            all.min[v] = attn__min32(all.min[v], one->min[v]);
+            all.max[v] = attn__max32(all.max[v], one->max[v]);
+        }
+    }
+    return all;
+}
+
 /* As find_place of bwd.cuh: `group` heads at a time; among them the first keys, which see the most under a causal mask, come first. */
 DEVICE bool find_place(const attn_cuda_args &a, place &at) {
     const int64_t first = (blockIdx.y + (int64_t)blockIdx.z * gridDim.y) * a.group;
@@ -216,33 +231,45 @@ DEVICE bool find_place(const attn_cuda_args &a, place &at) {
     attn__mask_cols(&at.mask, at.own, at.own + at.count, &from, &to);
     at.first = from / BM;
     at.last = to > from ? (to - 1) / BM : -1;
+    at.masks = (a.p.flags & (ATTN_CAUSAL | ATTN_WINDOW)) || a.ranges;
+    if (a.ranges) at.range = range_over(a, at, at.own);
     at.tail = a.p.flags & ATTN_VARLEN_Q ? at.s.q_row + at.s.sq < a.p.total_q : at.s.sq < a.p.max_q;
     return true;
 }
 
-/* Where the walk over tiles of rows is. All warps walk alike. */
+/* What tile n of rows and the keys [j0, j1) of the block are to each other: ATTN_TILE_... */
+DEVICE int class_of(const attn_cuda_args &a, const place &at, int32_t n, int32_t j0, int32_t j1) {
+    return attn__mask_tile(&at.mask, n * BM, attn__min32(n * BM + BM, at.s.sq), j0, j1, a.ranges ? &at.range : NULL);
+}
+DEVICE bool hides(const attn_cuda_args &a, const place &at, int32_t n, int32_t j0, int32_t j1) {
+    return class_of(a, at, n, j0, j1) != ATTN_TILE_FULL;
+}
+/* Has the tender to look through the tile? Keys past the end get no gradient that could be spoilt. */
+DEVICE bool is_tended(const attn_cuda_args &a, const place &at, int32_t n) {
+    return hides(a, at, n, at.own, at.own + at.count) || (at.tail && n * BM + BM > at.s.sq);
+}
+
+/* Where the walk over tiles of rows is. All warps walk alike, and FlashMask skips some. */
 typedef struct walk {
     int32_t h, n;
 } walk;
-DEVICE walk first_tile(const place &at) { return {at.last < at.first ? at.h_end : at.h, at.last}; }
-DEVICE bool is_there(const place &at, const walk &w) { return __any_sync(~0u, w.h < at.h_end); }
-DEVICE walk next_tile(const place &at, walk w) {
-    if (--w.n < at.first) {
-        w.n = at.last;
-        w.h++;
+DEVICE walk find_tile(const attn_cuda_args &a, const place &at, walk w) {
+    for (; w.h < at.h_end; w.n--) {
+        if (w.n < at.first) {
+            w.n = at.last;
+            w.h++;
+            if (w.h == at.h_end) break;
+        }
+        if (!a.ranges || class_of(a, at, w.n, at.own, at.own + BN) != ATTN_TILE_SKIP) break;
     }
     return w;
 }
-
-/* Does the mask hide any of the keys [j0, j1) from a row of the tile? */
-DEVICE bool hides(const place &at, int32_t n, int32_t j0, int32_t j1) {
-    int32_t from, to;
-    attn__mask_rows_all(&at.mask, n * BM, attn__min32(n * BM + BM, at.s.sq), &from, &to);
-    return j0 < from || j1 > to;
+DEVICE walk first_tile(const attn_cuda_args &a, const place &at) {
+    return find_tile(a, at, {at.last < at.first ? at.h_end : at.h, at.last});
 }
-/* Has the tender to look through the tile? Keys past the end get no gradient that could be spoilt. */
-DEVICE bool is_tended(const place &at, int32_t n) {
-    return hides(at, n, at.own, at.own + at.count) || (at.tail && n * BM + BM > at.s.sq);
+DEVICE walk next_tile(const attn_cuda_args &a, const place &at, walk w) {
+    w.n--;
+    return find_tile(a, at, w);
 }
 
 /* ---- the loader: one thread ---- */
@@ -262,8 +289,8 @@ DEVICE void load(const attn_cuda_args90 &x, const buffers &b, const place &at) {
     fetch(&x.k, b.k, NOTE(b, kv_full), BN, key, at.kv_head, slot);
     fetch(&x.v, b.v, NOTE(b, kv_full), BN, key, at.kv_head, slot);
     ring r = {};
-    for (walk w = first_tile(at); w.h < at.h_end; w = next_tile(at, w)) {
-        const bool tended = is_tended(at, w.n);
+    for (walk w = first_tile(a, at); w.h < at.h_end; w = next_tile(a, at, w)) {
+        const bool tended = is_tended(a, at, w.n);
         const uint32_t raw = BARRIER(b, raw, r.at), q_full = tended ? raw : BARRIER(b, q_full, r.at);
         const uint32_t o_full = tended ? raw : BARRIER(b, o_full, r.at);
         mbarrier_wait_parity(BARRIER(b, q_empty, r.at), r.parity ^ 1);
@@ -304,7 +331,7 @@ DEVICE void clear_row(uint32_t tile, int rows, int row, int from, int to) {
     for (int c = from; c < to; c++) st_shared_v4(piece_at(tile, rows, row, c), make_uint4(0, 0, 0, 0));
 }
 /* Only what is not finite. */
-static __device__ __noinline__ void clear_nonfinite(uint32_t tile, int rows, int row) {
+DEVICE void clear_nonfinite(uint32_t tile, int rows, int row) {
 #pragma unroll 1
     for (int n = 0; n < DIM / 2; n++) {
         const uint32_t from = piece_at(tile, rows, row, n / 4) + n % 4 * 4, word = ld_shared_b32(from);
@@ -334,7 +361,7 @@ DEVICE void tend(const attn_cuda_args &a, const buffers &b, const place &at) {
     const int lane = threadIdx.x & 31;
     ring r = {};
     uint32_t raw = 0; /* parities, a bit for each stage */
-    for (walk w = first_tile(at); is_there(at, w); w = next_tile(at, w)) {
+    for (walk w = first_tile(a, at); says(w.h < at.h_end); w = next_tile(a, at, w)) {
         float lse[EACH], delta[EACH];
 #pragma unroll
         for (int n = 0; n < EACH; n++) {
@@ -344,8 +371,8 @@ DEVICE void tend(const attn_cuda_args &a, const buffers &b, const place &at) {
             delta[n] = i < at.s.sq ? from[1] : 0;
             lse[n] = lse[n] == -INFINITY ? INFINITY : __fmul_rn(lse[n], (float)ATTN_LOG2E);
         }
-        const uint32_t word = tile_word(w.n, next_tile(at, w).h < at.h_end, hides(at, w.n, at.own, at.own + 64),
-                                        hides(at, w.n, at.own + 64, at.own + 128));
+        const uint32_t word = tile_word(w.n, next_tile(a, at, w).h < at.h_end, hides(a, at, w.n, at.own, at.own + 64),
+                                        hides(a, at, w.n, at.own + 64, at.own + 128));
         mbarrier_wait_parity(BARRIER(b, o_empty, r.at), r.parity ^ 1);
         if (lane == 0) st_shared_b32(NOTE(b, tile) + r.at * 4, word);
 #pragma unroll
@@ -354,7 +381,7 @@ DEVICE void tend(const attn_cuda_args &a, const buffers &b, const place &at) {
             st_shared_b32(NOTE(b, lse) + to, __float_as_uint(lse[n]));
             st_shared_b32(NOTE(b, delta) + to, __float_as_uint(delta[n]));
         }
-        if (is_tended(at, w.n)) {
+        if (is_tended(a, at, w.n)) {
             mbarrier_wait_parity(BARRIER(b, raw, r.at), raw >> r.at & 1);
             raw ^= 1u << r.at;
 #pragma unroll 1
@@ -371,7 +398,7 @@ DEVICE void tend(const attn_cuda_args &a, const buffers &b, const place &at) {
     }
 }
 
-/* ---- the adders: one thread each ---- */
+/* ---- the adders: a warp each ---- */
 
 /* Tiles of rows are counted over all sequences and heads, as in bwd_one.cu. bwd_cast goes by the same. */
 DEVICE int64_t tile_index(const attn_cuda_args &a, const place &at, const walk &w) {
@@ -380,50 +407,73 @@ DEVICE int64_t tile_index(const attn_cuda_args &a, const place &at, const walk &
     return (first + w.n) * a.p.heads_q + w.h;
 }
 
-/* Is there a key tile before this block's that adds to the same rows; is there one after it? */
+/* FlashMask: do the rows of tile n see any key of key tile m? */
+DEVICE bool meets(const attn_cuda_args &a, const place &at, int32_t n, int32_t m) {
+    if (m * BN >= at.s.sk) return false;
+    const attn_flash_range range = range_over(a, at, m * BN);
+    return attn__mask_tile(&at.mask, n * BM, attn__min32(n * BM + BM, at.s.sq), m * BN, m * BN + BN, &range) !=
+           ATTN_TILE_SKIP;
+}
+
+/* Who adds to the d_q of a tile of rows before and after this block: key tiles; -1: nobody. With FlashMask a warp looks at 32 at a time. */
 typedef struct turn {
-    bool before, after;
+    int32_t before, after;
 } turn;
-DEVICE turn find_turn(const place &at, int32_t n) {
+DEVICE turn find_turn(const attn_cuda_args &a, const place &at, int32_t n) {
     int32_t from, to;
     attn__mask_rows(&at.mask, n * BM, attn__min32(n * BM + BM, at.s.sq), &from, &to);
-    return {at.own / BN > from / BN, at.own / BN < (to - 1) / BN};
+    const int32_t m = at.own / BN, first = from / BN, last = (to - 1) / BN, lane = threadIdx.x & 31;
+    if (!a.ranges) return {m > first ? m - 1 : -1, m < last ? m + 1 : -1};
+    turn t = {-1, -1};
+    for (int32_t x = m - 1; x >= first && t.before < 0; x -= 32) {
+        const uint32_t found = __ballot_sync(~0u, x - lane >= first && meets(a, at, n, x - lane));
+        if (found) t.before = x - (__ffs((int)found) - 1);
+    }
+    for (int32_t x = m + 1; x <= last && t.after < 0; x += 32) {
+        const uint32_t found = __ballot_sync(~0u, x + lane <= last && meets(a, at, n, x + lane));
+        if (found) t.after = x + __ffs((int)found) - 1;
+    }
+    return t;
+}
+
+/* d_q of a tile, from shared memory to what the block before has left, and the turn to the one after. One thread. */
+DEVICE void add_tile(const attn_cuda_args &a, const buffers &b, const place &at, const ring &r, int64_t index, const turn &t,
+                     bool ordered) {
+    const uint32_t from = b.d_q + r.at * D_Q_BYTES;
+    float *const to = (float *)a.part_o + index * (BM * DIM);
+    if (ordered && t.before >= 0) wait_acquire_gpu(a.turns + index, (uint32_t)t.before + 1);
+    mbarrier_wait_parity(BARRIER(b, d_q_full, r.at), r.parity);
+    fence_proxy_async_global();
+    if (t.before >= 0 || (!ordered && t.after >= 0))
+        cp_reduce_async_bulk_add_f32(to, from, D_Q_BYTES);
+    else
+        cp_async_bulk_store(to, from, D_Q_BYTES);
+    cp_async_bulk_commit_group();
+    cp_async_bulk_wait_group_read();
+    mbarrier_arrive(BARRIER(b, d_q_empty, r.at));
+    if (!ordered || t.after < 0) return;
+    cp_async_bulk_wait_group();
+    fence_proxy_async_global();
+    st_release_gpu(a.turns + index, (uint32_t)(at.own / BN) + 1);
 }
 
 DEVICE void add(const attn_cuda_args &a, const buffers &b, const place &at, int number) {
-    const bool ordered = !(a.p.flags & ATTN_UNORDERED) && !*a.overlap; /* lengths that make no sense: nobody waits for ever */
-    const uint32_t own = (uint32_t)(at.own / BN);
+    const bool nonsense = *a.overlap; /* lengths that make no sense: nobody waits for ever, and each stores what it has */
+    const bool ordered = nonsense || !(a.p.flags & ATTN_UNORDERED), alone = (threadIdx.x & 31) == 0;
     ring r = {};
     int mine = 0;
-    for (walk w = first_tile(at); w.h < at.h_end; w = next_tile(at, w), mine ^= 1) {
-        const ring here = r;
-        turn_ring(r, QBUF);
-        if (mine != number) continue;
-        const turn t = find_turn(at, w.n);
-        const int64_t index = tile_index(a, at, w);
-        const uint32_t from = b.d_q + here.at * D_Q_BYTES;
-        float *const to = (float *)a.part_o + index * (BM * DIM);
-        if (ordered && t.before) wait_acquire_gpu(a.turns + index, own);
-        mbarrier_wait_parity(BARRIER(b, d_q_full, here.at), here.parity);
-        fence_proxy_async_global();
-        if (ordered ? t.before : t.before || t.after)
-            cp_reduce_async_bulk_add_f32(to, from, D_Q_BYTES);
-        else
-            cp_async_bulk_store(to, from, D_Q_BYTES);
-        cp_async_bulk_commit_group();
-        cp_async_bulk_wait_group_read();
-        mbarrier_arrive(BARRIER(b, d_q_empty, here.at));
-        if (!ordered || !t.after) continue;
-        cp_async_bulk_wait_group();
-        fence_proxy_async_global();
-        st_release_gpu(a.turns + index, own + 1);
+    for (walk w = first_tile(a, at); says(w.h < at.h_end); w = next_tile(a, at, w), mine ^= 1, turn_ring(r, QBUF)) {
+        if (says(mine != number)) continue;
+        const turn t = nonsense ? turn{-1, -1} : find_turn(a, at, w.n);
+        if (alone) add_tile(a, b, at, r, tile_index(a, at, w), t, ordered);
+        __syncwarp();
     }
-    cp_async_bulk_wait_group();
+    if (alone) cp_async_bulk_wait_group();
 }
 /* Where nobody wants d_q. */
-DEVICE void drop(const buffers &b, const place &at) {
+DEVICE void drop(const attn_cuda_args &a, const buffers &b, const place &at) {
     ring r = {};
-    for (walk w = first_tile(at); w.h < at.h_end; w = next_tile(at, w)) {
+    for (walk w = first_tile(a, at); w.h < at.h_end; w = next_tile(a, at, w)) {
         mbarrier_wait_parity(BARRIER(b, d_q_full, r.at), r.parity);
         mbarrier_arrive(BARRIER(b, d_q_empty, r.at));
         turn_ring(r, QBUF);
@@ -450,10 +500,9 @@ DEVICE int32_t my_key(const consumer &me) {
  * to a key. Are there any?
  */
 DEVICE bool tend_keys(const attn_cuda_args &a, const buffers &b, const place &at, const consumer &me) {
-    const bool masks = a.p.flags & (ATTN_CAUSAL | ATTN_WINDOW);
-    if (!masks && at.count == BN) return false; /* and no tile is partial */
+    if (!at.masks && at.count == BN) return false; /* and no tile is partial */
     const int key = me.number * 64 + (int)(threadIdx.x & 127) / 2, from = (int)(threadIdx.x & 1) * (DIM / 16);
-    bool bad = masks && holds_nonfinite(b.k, BN, key, from, from + DIM / 16);
+    bool bad = at.masks && holds_nonfinite(b.k, BN, key, from, from + DIM / 16);
     bad = __shfl_xor_sync(~0u, (int)bad, 1) || bad;
     if (bad || key >= at.count) clear_row(b.k, BN, key, from, from + DIM / 16);
     if (from == 0) st_shared_b32(NOTE(b, key_scale) + key * 4, __float_as_uint(bad ? NAN : a.scale_log2));
@@ -463,7 +512,7 @@ DEVICE bool tend_keys(const attn_cuda_args &a, const buffers &b, const place &at
 }
 
 /* A bit for each element: element e of 8-column tile nt is bit 4 (nt % 8) + e of word nt / 8. */
-DEVICE void find_seen(const place &at, const consumer &me, int32_t n, uint32_t seen[WORDS]) {
+DEVICE void find_seen(const attn_cuda_args &a, const place &at, const consumer &me, int32_t n, uint32_t seen[WORDS]) {
 #pragma unroll
     for (int w = 0; w < WORDS; w++) seen[w] = 0;
 #pragma unroll
@@ -479,6 +528,15 @@ DEVICE void find_seen(const place &at, const consumer &me, int32_t n, uint32_t s
 #pragma unroll
             for (int c = 0; c < 2; c++) /* first <= row < end in one comparison */
                 if (from + (nt * 8 + c) < count) seen[nt / 8] |= 1u << (nt % 8 * 4 + 2 * half + c);
+        if (!a.ranges) continue;
+        const attn_flash flash = attn__flash_load(
+            &at.mask, attn__flash_at(&a.p, &a.f, at.s.b, at.kv_head, attn__min32(key, at.s.sk - 1)));
+        const int32_t row = n * BM + (int32_t)(threadIdx.x & 3) * 2;
+#pragma unroll
+        for (int nt = 0; nt < NT; nt++)
+#pragma unroll
+            for (int c = 0; c < 2; c++)
+                if (attn__flash_masked(flash, row + nt * 8 + c)) seen[nt / 8] &= ~(1u << (nt % 8 * 4 + 2 * half + c));
     }
 }
 
@@ -552,7 +610,7 @@ DEVICE void weigh(float s[NT][4], uint32_t p[STEPS][4], const float scale[2], ui
 #pragma unroll
         for (int e = 0; e < 4; e++) {
             const float x = ex2_approx(__fmaf_rn(s[nt][e], scale[e >> 1], -less[e & 1]));
-            s[nt][e] = sees(seen, nt, e, all) ? x : 0;
+            s[nt][e] = all || (sees(seen, nt, e, false) && less[e & 1] != INFINITY) ? x : 0;
         }
         if (HAS_ROOM && nt % 2) pack_weights(p[nt / 2], &s[nt - 1]);
     }
@@ -631,7 +689,7 @@ DEVICE void make_p(const attn_cuda_args &a, const buffers &b, const place &at, c
     if (t.partial) {
         const uint32_t scales = NOTE(b, key_scale) + my_key(me) * 4;
         const float scale[2] = {__uint_as_float(ld_shared_b32(scales)), __uint_as_float(ld_shared_b32(scales + 32))};
-        find_seen(at, me, t.n, t.seen);
+        find_seen(a, at, me, t.n, t.seen);
         weigh(s, p, scale, lse, t.seen, false);
     } else {
         const float scale[2] = {a.scale_log2, a.scale_log2};
@@ -737,13 +795,14 @@ DEVICE void store_keys(const attn_cuda_args &a, const place &at, const consumer 
 static __device__ __noinline__ void add_nonfinite(const attn_cuda_args &a, const place &at) {
     const int32_t c = threadIdx.x;
     if (c >= a.p.dim_v || !a.f.d_v.data) return;
-    for (walk w = first_tile(at); w.h < at.h_end; w = next_tile(at, w))
+    for (walk w = first_tile(a, at); w.h < at.h_end; w = next_tile(a, at, w))
         for (int32_t i = w.n * BM; i < attn__min32(w.n * BM + BM, at.s.sq); i++) {
             const float x =
                 (float)attn__load(a.p.out_dtype, a.f.d_o.data, attn__q_offset(&a.p, &a.f.d_o, &at.s, i, w.h) + c);
             if (fabsf(x) < INFINITY) continue;
             for (int32_t j = at.own; j < at.own + at.count; j++) {
-                if (!attn__mask_allowed(&at.mask, i, j, NULL)) continue;
+                const int32_t *flash = a.ranges ? attn__flash_at(&a.p, &a.f, at.s.b, at.kv_head, j) : NULL;
+                if (!attn__mask_allowed(&at.mask, i, j, flash)) continue;
                 const int64_t to = attn__kv_offset(&a.p, &a.f, &a.f.d_v, &at.s, at.s.leftpad + j, at.kv_head) + c;
                 attn__store(a.p.kv_dtype, a.f.d_v.data, to, attn__load(a.p.kv_dtype, a.f.d_v.data, to) + x);
             }
@@ -761,7 +820,7 @@ DEVICE void consume(const attn_cuda_args &a, const buffers &b, const place &at) 
     mbarrier_wait_parity(NOTE(b, kv_full), 0);
     me.bad_keys = tend_keys(a, b, at, me);
     bar_arrive(BARRIER_FREE + 1 - me.number, THREADS); /* nobody reads d_s yet */
-    if (is_there(at, first_tile(at)))
+    if (says(first_tile(a, at).h < at.h_end))
         walk_rows(a, b, at, me, d_k, d_v);
     else
         bar_sync(BARRIER_FREE + me.number, THREADS);
@@ -791,10 +850,10 @@ KERNEL __launch_bounds__(THREADS + 128, 1) VARIANT(const __grid_constant__ attn_
             if (alone) load(x, b, at);
         } else if (warp == 1) {
             tend(x.a, b, at);
-        } else if (alone && x.a.f.d_q.data) {
+        } else if (x.a.f.d_q.data) {
             add(x.a, b, at, warp - 2);
         } else if (alone && warp == 2) {
-            drop(b, at);
+            drop(x.a, b, at);
         }
     } else {
         setmaxnreg_inc(CONSUMER_REGISTERS);

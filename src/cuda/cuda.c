@@ -249,7 +249,8 @@ attn_cuda_takes attn__cuda_wants(const attn_problem *p, bool hopper, bool aligne
 
 bool attn__cuda_serves(const attn_cuda_entry *e, const attn_problem *p, bool aligned) {
     if (e->op == ATTN_BACKWARD) {
-        if (e->hopper && (!aligned || attn__cuda_wants(p, true, true) > e->takes)) return false;
+        const bool each = (p->flags & (ATTN_ALIBI | ATTN_BIAS)) || p->softcap > 0 || p->dropout > 0; /* work for each element */
+        if (e->hopper && (!aligned || each)) return false;
         return e->dim_qk >= p->dim_qk && e->most_v >= p->dim_v && p->kv_dtype == p->dtype && p->out_dtype == p->dtype;
     }
     return e->dim_qk >= p->dim_qk && e->most_v >= p->dim_v && e->takes >= attn__cuda_wants(p, e->hopper, aligned);
