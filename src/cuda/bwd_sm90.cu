@@ -371,8 +371,10 @@ DEVICE void tend(const attn_cuda_args &a, const buffers &b, const place &at) {
             delta[n] = i < at.s.sq ? from[1] : 0;
             lse[n] = lse[n] == -INFINITY ? INFINITY : __fmul_rn(lse[n], (float)ATTN_LOG2E);
         }
-        const uint32_t word = tile_word(w.n, next_tile(a, at, w).h < at.h_end, hides(a, at, w.n, at.own, at.own + 64),
-                                        hides(a, at, w.n, at.own + 64, at.own + 128));
+        const bool end = w.n * BM + BM > at.s.sq; /* rows of zeros, and K may hold infinities */
+        const uint32_t word =
+            tile_word(w.n, next_tile(a, at, w).h < at.h_end, end || hides(a, at, w.n, at.own, at.own + 64),
+                      end || hides(a, at, w.n, at.own + 64, at.own + 128));
         mbarrier_wait_parity(BARRIER(b, o_empty, r.at), r.parity ^ 1);
         if (lane == 0) st_shared_b32(NOTE(b, tile) + r.at * 4, word);
 #pragma unroll
@@ -500,7 +502,7 @@ DEVICE int32_t my_key(const consumer &me) {
  * to a key. Are there any?
  */
 DEVICE bool tend_keys(const attn_cuda_args &a, const buffers &b, const place &at, const consumer &me) {
-    if (!at.masks && at.count == BN) return false; /* and no tile is partial */
+    if (!at.masks && at.count == BN) return false;
     const int key = me.number * 64 + (int)(threadIdx.x & 127) / 2, from = (int)(threadIdx.x & 1) * (DIM / 16);
     bool bad = at.masks && holds_nonfinite(b.k, BN, key, from, from + DIM / 16);
     bad = __shfl_xor_sync(~0u, (int)bad, 1) || bad;
@@ -572,10 +574,7 @@ DEVICE void begin_sum(float sum[DT][4], const uint32_t w[STEPS][4], uint32_t til
 /* d_q = d_s K: all keys, 64 rows and all dims, or all rows and 64 dims. */
 DEVICE void begin_d_q(float d_q[NT][4], const consumer &me) {
     wgmma_fence();
-    if (HAS_ROOM)
-        product_mn_set(QN * 8, d_q[0], me.d_s, me.k_across);
-    else
-        product_mn(QN * 8, d_q[0], me.d_s, me.k_across, 0);
+    product_mn_set(QN * 8, d_q[0], me.d_s, me.k_across);
 #pragma unroll
     for (int ks = 1; ks < BN / 16; ks++)
         product_mn(QN * 8, d_q[0], wgmma_step(me.d_s, ks, 16 * ROW), wgmma_step(me.k_across, ks, 16 * ROW), 1);
@@ -688,7 +687,11 @@ DEVICE void make_p(const attn_cuda_args &a, const buffers &b, const place &at, c
     if (!first) arrive_by_warps(BARRIER(b, q_empty, stage ^ 1));
     if (t.partial) {
         const uint32_t scales = NOTE(b, key_scale) + my_key(me) * 4;
-        const float scale[2] = {__uint_as_float(ld_shared_b32(scales)), __uint_as_float(ld_shared_b32(scales + 32))};
+        float scale[2] = {a.scale_log2, a.scale_log2};
+        if (me.bad_keys) {
+            scale[0] = __uint_as_float(ld_shared_b32(scales));
+            scale[1] = __uint_as_float(ld_shared_b32(scales + 32));
+        }
         find_seen(a, at, me, t.n, t.seen);
         weigh(s, p, scale, lse, t.seen, false);
     } else {
