@@ -513,32 +513,40 @@ DEVICE bool tend_keys(const attn_cuda_args &a, const buffers &b, const place &at
     return bar_red_or(BARRIER_BAD + me.number, 128, bad);
 }
 
-/* A bit for each element: element e of 8-column tile nt is bit 4 (nt % 8) + e of word nt / 8. */
+/*
+ * A bit for each element: element e of 8-column tile nt is bit 4 (nt % 8) + e of word nt / 8. These are the columns below x of the first
+ * key's, 8 nt and 8 nt + 1 of the thread's; the second key has theirs two bits further on.
+ */
+DEVICE uint32_t bits_below(int32_t x) {
+    const uint32_t at = (uint32_t)attn__min32(attn__max32(x, 0), 64);
+    const uint32_t even = (uint32_t)((UINT64_C(1) << ((at + 7) / 8 * 4)) - 1) & 0x11111111;
+    const uint32_t odd = (uint32_t)((UINT64_C(1) << ((at + 6) / 8 * 4)) - 1) & 0x22222222;
+    return even | odd;
+}
+/* Rows [from, to), of those from `row` on. */
+DEVICE uint32_t bits_between(int32_t from, int32_t to, int32_t row) { return bits_below(to - row) & ~bits_below(from - row); }
+
 DEVICE void find_seen(const attn_cuda_args &a, const place &at, const consumer &me, int32_t n, uint32_t seen[WORDS]) {
+    const int32_t row = n * BM + (int32_t)(threadIdx.x & 3) * 2;
 #pragma unroll
     for (int w = 0; w < WORDS; w++) seen[w] = 0;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         const int32_t key = at.own + my_key(me) + half * 8;
+        if (key >= at.own + at.count) continue;
         int32_t first, end;
         attn__mask_cols(&at.mask, key, key + 1, &first, &end);
-        end = key < at.own + at.count ? attn__min32(end, at.s.sq) : first;
-        const uint32_t from = (uint32_t)(n * BM + (int32_t)(threadIdx.x & 3) * 2 - first);
-        const uint32_t count = (uint32_t)attn__max32(end - first, 0);
+        attn_flash flash = {};
+        if (a.ranges)
+            flash = attn__flash_load(&at.mask, attn__flash_at(&a.p, &a.f, at.s.b, at.kv_head, key));
 #pragma unroll
-        for (int nt = 0; nt < NT; nt++)
-#pragma unroll
-            for (int c = 0; c < 2; c++) /* first <= row < end in one comparison */
-                if (from + (nt * 8 + c) < count) seen[nt / 8] |= 1u << (nt % 8 * 4 + 2 * half + c);
-        if (!a.ranges) continue;
-        const attn_flash flash = attn__flash_load(
-            &at.mask, attn__flash_at(&a.p, &a.f, at.s.b, at.kv_head, attn__min32(key, at.s.sk - 1)));
-        const int32_t row = n * BM + (int32_t)(threadIdx.x & 3) * 2;
-#pragma unroll
-        for (int nt = 0; nt < NT; nt++)
-#pragma unroll
-            for (int c = 0; c < 2; c++)
-                if (attn__flash_masked(flash, row + nt * 8 + c)) seen[nt / 8] &= ~(1u << (nt % 8 * 4 + 2 * half + c));
+        for (int w = 0; w < WORDS; w++) {
+            uint32_t bits = bits_between(first, attn__min32(end, at.s.sq), row + 64 * w);
+            if (a.ranges)
+                bits &= ~(bits_between(attn__max32(flash.v[0], 0), flash.v[1], row + 64 * w) |
+                          bits_between(attn__max32(flash.v[2], 0), flash.v[3], row + 64 * w));
+            seen[w] |= bits << 2 * half;
+        }
     }
 }
 
