@@ -523,8 +523,10 @@ DEVICE uint32_t bits_below(int32_t x) {
     const uint32_t odd = (uint32_t)((UINT64_C(1) << ((at + 6) / 8 * 4)) - 1) & 0x22222222;
     return even | odd;
 }
-/* Rows [from, to), of those from `row` on. */
-DEVICE uint32_t bits_between(int32_t from, int32_t to, int32_t row) { return bits_below(to - row) & ~bits_below(from - row); }
+/* Rows [from, to), of those from `row` on; any numbers. */
+DEVICE uint32_t bits_between(int32_t from, int32_t to, int32_t row) {
+    return bits_below(attn__max32(to, 0) - row) & ~bits_below(attn__max32(from, 0) - row);
+}
 
 DEVICE void find_seen(const attn_cuda_args &a, const place &at, const consumer &me, int32_t n, uint32_t seen[WORDS]) {
     const int32_t row = n * BM + (int32_t)(threadIdx.x & 3) * 2;
@@ -543,8 +545,8 @@ DEVICE void find_seen(const attn_cuda_args &a, const place &at, const consumer &
         for (int w = 0; w < WORDS; w++) {
             uint32_t bits = bits_between(first, attn__min32(end, at.s.sq), row + 64 * w);
             if (a.ranges)
-                bits &= ~(bits_between(attn__max32(flash.v[0], 0), flash.v[1], row + 64 * w) |
-                          bits_between(attn__max32(flash.v[2], 0), flash.v[3], row + 64 * w));
+                bits &= ~(bits_between(flash.v[0], flash.v[1], row + 64 * w) |
+                          bits_between(flash.v[2], flash.v[3], row + 64 * w));
             seen[w] |= bits << 2 * half;
         }
     }
