@@ -69,8 +69,6 @@ static attn_status check_flags(const attn_problem *p) {
     INVALID_IF((p->flags & ATTN_PRECISE) && p->dtype != ATTN_F32 && p->dtype != ATTN_F64,
                "flags=0x%x: ATTN_PRECISE is for dtype f32 and f64, which is %s", (unsigned)p->flags,
                attn_dtype_name(p->dtype));
-    INVALID_IF((p->flags & ATTN_UNORDERED) && p->op != ATTN_BACKWARD,
-               "flags=0x%x: ATTN_UNORDERED is for a backward", (unsigned)p->flags);
     uint32_t inference = ATTN_APPEND | ATTN_BATCH_INDEX | ATTN_DESCALE;
     UNSUPPORTED_IF(p->op == ATTN_BACKWARD && (p->flags & inference),
                    "flags=0x%x: ATTN_APPEND, ATTN_BATCH_INDEX and ATTN_DESCALE have no backward", (unsigned)p->flags);
