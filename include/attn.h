@@ -190,6 +190,8 @@ typedef enum attn_dtype {
 #define ATTN_ROTARY_POS (UINT32_C(1) << 16)         /* buffers rotary_pos; without it positions start at used_kv */
 #define ATTN_DESCALE (UINT32_C(1) << 17)            /* buffers q_descale, k_descale, v_descale, at least one of them */
 #define ATTN_PRECISE (UINT32_C(1) << 18)            /* F32 and F64: all arithmetic in double, results rounded once */
+#define ATTN_UNORDERED                                                                                                     \
+    (UINT32_C(1) << 19) /* backward: d_q may be summed in any order, without C5; cuda on Hopper alone does */
 
 /*
  * Limits: batch >= 0; heads_q a multiple of heads_kv; 1 <= dim_qk, dim_v <= 576; max_q, max_kv <= 2^30. batch, max_q and

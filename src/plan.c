@@ -47,6 +47,7 @@ static void describe_problem(attn_plan *plan) {
         {ATTN_BATCH_INDEX, "batch-index"},
         {ATTN_DESCALE, "descale"},
         {ATTN_PRECISE, "precise"},
+        {ATTN_UNORDERED, "unordered"},
     };
     const attn_problem *p = &plan->problem;
     attn__plan_say(plan, "problem: %s, batch %d, heads %d/%d, dim %d/%d, seqlen %d/%d, dtype %s/%s/%s", names[p->op],

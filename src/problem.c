@@ -12,7 +12,7 @@
 enum { MAX_LENGTH = 1 << 30 };
 #define MAX_NUMBER 1e30 /* of scale and softcap: far inside the range of float */
 
-#define ALL_FLAGS ((ATTN_PRECISE << 1) - 1)
+#define ALL_FLAGS ((ATTN_UNORDERED << 1) - 1)
 #define APPEND_FLAGS                                                                                                       \
     (ATTN_CAUSAL | ATTN_WINDOW | ATTN_SCALE | ATTN_VARLEN_KV | ATTN_USED_KV | ATTN_LEFTPAD | ATTN_BATCH_INDEX |            \
      ATTN_APPEND | ATTN_VARLEN_NEW | ATTN_ROTARY | ATTN_ROTARY_INTERLEAVED | ATTN_ROTARY_POS | ATTN_DESCALE)

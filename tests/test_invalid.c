@@ -185,7 +185,7 @@ static bool wrong_dtypes(int wanted, wrong_call *c) {
 static bool wrong_flags(int wanted, wrong_call *c) {
     WRONG_BEGIN
     WRONG(PLAIN, ATTN_INVALID, "flags=0x80000000", p->flags = UINT32_C(1) << 31)
-    WRONG(PLAIN, ATTN_INVALID, "flags=0x80000", p->flags = ATTN_PRECISE << 1)
+    WRONG(PLAIN, ATTN_INVALID, "flags=0x100000", p->flags = ATTN_UNORDERED << 1)
     WRONG(PLAIN, ATTN_INVALID, "flags=0x40000: ATTN_PRECISE", p->flags = ATTN_PRECISE, p->dtype = ATTN_BF16)
     WRONG(KV_APPEND, ATTN_INVALID, "flags=0x", p->flags |= ATTN_BIAS)
     WRONG(PLAIN, ATTN_INVALID, "flags=0x4000", p->flags = ATTN_ROTARY)

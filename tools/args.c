@@ -187,6 +187,7 @@ const option options_problem[] = {
     {"softcap", "C", "scores become C*tanh(s/C)", parse_real, AT(problem.softcap), 0},
     {"dropout", "P", "probability of dropping", parse_real, AT(problem.dropout), 0},
     {"precise", NULL, "f32: computed in double, rounded once", NULL, 0, ATTN_PRECISE},
+    {"unordered", NULL, "backward: d_q may be summed in any order", NULL, 0, ATTN_UNORDERED},
     {"seed", "N", "seed of dropout, or of random data", parse_u64, AT(seed), 0},
     {"offset", "N", "offset of the dropout generator", parse_u64, AT(offset), 0},
     {0},

@@ -56,14 +56,14 @@ DEVICE void find_features(const attn_cuda_args &a, tile_place &at, double scale)
 /* ---- softcap, ALiBi ---- */
 
 /*
- * cap * tanh(x / cap) of a product s, with x = raw * s and y = 2 x / cap: a polynomial where x is up to 0.4 cap, off by 1e-7
+ * cap * tanh(x / cap) of a product s, with x = raw * s and y = 2 x / cap: a polynomial where x is up to 0.9 cap, off by 2e-7
  * of itself at most, which needs no special function; further out cap - 2 cap / (1 + e^y), off by a few units of the last place of
  * cap. Which of them it is depends on the number alone. Float32, whose P would notice, has it exact.
  */
-#define NEAR 0.8f /* of |y| */
-DEVICE float capped_near(float y, const float c[4]) {
+#define NEAR 1.8f /* of |y| */
+DEVICE float capped_near(float y, const float c[6]) {
     const float t = y * y; /* and a product that stays one, whatever is added to it */
-    return __fmul_rn(y, fmaf(t, fmaf(t, fmaf(t, c[3], c[2]), c[1]), c[0]));
+    return __fmul_rn(y, fmaf(t, fmaf(t, fmaf(t, fmaf(t, fmaf(t, c[5], c[4]), c[3]), c[2]), c[1]), c[0]));
 }
 DEVICE float capped_far(float y, float cap) {
     return fmaf(-2 * cap, rcp_approx(1 + ex2_approx(y * (float)ATTN_LOG2E)), cap);
@@ -75,7 +75,8 @@ DEVICE void cap_scores(float s[MT][NT][4], const tile_place &at) {
         EACH_SCORE(mt, nt, e) s[mt][nt][e] = cap * tanhf(__fmul_rn(s[mt][nt][e], at.raw) / cap);
         return;
     }
-    const float c[4] = {cap * 0.49999995f, cap * -0.0416642031f, cap * 0.00414718024f, cap * -0.000371512528f};
+    const float c[6] = {cap * 0.4999999f,       cap * -0.0416644173f,  cap * 0.00415832574f,
+                        cap * -0.000410048877f, cap * 3.51292659e-05f, cap * -1.79529371e-06f};
     float most[4] = {}; /* in four chains: one alone would take as long as the polynomials */
     EACH_SCORE(mt, nt, e) most[e] = fmaxf(most[e], fabsf(s[mt][nt][e]));
     const float largest = fmaxf(fmaxf(most[0], most[1]), fmaxf(most[2], most[3]));

@@ -44,6 +44,7 @@
 
 #define PIECE(...)
 #define BWD(...)
+#define BWD90(...)
 #define FWD(...)
 #define FWD90(name, dtype, dim, mostv, dimv, bn, consumers, stages, qbuf, takes)                                           \
     enum {                                                                                                                 \
@@ -65,6 +66,7 @@
 #undef FWD
 #undef FWD90
 #undef BWD
+#undef BWD90
 #define K_(variant, field) variant##_##field
 #define K__(variant, field) K_(variant, field)
 #define K(field) K__(VARIANT, field)
@@ -125,6 +127,23 @@ enum { BARRIER_TURN = 1, BARRIER_STORE = 4, BARRIER_HANDS = 7 }; /* numbers of n
 #include "rows.cuh"
 
 #include "product.cuh"
+
+DEVICE void begin_qk(float s[MT][NT][4], uint64_t q, uint64_t k) {
+    wgmma_fence();
+#pragma unroll
+    for (int c = 0; c < DIM / 16; c++) {
+        const uint32_t to_q = c / 4 * BM * ROW + c % 4 * 32, to_k = c / 4 * BN * ROW + c % 4 * 32;
+        product_ss(BN, s[0][0], wgmma_step(q, 1, to_q), wgmma_step(k, 1, to_k), c > 0);
+    }
+    wgmma_commit_group();
+}
+
+DEVICE void begin_pv(float o[MT][DT][4], uint32_t p[PV_STEPS][MT][4], uint64_t v) {
+    wgmma_fence();
+#pragma unroll
+    for (int ks = 0; ks < PV_STEPS; ks++) product_rs(DV, o[0][0], p[ks][0], wgmma_step(v, ks, 16 * ROW), 1);
+    wgmma_commit_group();
+}
 
 /* ---- shared memory: Q, K, V, each in blocks of 64 columns of all rows; barriers; what producers tell ---- */
 

@@ -102,7 +102,8 @@ void attn__cuda_map(attn_cuda_run *run, const attn_plan *plan, const attn_buffer
     bool may_q = views[VIEW_Q].dtype == e->dtype, may_o = views[VIEW_O].dtype == e->dtype;
     run->box = rows_of_box(e->bn, plan->problem.page_size);
     bool may_kv = views[VIEW_K].dtype == e->dtype && run->box % 8 == 0; /* the swizzle repeats every 8 rows */
-    const bool may_whole = e->takes != ATTN_TAKES_PLAIN, whole_box = may_whole && run->box == e->bn;
+    const bool may_whole = e->op == ATTN_FORWARD && e->takes != ATTN_TAKES_PLAIN,
+               whole_box = may_whole && run->box == e->bn;
     const int32_t blocks_q = blocks_of(&views[VIEW_Q], e->dim_qk, may_whole);
     const int32_t blocks_k = blocks_of(&views[VIEW_K], e->dim_qk, whole_box);
     const int32_t blocks_v = blocks_of(&views[VIEW_V], e->dim_v, whole_box);
@@ -111,5 +112,6 @@ void attn__cuda_map(attn_cuda_run *run, const attn_plan *plan, const attn_buffer
     if (may_kv && make_map(run->driver, &views[VIEW_K], run->box, blocks_k, &run->map_k) &&
         make_map(run->driver, &views[VIEW_V], run->box, blocks_v, &run->map_v))
         run->tma |= ATTN_TMA_KV;
-    if (may_o && make_map(run->driver, &views[VIEW_O], ATTN_MAP_O_ROWS, 1, &run->map_o)) run->tma |= ATTN_TMA_O;
+    const int32_t rows_o = e->op == ATTN_BACKWARD ? e->bm : (int32_t)ATTN_MAP_O_ROWS; /* d_o is read as q is */
+    if (may_o && make_map(run->driver, &views[VIEW_O], rows_o, 1, &run->map_o)) run->tma |= ATTN_TMA_O;
 }

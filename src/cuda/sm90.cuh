@@ -63,6 +63,15 @@ PTX void cp_async_bulk_tensor_5d_store(const attn_tensor_map *map, uint32_t from
                  "r"(from), "r"(x), "r"(y), "r"(z), "r"(w), "r"(v)
                  : "memory");
 }
+/* So many bytes of shared memory to memory, or added to the floats there; both begin at multiples of 16. */
+PTX void cp_async_bulk_store(void *to, uint32_t from, uint32_t bytes) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes) : "memory");
+}
+PTX void cp_reduce_async_bulk_add_f32(void *to, uint32_t from, uint32_t bytes) {
+    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to), "r"(from),
+                 "r"(bytes)
+                 : "memory");
+}
 PTX void cp_async_bulk_commit_group(void) { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 /* Until the stores of this thread have read shared memory; until they are complete. */
 PTX void cp_async_bulk_wait_group_read(void) { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
