@@ -75,9 +75,8 @@ enum {
     STEPS = BM / 16,
     BY_ROWS = BM == 128,                     /* consumers share d_q by rows; else by dims */
     QN = (BY_ROWS ? (int)DIM : DIM / 2) / 8, /* 8-column tiles of a consumer's d_q */
-    HAS_ROOM =
-        BM ==
-        64, /* in registers, for P twice, as numbers and as an operand: d_s is made beneath d_v. Else that comes later */
+    /* In registers, for P twice, as numbers and as an operand: d_s is made beneath d_v. Else that comes later. */
+    HAS_ROOM = BM == 64,
     WORDS = NT / 8, /* of 32 bits, one for each of a thread's elements */
     ROW = 128,      /* bytes of a row of a block of 64 columns */
     BLOCKS = DIM / ATTN_MAP_COLS,
