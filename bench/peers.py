@@ -287,6 +287,8 @@ def main(argv=None):
     if not cases:
         sys.exit(f"peers.py: no case has all of {words}; --list names them")
     finish_arguments(arguments)
+    if arguments.backward:
+        arguments.no_graphs = True  # torch.autograd.grad cannot be captured
     if arguments.quick:
         cases = [shrunk(case) for case in cases if case["seqlen"] == 8192]
     dtype = getattr(torch, arguments.dtype)
