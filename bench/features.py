@@ -91,6 +91,11 @@ def softcap(sizes):
     return with_options(sizes, softcap=5.0)
 
 
+def softcap_50(sizes):
+    """As models have it: hardly any score comes near."""
+    return with_options(sizes, softcap=50.0)
+
+
 def alibi(sizes):
     slopes = 2.0 ** (-8.0 * torch.arange(1, sizes.heads + 1, device=sizes.device) / sizes.heads)
     return with_options(sizes, alibi=slopes.float())
@@ -171,6 +176,7 @@ def bias(sizes):
 FEATURES = {
     "plain": plain,
     "softcap": softcap,
+    "softcap-50": softcap_50,
     "alibi": alibi,
     "window": window,
     "gqa": gqa,

@@ -3,12 +3,14 @@
 
     python bench/peers.py                          every forward case of bench/peers/h200.json
     python bench/peers.py --hopper                 what Hopper's kernels are held to: cuDNN, fp16, more head dims
+    python bench/peers.py --backward               the backward: cases of the file again, d_q, d_k and d_v together
     python bench/peers.py --cases d128,causal      those whose names have both words
     python bench/peers.py --json peers.jsonl       one line for the run, one for each case
 
 How it is timed: bench/measure.py. Inputs rotate over three sets. Counted are 2 * batch * heads * seqlen^2 * (dim_qk +
-dim_v) operations, half of them for causal. libattn is called as a C program would, attn_run on a plan; the others through
-torch.nn.functional.scaled_dot_product_attention, all on the same memory.
+dim_v) operations, half of them for causal, 2.5 times as many for a backward. libattn is called as a C program would, attn_run
+on a plan; the others through torch.nn.functional.scaled_dot_product_attention, for a backward torch.autograd.grad, all on
+the same memory.
 
 Peers that torch does not have (FlashAttention-3) come in by figures that were measured beside cuDNN on an H200: a ratio
 against cuDNN in this run, divided by best_over_cudnn there, is the ratio against the best of all of them.
@@ -38,6 +40,7 @@ from measure import (
     geometric_mean,
     is_portable,
     kernel_note,
+    libattn_backward_run,
     libattn_run,
     measure,
 )
@@ -101,10 +104,19 @@ def torch_run(backend, q, k, v, causal):
     return run
 
 
+def torch_backward_run(backend, q, k, v, d_o, causal):
+    """Gradients of q, k and v."""
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    with torch.enable_grad():
+        o = torch_run(backend, *leaves, causal)()
+    return lambda: torch.autograd.grad(o, leaves, d_o, retain_graph=True)
+
+
 def torch_runs(case, name, backend, sets):
     """One function for each set of inputs; None, and a word about it, if the peer refuses them."""
-    runs = [torch_run(backend, *x, case["causal"]) for x in sets]
+    make = torch_backward_run if case["op"] == "bwd" else torch_run
     try:
+        runs = [make(backend, *x, case["causal"]) for x in sets]
         runs[0]()
         return runs
     except RuntimeError as error:
@@ -116,23 +128,35 @@ def make_runners(case, dtype, peers, half, device):
     """{name: one function for each set of inputs}, libattn's kernels, and who is to say what the first result should be."""
     rows = (case["batch"], case["seqlen"], case["heads"])
     dims = (case["head_dim"], case["head_dim"], case.get("dim_v") or case["head_dim"])
+    backward = case["op"] == "bwd"
+    dims += (dims[2],) * backward  # of d_o
     sets = [[torch.randn(*rows, dim, device=device, dtype=dtype) for dim in dims] for _ in range(SETS)]
     options = Options(causal=case["causal"])
-    ours = {"libattn": [libattn_run(*x, options) for x in sets]}
+    libattn = libattn_backward_run if backward else libattn_run
+    ours = {"libattn": [libattn(*x, options) for x in sets]}
     if half:
-        ours[HALF] = [libattn_run(*(y.half() for y in x), options) for x in sets]
+        ours[HALF] = [libattn(*(y.half() for y in x), options) for x in sets]
     runners = {name: [run for run, _ in made] for name, made in ours.items()}
     theirs = {name: torch_runs(case, name, backend, sets) for name, backend in peers.items()}
     runners.update({name: runs for name, runs in theirs.items() if runs})
     judge = next((name for name in peers if name in runners), None)
-    judge = (judge, runners[judge][0]) if judge else ("math", torch_run(SDPBackend.MATH, *sets[0], case["causal"]))
+    if not judge:
+        runners["math"] = torch_runs(case, "math", SDPBackend.MATH, sets[:1])
+    judge = (judge, runners[judge][0]) if judge else ("math", runners.pop("math")[0])
     return runners, {name: made[0][1] for name, made in ours.items()}, judge
+
+
+def gap(found, wanted):
+    """Of results, or of gradients: the largest. Rows of those may be next to nothing, so they count as a whole."""
+    if isinstance(found, torch.Tensor):
+        return difference(found, wanted)
+    return (max(difference(x, y)[0] for x, y in zip(found, wanted)),) * 2
 
 
 def check(case, runners, judge, dtype):
     """Complains about results of libattn that are not the judge's; how many, and (RMS, worst row) of each."""
     name_of_judge, run = judge
-    errors = {name: difference(runners[name][0](), run()) for name in ("libattn", HALF) if name in runners}
+    errors = {name: gap(runners[name][0](), run()) for name in ("libattn", HALF) if name in runners}
     wrong = [name for name in errors if not agree(errors[name], dtype)]
     for name in wrong:
         print(f"{name_of(case)}: WRONG: {name} and {name_of_judge} differ by {errors[name]} (relative RMS, worst row)")
@@ -141,7 +165,8 @@ def check(case, runners, judge, dtype):
 
 def tflops(case, ms):
     dims = case["head_dim"] + (case.get("dim_v") or case["head_dim"])
-    return 2 * case["batch"] * case["heads"] * case["seqlen"] ** 2 * dims / (2 if case["causal"] else 1) / ms * 1e-9
+    count = 2 * case["batch"] * case["heads"] * case["seqlen"] ** 2 * dims * (2.5 if case["op"] == "bwd" else 1)
+    return count / (2 if case["causal"] else 1) / ms * 1e-9
 
 
 def run_case(case, dtype, peers, half, arguments):
@@ -227,6 +252,7 @@ def parse_arguments(argv):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser, 0.6)
     parser.add_argument("--hopper", action="store_true", help="cuDNN alone, fp16 beside bf16, more head dims; see above")
+    parser.add_argument("--backward", action="store_true", help="the backward pass")
     parser.add_argument(
         "--cases", default="", metavar="WORDS", help="only cases whose names have all of these: d128,causal,s8192"
     )
@@ -238,6 +264,8 @@ def parse_arguments(argv):
     parser.add_argument("--list", action="store_true", help="names of the cases, and nothing else")
     arguments = parser.parse_args(argv)
     known = PEERS[arguments.device]
+    if arguments.hopper and arguments.backward:
+        parser.error("--backward: --hopper is about the forward")
     if arguments.hopper and arguments.dtype != "bfloat16":
         parser.error("--dtype: --hopper measures both")
     default = "cudnn" if arguments.hopper and "cudnn" in known else ",".join(known)
@@ -251,6 +279,7 @@ def main(argv=None):
     arguments, peers = parse_arguments(argv)
     words = [word for word in arguments.cases.split(",") if word]
     cases = json.loads(pathlib.Path(arguments.figures).read_text())["cases"]
+    cases = [case for case in cases if case["op"] == ("bwd" if arguments.backward else "fwd")]
     cases = [case for case in (more_cases(cases) if arguments.hopper else cases) if wanted(case, words)]
     if arguments.list:
         print(*map(name_of, cases), sep="\n")
@@ -258,10 +287,12 @@ def main(argv=None):
     if not cases:
         sys.exit(f"peers.py: no case has all of {words}; --list names them")
     finish_arguments(arguments)
+    if arguments.backward:
+        arguments.no_graphs = True  # torch.autograd.grad cannot be captured
     if arguments.quick:
         cases = [shrunk(case) for case in cases if case["seqlen"] == 8192]
     dtype = getattr(torch, arguments.dtype)
-    report = Report(arguments, dtype=arguments.dtype + (" and float16" if arguments.hopper else ""))
+    report = Report(arguments, op="backward" if arguments.backward else "forward", dtype=arguments.dtype + (" and float16" if arguments.hopper else ""))
     columns = ["libattn", *([HALF] if arguments.hopper else []), *peers]
     ratios = [*peers, "best", *([HALF] if arguments.hopper else [])]
     titles = columns + ["fp16/bf16" if name == HALF else f"/{name}"[:9] for name in ratios]

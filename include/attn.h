@@ -37,9 +37,9 @@
  *       however many threads there are.
  *   C6  Extra memory is O(sq + sk): nothing of size sq x sk is ever stored, except where you ask for it (probs, d_bias).
  *
- * F32 is computed in float. On a CPU a row whose largest p is more than a 16th of their sum, and d_v of keys of which one row has
- * more than an 8th of all p, are then computed again in double, which float would be less exact for than for others; how long
- * a call takes depends on the data therefore. ATTN_SINGLE leaves that out; ATTN_PRECISE computes all in double.
+ * F32 is computed in float; with ATTN_PRECISE all of it in double. With ATTN_PRECISE_FEW, on a CPU, a row whose largest p is more than a 16th
+ * of their sum, and d_v of keys of which one row has more than an 8th of all p, are computed again in double, as float would be
+ * less exact for them than for others; how long a call takes depends on the data then.
  *
  * Strides are counted in elements. A struct that you fill in begins with its size, so that it can grow: set it to sizeof, zero
  * the rest (a zero field is a default), then fill in what you need. Thread safety: one context and one plan may be used from
@@ -194,7 +194,10 @@ typedef enum attn_dtype {
 #define ATTN_ROTARY_POS (UINT32_C(1) << 16)         /* buffers rotary_pos; without it positions start at used_kv */
 #define ATTN_DESCALE (UINT32_C(1) << 17)            /* buffers q_descale, k_descale, v_descale, at least one of them */
 #define ATTN_PRECISE (UINT32_C(1) << 18)            /* F32 and F64: all arithmetic in double, results rounded once */
-#define ATTN_SINGLE (UINT32_C(1) << 19)             /* F32: float arithmetic for every row; see above */
+#define ATTN_UNORDERED                                                                                                     \
+    (UINT32_C(1) << 19) /* backward: d_q may be summed in any order, without C5; cuda on Hopper alone does */
+#define ATTN_PRECISE_FEW                                                                                                   \
+    (UINT32_C(1) << 20) /* F32, cpu: what weighs few keys in double, see above; the others take no notice */
 
 /*
  * Limits: batch >= 0; heads_q a multiple of heads_kv; 1 <= dim_qk, dim_v <= 576; max_q, max_kv <= 2^30. batch, max_q and

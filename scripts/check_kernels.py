@@ -5,7 +5,7 @@
 
 Exit 1 when a kernel spills, takes more registers than its blocks can have, more shared memory than its architecture has, was
 compiled with a warning ("serialized" among them: wgmma that waits for itself), or is missing; or when one of Hopper's kernels
-(FWD90), which know no other architecture, was compiled for anything but sm_90a. src/cuda/budget.txt lists what
+(FWD90, BWD90), which know no other architecture, was compiled for anything but sm_90a. src/cuda/budget.txt lists what
 is allowed beyond that, each with its reason. Exit 0 with a word when there is no nvcc, and so nothing to check.
 """
 
@@ -23,6 +23,7 @@ PIECE_THREADS = 128
 SINK_THREADS = 256
 ANY_REALS = 4 * 4 * 576 + 32 * 33  # ATTN_BWD_ANY_REALS of src/cuda/args.h
 NOTES = int(re.search(r"ATTN_HOPPER_NOTES = (\d+)", (ROOT / "src/cuda/args.h").read_text())[1])
+NOTES_BWD = int(re.search(r"ATTN_BWD90_NOTES = (\d+)", (ROOT / "src/cuda/args.h").read_text())[1])
 BYTES = {"F16": 2, "BF16": 2, "F32": 4}
 
 
@@ -30,7 +31,7 @@ def read_table():
     """{entry: (image, threads, dynamic shared memory, its limit, blocks on a multiprocessor, arch)} from variants.def."""
     entries = {}
     for line in (ROOT / "src/cuda/variants.def").read_text().splitlines():
-        match = re.match(r"(FWD|FWD90|BWD|PIECE)\((.*)\)", line)
+        match = re.match(r"(FWD|FWD90|BWD|BWD90|PIECE)\((.*)\)", line)
         if not match:
             continue
         words = [word.strip() for word in match[2].split(",")]
@@ -46,6 +47,11 @@ def read_table():
             shared = 2 * (own + stages * others) * dim * 2 + rows + weights  # ATTN_BWD_BYTES of cuda.h
             limit = SHARED[80] if words[2] != "BOTH" else SHARED_A100  # others have the line before
             entries[words[0]] = (words[0], 32 * warps, shared, limit, blocks, None)
+            continue
+        if match[1] == "BWD90":
+            dim, rows, buffers = map(int, words[2:5])
+            shared = 2 * (128 + 2 * rows) * dim * 2 + 128 * rows * 2 + buffers * rows * dim * 4 + NOTES_BWD  # ATTN_BWD90_BYTES
+            entries[words[0]] = (words[0], 384, shared, SHARED[90], 1, "90a")
             continue
         if match[1] == "FWD90":
             dim, _, dim_v, bn, consumers, stages, qbuf = map(int, words[2:9])

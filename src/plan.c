@@ -47,7 +47,8 @@ static void describe_problem(attn_plan *plan) {
         {ATTN_BATCH_INDEX, "batch-index"},
         {ATTN_DESCALE, "descale"},
         {ATTN_PRECISE, "precise"},
-        {ATTN_SINGLE, "single"},
+        {ATTN_UNORDERED, "unordered"},
+        {ATTN_PRECISE_FEW, "precise-few"},
     };
     const attn_problem *p = &plan->problem;
     attn__plan_say(plan, "problem: %s, batch %d, heads %d/%d, dim %d/%d, seqlen %d/%d, dtype %s/%s/%s", names[p->op],

@@ -12,7 +12,7 @@
 enum { MAX_LENGTH = 1 << 30 };
 #define MAX_NUMBER 1e30 /* of scale and softcap: far inside the range of float */
 
-#define ALL_FLAGS ((ATTN_SINGLE << 1) - 1)
+#define ALL_FLAGS ((ATTN_PRECISE_FEW << 1) - 1)
 #define APPEND_FLAGS                                                                                                       \
     (ATTN_CAUSAL | ATTN_WINDOW | ATTN_SCALE | ATTN_VARLEN_KV | ATTN_USED_KV | ATTN_LEFTPAD | ATTN_BATCH_INDEX |            \
      ATTN_APPEND | ATTN_VARLEN_NEW | ATTN_ROTARY | ATTN_ROTARY_INTERLEAVED | ATTN_ROTARY_POS | ATTN_DESCALE)
@@ -69,8 +69,8 @@ static attn_status check_flags(const attn_problem *p) {
     INVALID_IF((p->flags & ATTN_PRECISE) && p->dtype != ATTN_F32 && p->dtype != ATTN_F64,
                "flags=0x%x: ATTN_PRECISE is for dtype f32 and f64, which is %s", (unsigned)p->flags,
                attn_dtype_name(p->dtype));
-    INVALID_IF((p->flags & ATTN_SINGLE) && ((p->dtype != ATTN_F32 && p->dtype != ATTN_F64) || (p->flags & ATTN_PRECISE)),
-               "flags=0x%x: ATTN_SINGLE is for dtype f32 and f64, which is %s, without ATTN_PRECISE", (unsigned)p->flags,
+    INVALID_IF((p->flags & ATTN_PRECISE_FEW) && (p->dtype != ATTN_F32 || (p->flags & ATTN_PRECISE)),
+               "flags=0x%x: ATTN_PRECISE_FEW is for dtype f32, which is %s, without ATTN_PRECISE", (unsigned)p->flags,
                attn_dtype_name(p->dtype));
     uint32_t inference = ATTN_APPEND | ATTN_BATCH_INDEX | ATTN_DESCALE;
     UNSUPPORTED_IF(p->op == ATTN_BACKWARD && (p->flags & inference),

@@ -399,16 +399,16 @@ static int stub_cuTensorMapEncodeTiled(void *map, int type, unsigned rank, void 
                                        int swizzle, int l2_promotion, int fill) {
     BEGIN(cuTensorMapEncodeTiled);
     if ((uintptr_t)map % 64 || (uintptr_t)address % 16 || !address || address == stub.unmappable) return INVALID_VALUE;
-    if (rank != 4 || (type != ATTN_CU_MAP_F16 && type != ATTN_CU_MAP_BF16) || box[0] * 2 > 128) return INVALID_VALUE;
+    if (rank != 5 || (type != ATTN_CU_MAP_F16 && type != ATTN_CU_MAP_BF16) || box[0] * 2 > 128) return INVALID_VALUE;
     if (interleave || swizzle != ATTN_CU_MAP_SWIZZLE_128 || l2_promotion != ATTN_CU_MAP_L2_128 || fill)
         return INVALID_VALUE;
     stub_map made = {.address = address, .type = type};
-    for (int n = 0; n < 4; n++) {
+    for (int n = 0; n < 5; n++) {
         if (!dims[n] || dims[n] > UINT64_C(1) << 32 || !box[n] || box[n] > 256 || steps[n] != 1) return INVALID_VALUE;
-        if (n < 3 && (strides[n] % 16 || strides[n] >= UINT64_C(1) << 40)) return INVALID_VALUE;
+        if (n < 4 && (strides[n] % 16 || strides[n] >= UINT64_C(1) << 40)) return INVALID_VALUE;
         made.dims[n] = dims[n];
         made.box[n] = box[n];
-        if (n < 3) made.strides[n] = strides[n];
+        if (n < 4) made.strides[n] = strides[n];
     }
     _Static_assert(sizeof made <= sizeof(attn_tensor_map), "it has to have room");
     memcpy(map, &made, sizeof made);

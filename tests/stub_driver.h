@@ -47,8 +47,8 @@ struct stub_launch {
 /* What a tensor map is here: what it was asked for. */
 typedef struct stub_map {
     const void *address;
-    uint64_t dims[4], strides[3]; /* strides in bytes */
-    unsigned box[4];
+    uint64_t dims[5], strides[4]; /* strides in bytes */
+    unsigned box[5];
     int type;
 } stub_map;
 

@@ -158,10 +158,75 @@ TEST(cuda_backward_chooses_the_kernel_by_dtype_and_dim) {
     }
 }
 
+/* Hopper has lines of its own, for what has no work for each element and can have maps; whatever the dim, if there is one. */
+TEST(cuda_backward_on_hopper) {
+    static const struct {
+        attn_dtype dtype;
+        int32_t dim;
+        const char *plain, *other; /* other: with a feature, or without maps */
+    } rows[] = {
+        {ATTN_BF16, 8, "bwd_sm90_bf16_d64", "bwd_sm80_bf16_d32"},
+        {ATTN_BF16, 64, "bwd_sm90_bf16_d64", "bwd_sm80_bf16_d64"},
+        {ATTN_BF16, 72, "bwd_sm90_bf16_d128", "bwd_sm80_bf16_d96"},
+        {ATTN_BF16, 128, "bwd_sm90_bf16_d128", "bwd_sm80_bf16_d128_one"},
+        {ATTN_BF16, 136, "bwd_sm80_bf16_d192", "bwd_sm80_bf16_d192"},
+        {ATTN_F16, 128, "bwd_sm80_f16_d128", "bwd_sm80_f16_d128"},
+    };
+    stub_start();
+    stub.arch[0] = 90;
+    stub.shared_bytes[0] = 232448;
+    attn_context *context = cuda_context();
+    for (size_t n = 0; n < sizeof rows / sizeof rows[0]; n++)
+        for (int way = 0; way < 3; way++) {
+            attn_problem p = problem(rows[n].dtype, 2, 4, 2, 100, 300, rows[n].dim);
+            attn_plan *plan;
+            p.op = ATTN_BACKWARD;
+            p.flags = way == 1 ? ATTN_CAUSAL | ATTN_SINK | ATTN_LEFTPAD : way == 2 ? ATTN_ALIBI : 0;
+            if (!CHECK_OK(attn_plan_create(&plan, context, &p))) return;
+            CHECK_SAY(strcmp(attn_plan_kernel(plan), way == 2 ? rows[n].other : rows[n].plain) == 0, "%s, dim %d: %s",
+                      attn_dtype_name(rows[n].dtype), rows[n].dim, attn_plan_kernel(plan));
+            attn_plan_destroy(plan);
+        }
+    attn_context_destroy(context);
+    CHECK(stub_live() == 0);
+    stub_stop();
+}
+
+/* Its launches; d_q is cleared where its sums have no order; rows at odd addresses have the portable kernel. */
+TEST(cuda_backward_on_hopper_launches) {
+    rig r = {.p = problem(ATTN_BF16, 2, 4, 2, 70, 300, 128)};
+    stub_start();
+    stub.arch[0] = 90;
+    stub.shared_bytes[0] = 232448;
+    r.p.op = ATTN_BACKWARD;
+    if (!rig_make_on(&r, 0)) return;
+    attn_context *context = cuda_context();
+    for (int unordered = 0; unordered < 2; unordered++) {
+        attn_plan *plan;
+        r.p.flags = unordered ? ATTN_UNORDERED : 0;
+        if (!CHECK_OK(attn_plan_create(&plan, context, &r.p))) return;
+        attn_buffers f = rig_backward_buffers(&r);
+        CHECK_SAY(strcmp(launches_of(plan, f), "bwd_delta bwd_sm90_bf16_d128 bwd_cast ") == 0, "%s", launches_of(plan, f));
+        CHECK(stub_calls("cuMemsetD32Async") == 1 + unordered);
+        CHECK(stub_launch_at(1)->block[0] == 384 && stub_launch_at(1)->grid[0] == 12 && stub_launch_at(2)->grid[0] == 16);
+        f.d_q.data = NULL;
+        CHECK(strcmp(launches_of(plan, f), "bwd_delta bwd_sm90_bf16_d128 ") == 0);
+        f = rig_backward_buffers(&r);
+        f.q.data = (char *)f.q.data + 2;
+        CHECK_SAY(strcmp(launches_of(plan, f), "bwd_delta bwd_sm80_bf16_d128_one ") == 0, "%s", launches_of(plan, f));
+        attn_plan_destroy(plan);
+    }
+    attn_context_destroy(context);
+    CHECK(stub_live() == 0);
+    stub_stop();
+    rig_free(&r);
+}
+
 /* In one pass the turns are cleared before the kernel, if d_q is wanted. */
 TEST(cuda_backward_in_one_pass) {
     rig r = {.p = problem(ATTN_BF16, 2, 4, 2, 70, 300, 128)};
     stub_start();
+    stub.arch[0] = 80;
     r.p.op = ATTN_BACKWARD;
     if (!rig_make_on(&r, 0)) return;
     attn_context *context = cuda_context();
@@ -187,6 +252,7 @@ TEST(cuda_backward_in_one_pass) {
 
 TEST(cuda_backward_workspace_is_two_numbers_a_row) {
     stub_start();
+    stub.arch[0] = 80;
     attn_context *context = cuda_context();
     attn_problem p = problem(ATTN_BF16, 3, 4, 2, 100, 2048, 100);
     p.op = ATTN_BACKWARD; /* in one pass: d_q, too, two tiles of 64 rows for each sequence and head, and their turns */

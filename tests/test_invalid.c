@@ -185,10 +185,10 @@ static bool wrong_dtypes(int wanted, wrong_call *c) {
 static bool wrong_flags(int wanted, wrong_call *c) {
     WRONG_BEGIN
     WRONG(PLAIN, ATTN_INVALID, "flags=0x80000000", p->flags = UINT32_C(1) << 31)
-    WRONG(PLAIN, ATTN_INVALID, "flags=0x100000", p->flags = ATTN_SINGLE << 1)
+    WRONG(PLAIN, ATTN_INVALID, "flags=0x200000", p->flags = ATTN_PRECISE_FEW << 1)
     WRONG(PLAIN, ATTN_INVALID, "flags=0x40000: ATTN_PRECISE", p->flags = ATTN_PRECISE, p->dtype = ATTN_BF16)
-    WRONG(PLAIN, ATTN_INVALID, "flags=0x80000: ATTN_SINGLE", p->flags = ATTN_SINGLE, p->dtype = ATTN_BF16)
-    WRONG(PLAIN, ATTN_INVALID, "flags=0xc0000: ATTN_SINGLE", p->flags = ATTN_SINGLE | ATTN_PRECISE)
+    WRONG(PLAIN, ATTN_INVALID, "flags=0x100000: ATTN_PRECISE_FEW", p->flags = ATTN_PRECISE_FEW, p->dtype = ATTN_BF16)
+    WRONG(PLAIN, ATTN_INVALID, "flags=0x140000: ATTN_PRECISE_FEW", p->flags = ATTN_PRECISE_FEW | ATTN_PRECISE)
     WRONG(KV_APPEND, ATTN_INVALID, "flags=0x", p->flags |= ATTN_BIAS)
     WRONG(PLAIN, ATTN_INVALID, "flags=0x4000", p->flags = ATTN_ROTARY)
     WRONG(PLAIN, ATTN_INVALID, "flags=0x2000", p->flags = ATTN_VARLEN_NEW)

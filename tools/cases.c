@@ -155,7 +155,7 @@ static void rotary(check_case *c) {
 static void interleaved(check_case *c) { c->problem.flags |= ATTN_ROTARY_INTERLEAVED; }
 static void rotary_pos(check_case *c) { c->problem.flags |= ATTN_ROTARY_POS; }
 static void precise(check_case *c) { c->problem.flags |= ATTN_PRECISE; }
-static void single(check_case *c) { c->problem.flags |= ATTN_SINGLE; }
+static void precise_few(check_case *c) { c->problem.flags |= ATTN_PRECISE_FEW; }
 static void descale(check_case *c) { c->problem.flags |= ATTN_DESCALE; }
 static void memory_only(check_case *c) { (void)c; } /* no field of the problem: case_data.c looks at the bit */
 
@@ -201,7 +201,8 @@ static const struct feature {
     [F_ROTARY_POS] = {"rotary_pos", FWD | APP, BIT(F_ROTARY), 0, NULL, rotary_pos, "rotary positions of their own"},
     [F_DESCALE] = {"descale", FWD | APP, 0, 0, NULL, descale, "factors of q, k and v"},
     [F_PRECISE] = {"precise", FWD | BWD, 0, 0, f32_or_f64, precise, "float32 computed in double"},
-    [F_SINGLE] = {"single", FWD | BWD, 0, BIT(F_PRECISE), f32, single, "float32 without double where few keys count"},
+    [F_PRECISE_FEW] = {"precise_few", FWD | BWD, 0, BIT(F_PRECISE), f32, precise_few,
+                       "float32 with double where few keys count"},
     [F_PROBS] = {"probs", FWD, 0, 0, NULL, memory_only, "probabilities as an output"},
     [F_NO_LSE] = {"no_lse", FWD, 0, 0, NULL, memory_only, "lse not wanted"},
     [F_D_LSE] = {"d_lse", BWD, 0, 0, NULL, memory_only, "gradient into lse"},

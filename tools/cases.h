@@ -62,7 +62,7 @@ typedef enum feature_id {
     F_ROTARY_POS,
     F_DESCALE,
     F_PRECISE,
-    F_SINGLE,
+    F_PRECISE_FEW,
     F_PROBS,
     F_NO_LSE,
     F_D_LSE,

@@ -121,6 +121,7 @@ void ladder_add_library(ladder *l) {
     static const rung rungs[] = {
 #define PIECE(...)
 #define BWD(...)
+#define BWD90(...)
 #define FWD(id, least, type, ...)                                                                                          \
     {.name = #id, .arch = (least), .dtype = ATTN_##type, .knob = {__VA_ARGS__}, .entry = ATTN_ENTRY_##id},
 #define FWD90(id, type, most, mostv, v, n, consumers, stages, qbuf, takes)                                                 \
@@ -140,6 +141,7 @@ void ladder_add_library(ladder *l) {
 #undef FWD
 #undef FWD90
 #undef BWD
+#undef BWD90
 #undef PIECE
     };
     for (size_t n = 0; n < sizeof rungs / sizeof *rungs && l->count < MOST_RUNGS; n++) l->at[l->count++] = rungs[n];

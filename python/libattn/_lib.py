@@ -37,8 +37,9 @@ F32, F16, BF16, F64, E4M3, E5M2, I8 = range(1, 8)
     ROTARY_POS,
     DESCALE,
     PRECISE,
-    SINGLE,
-) = (1 << n for n in range(20))
+    UNORDERED,
+    PRECISE_FEW,
+) = (1 << n for n in range(21))
 
 
 class Struct(c.Structure):
@@ -300,7 +301,7 @@ def set_float32_precision(precision: str) -> None:
 
 
 def float32_flags() -> int:
-    return {"mixed": 0, "single": SINGLE, "double": PRECISE}[_choice["float32"]]
+    return {"mixed": PRECISE_FEW, "single": 0, "double": PRECISE}[_choice["float32"]]
 
 
 def context_of(backend: str, threads: int = 0) -> c.c_void_p:

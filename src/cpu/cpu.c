@@ -188,7 +188,8 @@ static attn_status plan_cpu(attn_plan *plan) {
         attn__plan_say(plan, "in double: all sequences\n");
     else if (!plan->kernel->wide && may_be_in_double(&plan->problem))
         attn__plan_say(plan, "in double: sequences of at most %d rows, with more keys\n", ATTN_NARROW_ROWS);
-    if (attn__mixed(&plan->problem)) attn__plan_say(plan, "in double, again: what weighs fewer than %d keys\n", ATTN_FEW_KEYS);
+    if (attn__mixed(&plan->problem))
+        attn__plan_say(plan, "in double, again: what weighs fewer than %d keys\n", ATTN_FEW_KEYS);
     return lay_out(plan);
 }
 

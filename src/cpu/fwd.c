@@ -167,8 +167,7 @@ typedef struct doubtful {
 } doubtful;
 
 static bool is_doubtful(const attn_rows *t, real sum) {
-    return REAL_DTYPE == ATTN_F32 && attn__mixed(t->p) && sum > 0 &&
-           attn__few(sum, 1, ATTN_FEW_KEYS);
+    return REAL_DTYPE == ATTN_F32 && attn__mixed(t->p) && sum > 0 && attn__few(sum, 1, ATTN_FEW_KEYS);
 }
 
 static void finish(const attn_rows *t, const state *st, doubtful *again) {

@@ -129,6 +129,28 @@ INLINE vreal load_any(const attn_dtype of, const void *p, int64_t at) {
 #endif
 
 INLINE vreal splat(real x) { return x - (vreal){0}; }
+
+/*
+ * a * b + c, rounded once where the ISA can. Sums have to round alike in every block that they are compiled for, of six rows or of one, and with
+ * -ffp-contract a compiler may fuse here and not there.
+ */
+INLINE vreal fused(vreal a, vreal b, vreal c) {
+#if defined(__AVX512F__) && defined(ATTN_REAL_F64)
+    return _mm512_fmadd_pd(a, b, c);
+#elif defined(__AVX512F__)
+    return _mm512_fmadd_ps(a, b, c);
+#elif defined(__AVX2__) && defined(ATTN_REAL_F64)
+    return _mm256_fmadd_pd(a, b, c);
+#elif defined(__AVX2__)
+    return _mm256_fmadd_ps(a, b, c);
+#elif defined(ATTN_NEON) && defined(ATTN_REAL_F64)
+    return vfmaq_f64(c, a, b);
+#elif defined(ATTN_NEON)
+    return vfmaq_f32(c, a, b);
+#else
+    return a * b + c;
+#endif
+}
 INLINE vreal pick(vint mask, vreal a, vreal b) { return (vreal)((mask & (vint)a) | (~mask & (vint)b)); }
 
 /* a where it is larger than b, otherwise (NaN too) b, which is no NaN. */
@@ -201,7 +223,7 @@ INLINE void block(const int mr, const int nv, const attn_dtype of, real *c, int6
         UNROLL for (int v = 0; v < nv; v++) bv[v] = load_any(of, b, at + v * VL);
         UNROLL for (int i = 0; i < mr; i++) {
             vreal av = splat(a[i * row]);
-            UNROLL for (int v = 0; v < nv; v++) acc[i][v] += av * bv[v];
+            UNROLL for (int v = 0; v < nv; v++) acc[i][v] = fused(av, bv[v], acc[i][v]);
         }
         a += col;
         at += ldb;
@@ -349,7 +371,9 @@ INLINE void narrow_block(const int mr, const int nv, const attn_dtype of, real *
     for (int32_t j = 0; j < keys; j++, at += ldv, p += width) {
         vreal value[NV];
         UNROLL for (int x = 0; x < nv; x++) value[x] = load_any(of, v, at + x * VL);
-        UNROLL for (int i = 0; i < mr; i++) { UNROLL for (int x = 0; x < nv; x++) acc[i][x] += splat(p[i]) * value[x]; }
+        UNROLL for (int i = 0; i < mr; i++) {
+            UNROLL for (int x = 0; x < nv; x++) acc[i][x] = fused(splat(p[i]), value[x], acc[i][x]);
+        }
     }
     UNROLL for (int i = 0; i < mr; i++) { UNROLL for (int x = 0; x < nv; x++) store(sum + i * lds + x * VL, acc[i][x]); }
 }
@@ -464,7 +488,7 @@ INLINE void dot_block(const int kb, const int rb, const attn_dtype of, real *s, 
         UNROLL for (int r = 0; r < rb; r++) qv[r] = load(q + r * ldq + x);
         UNROLL for (int j = 0; j < kb; j++) {
             vreal kv = load_any(of, k, at + j * ldk + x);
-            UNROLL for (int r = 0; r < rb; r++) acc[j][r] += kv * qv[r];
+            UNROLL for (int r = 0; r < rb; r++) acc[j][r] = fused(kv, qv[r], acc[j][r]);
         }
     }
 #if defined(__AVX512F__)
@@ -532,7 +556,7 @@ INLINE void chain_block(const int kb, real *s, int32_t width, const real *k, int
         UNROLL for (int c = 0; c < VL; c++) {
             vreal qv = load(q_t + (int64_t)(x + c) * width);
             KEEP(qv);
-            UNROLL for (int j = 0; j < kb; j++) acc[j][c] += splat(k[j * ldk + x + c]) * qv;
+            UNROLL for (int j = 0; j < kb; j++) acc[j][c] = fused(splat(k[j * ldk + x + c]), qv, acc[j][c]);
         }
     }
     UNROLL for (int j = 0; j < kb; j++) {

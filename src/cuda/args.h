@@ -16,7 +16,8 @@
  *   bwd_delta  always           lse and delta of each row -> row_stats                     bwd_rows.cu
  *   ranges     FlashMask        as above                                                   ranges.cu
  *   bwd_..._q  d_q              not in one pass                                            bwd.cu, bwd_any.cu
- *   bwd_...    d_k or d_v       in one pass d_q too                                        bwd_one.cu, bwd.cu, bwd_any.cu
+ *   bwd_...    d_k or d_v       in one pass d_q too                                        bwd_sm90.cu, bwd_one.cu, bwd.cu, bwd_any.cu
+ *   bwd_cast   d_q              after bwd_sm90.cu: its floats become d_q                   bwd_rows.cu
  *   bwd_bias   d_bias                                                                      bwd_any.cu
  *   bwd_sink   d_sink           from row_stats                                             bwd_rows.cu
  *   bwd_fill   own lengths      rows of the gradients that no sequence covers              bwd_rows.cu
@@ -36,15 +37,22 @@ enum {
     ATTN_ANY_COLS = 32,              /* ... and keys that are masked or skipped together */
     ATTN_BWD_ANY_REALS = 4 * ATTN_ANY_ROWS * 576 + ATTN_ANY_COLS * 33, /* bwd_any: shared memory of a block */
     ATTN_ONE_ROWS = 64,                                                /* bwd_one.cu: rows of a tile */
-    ATTN_SINK_THREADS = 256,                                           /* bwd_sink: of a block */
-    ATTN_MERGE_PARTS = 48,                                             /* parts that one launch of merge takes */
+    ATTN_BWD90_KEYS = 128,                                             /* bwd_sm90.cu: keys of a block ... */
+    ATTN_BWD90_NOTES = 3072,  /* ... and bytes of its shared memory besides tiles */
+    ATTN_CAST_THREADS = 128,  /* bwd_cast: of a block */
+    ATTN_DELTA_ROWS = 32,     /* bwd_delta: of a warp */
+    ATTN_SINK_THREADS = 256,  /* bwd_sink: of a block */
+    ATTN_MERGE_PARTS = 48,    /* parts that one launch of merge takes */
     ATTN_MAP_COLS = 64,       /* columns of a tensor map's box: 128 bytes, which its swizzle is over */
     ATTN_MAP_O_ROWS = 64,     /* rows of o's box: what one warpgroup stores. q: the kernel's bm; k and v: its bn */
     ATTN_HOPPER_NOTES = 2048, /* bytes of shared memory that a Hopper kernel has besides its tiles */
     ATTN_TMA_Q = 1,           /* bits of attn_cuda_args.tma */
     ATTN_TMA_KV = 2,
     ATTN_TMA_O = 4,
-    ATTN_TMA_ALL = 7
+    ATTN_TMA_ALL = 7,
+    ATTN_WHOLE_Q = 1, /* bits of attn_cuda_args90.whole */
+    ATTN_WHOLE_K = 2,
+    ATTN_WHOLE_V = 4
 };
 
 /*
@@ -89,11 +97,12 @@ typedef struct attn_cuda_args {
      * A chunk without allowed keys has lse -inf and need not write part_o. Sinks are added by fold.
      */
     void *part_o, *part_lse;
-    int32_t part_rows;
-    int32_t chunks;        /* ceil(max_kv / ATTN_CUDA_CHUNK); 0: nothing is split */
-    int32_t row_tiles;     /* query tiles of max_q rows */
-    int32_t slots;         /* blocks of one sequence and head: max(row_tiles, chunks) */
-    int32_t dv_blocks;     /* blocks that share the dims of V of the same rows: ceil(dim_v / the kernel's dimv) */
+    int32_t part_rows; /* bwd_cast: rows of a tile of d_q */
+    int32_t chunks;    /* ceil(max_kv / ATTN_CUDA_CHUNK); 0: nothing is split */
+    int32_t row_tiles; /* query tiles of max_q rows */
+    int32_t slots;     /* blocks of one sequence and head: max(row_tiles, chunks) */
+    int32_t
+        dv_blocks; /* blocks that share the dims of V of the same rows: ceil(dim_v / the kernel's dimv); bwd_cast: dims of a tile */
     int32_t heads;         /* heads_q, each dv_blocks times */
     int32_t group;         /* of these, that are worked side by side: a grid is [groups of heads][slot][head] */
     float scale_log2;      /* scale * log2(e), the descales aside */
@@ -114,7 +123,7 @@ typedef struct attn_cuda_args {
      */
     void *row_stats;
     /*
-     * Backward in one pass: d_q of tiles of rows as far as it has come, in part_o, and the turns of blocks that add to it: bwd_one.cu.
+     * Backward in one pass: d_q of tiles of rows as far as it has come, in part_o, and the turns of blocks that add to it: bwd_one.cu, bwd_sm90.cu.
      * bwd_delta then writes zeros to d_q, for rows that no block comes by.
      */
     uint32_t *turns;
@@ -130,20 +139,23 @@ typedef struct attn_cuda_args {
 
 /*
  * A tensor as the tensor memory accelerator walks it, made by the driver (cuTensorMapEncodeTiled). Coordinates are column, row,
- * head, batch; a packed tensor is one batch. What is outside is read as 0 and not written: columns past the dim too.
+ * block of columns, head, batch; a packed tensor is one batch. What is outside is read as 0 and not written: columns past the dim too.
+ * Dims that are whole blocks of ATTN_MAP_COLS columns are walked as such, and one request brings all blocks of a tile; others
+ * are one block as wide as the dim, and a request brings ATTN_MAP_COLS columns of it.
  */
 typedef struct attn_tensor_map {
     ATTN_ALIGNED(64) uint64_t opaque[16];
 } attn_tensor_map;
 
 /*
- * What a forward kernel of fwd_sm90.cu is given. A map is there (its bit in a.tma is set) when the tensor is of the kernel's
+ * What a kernel of fwd_sm90.cu is given, or of bwd_sm90.cu, where o is d_o. A map is there (its bit in a.tma is set) when the tensor is of the kernel's
  * dtype, not paged, not empty, and its start and strides are what the driver takes. Plain kernels are
  * launched with all of them only.
  */
 typedef struct attn_cuda_args90 {
     attn_tensor_map q, k, v, o;
     attn_cuda_args a;
+    int32_t whole; /* ATTN_WHOLE_...: tiles that one request brings */
 } attn_cuda_args90;
 
 /* What merge is given: some of the parts. A merge of more parts is several launches, with `state` between them. */

@@ -18,6 +18,7 @@ enum { KEYS, ROWS, BOTH };
 #define PIECE(...)
 #define FWD(...)
 #define FWD90(...)
+#define BWD90(...)
 #define BWD(name, arch, side, dtype, dim, own, others, warps, ctas, stages)                                                \
     enum {                                                                                                                 \
         name##_SIDE = side,                                                                                                \
@@ -34,6 +35,7 @@ enum { KEYS, ROWS, BOTH };
 #undef FWD
 #undef FWD90
 #undef BWD
+#undef BWD90
 #define K_(variant, field) variant##_##field
 #define K__(variant, field) K_(variant, field)
 #define K(field) K__(VARIANT, field)

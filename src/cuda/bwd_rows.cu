@@ -4,6 +4,7 @@
  *   bwd_delta   lse and delta = rowsum(d_o * o) - d_lse of each row, as args.h says (row_stats)
  *   bwd_sink    d_sink: a sink is a key without a value, so its gradient is a sum over rows, of -exp(sink - lse) * delta
  *   bwd_fill    C4: rows of d_q, d_k and d_v that no sequence covers become 0
+ *   bwd_cast    d_q of the sums that bwd_sm90.cu has left
  */
 #include "warp.cuh"
 
@@ -16,14 +17,24 @@ DEVICE float number_of(const uint4 &piece, int x, bool bf16) {
     return bf16 ? attn__from_bf16(half) : attn__from_f16(half);
 }
 
-/* A lane has eight neighbouring dims at a time, which one load can fetch where rows are aligned; the sum is the same either way. */
-DEVICE double row_delta(const attn_cuda_args &a, const attn_seq &s, int32_t i, int32_t h) {
+/* Where a lane stands: number `lane` of `lanes` that share a row, eight dims each, or eight at a time. */
+typedef struct stand {
+    int32_t lane, lanes;
+} stand;
+DEVICE stand stand_of(const attn_cuda_args &a) {
+    int32_t lanes = 1;
+    while (lanes < 32 && lanes * 8 < a.p.dim_v) lanes *= 2;
+    return {lane_index() & (lanes - 1), lanes};
+}
+
+/* The lane's part of the sum; numbers are fetched eight at a time where rows are aligned, and it is the same either way. */
+DEVICE double delta_part(const attn_cuda_args &a, const attn_seq &s, int32_t i, int32_t h, const stand &at) {
     const int64_t o = attn__q_offset(&a.p, &a.f.o, &s, i, h), d_o = attn__q_offset(&a.p, &a.f.d_o, &s, i, h);
     const uint64_t at_o = (uint64_t)a.f.o.data + o * 2, at_d_o = (uint64_t)a.f.d_o.data + d_o * 2;
     const bool bf16 = a.p.out_dtype == ATTN_BF16, halves = bf16 || a.p.out_dtype == ATTN_F16;
     const bool pieces = halves && at_o % 16 == 0 && at_d_o % 16 == 0 && a.p.dim_v % 8 == 0;
     double sum = 0;
-    for (int32_t x = lane_index() * 8; x < a.p.dim_v; x += 256) {
+    for (int32_t x = at.lane * 8; x < a.p.dim_v; x += at.lanes * 8) {
         if (pieces) {
             const uint4 one = *(const uint4 *)(at_o + x * 2), two = *(const uint4 *)(at_d_o + x * 2);
             for (int n = 0; n < 8; n++) sum += (double)number_of(one, n, bf16) * (double)number_of(two, n, bf16);
@@ -32,36 +43,17 @@ DEVICE double row_delta(const attn_cuda_args &a, const attn_seq &s, int32_t i, i
                 sum += attn__load(a.p.out_dtype, a.f.o.data, o + n) * attn__load(a.p.out_dtype, a.f.d_o.data, d_o + n);
         }
     }
-    return warp_sum(sum);
-}
-
-/* Row n of lse: its sequence (b below 0: none), head and row. Divisions of 64 bits would take longer than all the rest. */
-typedef struct row_place {
-    int32_t b, h;
-    int64_t i;
-} row_place;
-
-DEVICE row_place find_row(const attn_cuda_args &a, int64_t n, int64_t each) {
-    const bool packed = a.p.flags & ATTN_VARLEN_Q;
-    row_place r;
-    if (n <= INT32_MAX) {
-        const uint32_t head = (uint32_t)n / (uint32_t)each;
-        r = {(int32_t)(head / (uint32_t)a.p.heads_q), (int32_t)(head % (uint32_t)a.p.heads_q), n - head * each};
-    } else {
-        r = {(int32_t)(n / each / a.p.heads_q), (int32_t)(n / each % a.p.heads_q), n % each};
-    }
-    if (packed) r.b = sequence_from(a.f.cu_q, a.p.batch, r.i);
-    return r;
+    return sum;
 }
 
 /* In one pass, rows that no block comes by: d_q is zero. */
-DEVICE void clear_unseen(const attn_cuda_args &a, const attn_seq &s, int32_t i, int32_t h) {
+DEVICE void clear_unseen(const attn_cuda_args &a, const attn_seq &s, int32_t i, int32_t h, const stand &at) {
     const attn_mask mask = attn__seq_mask(&a.p, &s);
     int32_t first, end;
     attn__mask_row(&mask, i, &first, &end);
     if (first < end && !a.ranges) return;
     const int64_t to = attn__q_offset(&a.p, &a.f.d_q, &s, i, h);
-    for (int32_t x = lane_index(); x < a.p.dim_qk; x += 32) attn__store(a.p.dtype, a.f.d_q.data, to + x, 0);
+    for (int32_t x = at.lane; x < a.p.dim_qk; x += at.lanes) attn__store(a.p.dtype, a.f.d_q.data, to + x, 0);
 }
 
 /* Of row_stats. */
@@ -73,28 +65,43 @@ DEVICE void find_overlap(const attn_cuda_args &a, int64_t warp, int64_t warps) {
         if (a.f.cu_q[b] > a.f.cu_q[b + 1]) *a.overlap = 1;
 }
 
-/* Warps: as lse, [batch][heads_q][max_q] or [heads_q][total_q]. */
-KERNEL bwd_delta(const __grid_constant__ attn_cuda_args a) {
-    const bool packed = a.p.flags & ATTN_VARLEN_Q;
-    const int64_t each = packed ? a.p.total_q : a.p.max_q, n = warp_index();
-    if (n >= (packed ? 1 : a.p.batch) * (int64_t)a.p.heads_q * each) return;
-    if (a.overlap && packed) find_overlap(a, n, a.p.heads_q * each);
-    const row_place r = find_row(a, n, each);
-    attn_seq s = {};
-    if (r.b >= 0) s = sequence(a, r.b);
-    const int64_t i = r.i - s.q_row;
-    const bool there = i >= 0 && i < s.sq;
+/* Row n of lse, which is row `row` of its head: all lanes of the warp come here, each for the row that it has a share in. */
+DEVICE void write_stats(const attn_cuda_args &a, const attn_seq &s, int64_t n, int64_t row, int32_t h, bool exists,
+                        const stand &at) {
+    const int64_t i = row - s.q_row;
+    const bool there = exists && i >= 0 && i < s.sq;
     const attn_dtype real_dtype = attn__real_dtype(a.p.dtype);
-    double lse = -INFINITY, delta = 0;
-    if (there) lse = attn__load(real_dtype, a.f.lse, n);
-    if (lse != -INFINITY) { /* a row without keys: its d_o does not count, nor does its d_lse */
-        delta = row_delta(a, s, (int32_t)i, r.h);
-        if (a.f.d_lse) delta -= attn__load(real_dtype, a.f.d_lse, n);
-    }
-    if (a.turns && there) clear_unseen(a, s, (int32_t)i, r.h);
-    if (lane_index() != 0) return;
+    const double lse = there ? attn__load(real_dtype, a.f.lse, n) : -INFINITY;
+    double delta = 0;
+    if (lse != -INFINITY) delta = delta_part(a, s, (int32_t)i, h, at); /* without keys neither d_o counts nor d_lse */
+    for (int step = at.lanes / 2; step; step /= 2) delta += __shfl_xor_sync(ALL_LANES, delta, step);
+    if (lse != -INFINITY && a.f.d_lse) delta -= attn__load(real_dtype, a.f.d_lse, n);
+    if (a.turns && there) clear_unseen(a, s, (int32_t)i, h, at);
+    if (!exists || at.lane != 0) return;
     attn__store(stats_dtype(a), a.row_stats, 2 * n, lse);
     attn__store(stats_dtype(a), a.row_stats, 2 * n + 1, delta);
+}
+
+/* Warps: ATTN_DELTA_ROWS rows of lse each, [batch][heads_q][tiles of max_q] or [heads_q][tiles of total_q]. */
+KERNEL bwd_delta(const __grid_constant__ attn_cuda_args a) {
+    const bool packed = a.p.flags & ATTN_VARLEN_Q;
+    const int64_t each = packed ? a.p.total_q : a.p.max_q, heads = (packed ? 1 : a.p.batch) * (int64_t)a.p.heads_q;
+    const int64_t tiles = (each + ATTN_DELTA_ROWS - 1) / ATTN_DELTA_ROWS, warp = warp_index();
+    if (warp >= heads * tiles) return;
+    if (a.overlap && packed) find_overlap(a, warp, heads * tiles);
+    const int64_t head = warp / tiles, first = (warp - head * tiles) * ATTN_DELTA_ROWS;
+    const int32_t h = (int32_t)(head % a.p.heads_q);
+    const stand at = stand_of(a);
+    attn_seq s = {};
+    if (!packed) s = sequence(a, (int32_t)(head / a.p.heads_q));
+    for (int32_t r = lane_index() / at.lanes; r < ATTN_DELTA_ROWS; r += 32 / at.lanes) {
+        const int64_t row = first + r;
+        if (packed) {
+            const int32_t b = row < each ? sequence_from(a.f.cu_q, a.p.batch, row) : -1;
+            s = b >= 0 ? sequence(a, b) : attn_seq{};
+        }
+        write_stats(a, s, head * each + row, row, h, row < each, at);
+    }
 }
 
 /* ---- d_sink ---- */
@@ -165,4 +172,58 @@ KERNEL bwd_fill(const __grid_constant__ attn_cuda_args a) {
         clear_q(a, n);
     else if (n - rows < keys)
         clear_kv(a, n - rows);
+}
+
+/* ---- d_q of Hopper's backward ---- */
+
+/* Two columns of a row; fewer where there are no more. */
+DEVICE void store_pair(const attn_cuda_args &a, int64_t row, int32_t column, float low, float high) {
+    const int64_t to = row + column;
+    if (column + 1 < a.p.dim_qk && ((uint64_t)a.f.d_q.data + to * 2) % 4 == 0) {
+        *(uint32_t *)((uint8_t *)a.f.d_q.data + to * 2) = attn__to_bf16(low) | (uint32_t)attn__to_bf16(high) << 16;
+    } else {
+        if (column < a.p.dim_qk) attn__store(ATTN_BF16, a.f.d_q.data, to, low);
+        if (column + 1 < a.p.dim_qk) attn__store(ATTN_BF16, a.f.d_q.data, to + 1, high);
+    }
+}
+
+/*
+ * Blocks: [batch][row_tiles][heads_q]. A tile is as the threads of two warpgroups held it: [2][8-column tile][thread] of four floats, of
+ * rows g and g + 8 of a warp's 16 two columns each. The warpgroups have 64 rows each of a tile of 128, or one half of the dims each. In
+ * bfloat16, as all that bwd_sm90.cu does.
+ */
+KERNEL __launch_bounds__(ATTN_CAST_THREADS) bwd_cast(const __grid_constant__ attn_cuda_args a) {
+    const int64_t block = block_index();
+    const int32_t rows = a.part_rows, dim = a.dv_blocks, thread = threadIdx.x;
+    if (block >= (int64_t)a.p.batch * a.row_tiles * a.p.heads_q) return;
+    const int32_t h = (int32_t)(block % a.p.heads_q), n = (int32_t)(block / a.p.heads_q % a.row_tiles);
+    const attn_seq s = sequence(a, (int32_t)(block / a.p.heads_q / a.row_tiles));
+    if (n * rows >= s.sq) return;
+    const int64_t first = a.p.flags & ATTN_VARLEN_Q ? s.q_row / rows + s.b : (int64_t)s.b * ((a.p.max_q + rows - 1) / rows);
+    const bool by_rows = rows == 128;
+    const int32_t tiles = (by_rows ? dim : dim / 2) / 8;
+    const uint4 *from = (const uint4 *)((const float *)a.part_o + ((first + n) * a.p.heads_q + h) * rows * dim) + thread;
+    const float scale = (float)a.p.scale;
+    const attn_mask mask = attn__seq_mask(&a.p, &s);
+    for (int32_t group = 0; group < 2; group++) {
+        const int32_t i = n * rows + (by_rows ? group * 64 : 0) + thread / 32 * 16 + thread / 4 % 8;
+        const int64_t to = attn__q_offset(&a.p, &a.f.d_q, &s, i, h), next = to + 8 * a.f.d_q.stride[1];
+        bool seen[2]; /* rows that see nothing are zero, whatever is there */
+        for (int32_t half = 0; half < 2; half++) {
+            int32_t key, end;
+            attn__mask_row(&mask, i + half * 8, &key, &end);
+            seen[half] = key < end && i + half * 8 < s.sq &&
+                         ((const float *)a.row_stats)[2 * attn__lse_index(&a.p, &s, i + half * 8, h)] != -INFINITY;
+        }
+        for (int32_t t = 0; t < tiles; t++) {
+            const uint4 x = from[(group * tiles + t) * ATTN_CAST_THREADS];
+            const int32_t column = ((by_rows ? 0 : group * tiles) + t) * 8 + thread % 4 * 2;
+            if (i < s.sq)
+                store_pair(a, to, column, seen[0] ? __uint_as_float(x.x) * scale : 0,
+                           seen[0] ? __uint_as_float(x.y) * scale : 0);
+            if (i + 8 < s.sq)
+                store_pair(a, next, column, seen[1] ? __uint_as_float(x.z) * scale : 0,
+                           seen[1] ? __uint_as_float(x.w) * scale : 0);
+        }
+    }
 }

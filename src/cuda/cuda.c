@@ -16,6 +16,7 @@ const attn_cuda_entry attn__cuda_entries[ATTN_ENTRIES] = {
 #define FWD(...)
 #define FWD90(...)
 #define BWD(...)
+#define BWD90(...)
 #define ONLY_ANY(entry, number) (ATTN_ENTRY_##entry == ATTN_ENTRY_fwd_any ? (number) : 0)
 #define EITHER_ANY(entry, number) (ATTN_ENTRY_##entry == ATTN_ENTRY_bwd_any ? (number) : ONLY_ANY(entry, number))
 #define IN_BWD_ANY(entry)                                                                                                  \
@@ -38,6 +39,7 @@ const attn_cuda_entry attn__cuda_entries[ATTN_ENTRIES] = {
 #undef FWD
 #undef FWD90
 #undef BWD
+#undef BWD90
 #undef PIECE
 #define FWD(id, least, type, most, v, m, n, w, ctas, async, eager, swizzle, qf, kf, vf, held, twice, first, every)         \
     [ATTN_ENTRY_##id] = {.name = #id,                                                                                      \
@@ -92,11 +94,30 @@ const attn_cuda_entry attn__cuda_entries[ATTN_ENTRIES] = {
                          .warps = w,                                                                                       \
                          .takes = ATTN_TAKES_ALL,                                                                          \
                          .shared_bytes = ATTN_BWD_BYTES(SIDE_##side, ONE_##side, most, own, others, stages)},
+#define BWD90(id, type, most, m, buffers)                                                                                  \
+    [ATTN_ENTRY_##id] = {.name = #id,                                                                                      \
+                         .file = #id,                                                                                      \
+                         .op = ATTN_BACKWARD,                                                                              \
+                         .one = true,                                                                                      \
+                         .by_keys = true,                                                                                  \
+                         .hopper = true,                                                                                   \
+                         .arch = 90,                                                                                       \
+                         .dtype = ATTN_##type,                                                                             \
+                         .dim_qk = most,                                                                                   \
+                         .most_v = most,                                                                                   \
+                         .dim = most,                                                                                      \
+                         .dim_v = most,                                                                                    \
+                         .bm = m,                                                                                          \
+                         .bn = ATTN_BWD90_KEYS,                                                                            \
+                         .warps = 12, /* two consumers, and the producers' four */                                         \
+                         .takes = ATTN_TAKES_OWN,                                                                          \
+                         .shared_bytes = ATTN_BWD90_BYTES(most, m, buffers)},
 #define PIECE(...)
 #include "variants.def"
 #undef FWD
 #undef FWD90
 #undef BWD
+#undef BWD90
 #undef PIECE
 };
 
@@ -139,11 +160,19 @@ static const attn_kernel kernels[] = {
      .cols = own},
 #define BWD_ROWS(...) /* comes with the line before it */
 #define BWD_BOTH BWD_KEYS
+#define BWD90(id, type, most, m, ...)                                                                                      \
+    {.name = #id,                                                                                                          \
+     .needs = "sm_90a",                                                                                                    \
+     .op = ATTN_BACKWARD,                                                                                                  \
+     .impl = &attn__cuda_entries[ATTN_ENTRY_##id],                                                                         \
+     .rows = m,                                                                                                            \
+     .cols = ATTN_BWD90_KEYS},
 #define PIECE(...)
 #include "variants.def"
 #undef FWD
 #undef FWD90
 #undef BWD
+#undef BWD90
 #undef PIECE
 };
 enum { KERNELS = sizeof kernels / sizeof kernels[0] };
@@ -219,9 +248,19 @@ attn_cuda_takes attn__cuda_wants(const attn_problem *p, bool hopper, bool aligne
 }
 
 bool attn__cuda_serves(const attn_cuda_entry *e, const attn_problem *p, bool aligned) {
-    if (e->op == ATTN_BACKWARD)
+    if (e->op == ATTN_BACKWARD) {
+        const bool each =
+            (p->flags & (ATTN_ALIBI | ATTN_BIAS)) || p->softcap > 0 || p->dropout > 0; /* work for each element */
+        if (e->hopper && (!aligned || each)) return false;
         return e->dim_qk >= p->dim_qk && e->most_v >= p->dim_v && p->kv_dtype == p->dtype && p->out_dtype == p->dtype;
+    }
     return e->dim_qk >= p->dim_qk && e->most_v >= p->dim_v && e->takes >= attn__cuda_wants(p, e->hopper, aligned);
+}
+
+/* A backward of Hopper's before all others, even of a larger dim; otherwise the smaller dim. */
+static bool is_better(const attn_cuda_entry *e, const attn_cuda_entry *than) {
+    if (e->op == ATTN_BACKWARD && e->hopper != than->hopper) return e->hopper;
+    return e->dim <= than->dim;
 }
 
 /* Of the rows that take the problem that of the least dim, and of several the last; fwd_any and bwd_any, the largest, take them all. */
@@ -233,7 +272,7 @@ static const attn_kernel *choose(const attn_problem *p, const attn_gpu *gpu, boo
         bool both = e->op != ATTN_BACKWARD || e->one || attn__cuda_runs_on(e + 1, gpu); /* d_q comes with d_k and d_v */
         bool fits = any || (e->dtype == tile_dtype(p) && attn__cuda_serves(e, p, aligned));
         if (kernels[n].op != p->op || !fits || !both || !attn__cuda_runs_on(e, gpu)) continue;
-        if (chosen->op != p->op || e->dim <= ((const attn_cuda_entry *)chosen->impl)->dim) chosen = &kernels[n];
+        if (chosen->op != p->op || is_better(e, chosen->impl)) chosen = &kernels[n];
     }
     return chosen;
 }
@@ -281,7 +320,11 @@ static void describe_kernels(attn_plan *plan, bool tuned) {
     attn__plan_say(plan, "kernel: %s\n", plan->kernel->name);
     if (plan->problem.op == ATTN_KV_APPEND) return;
     attn__plan_say(plan, "tiles: %d rows x %d keys\n", plan->kernel->rows, plan->kernel->cols);
-    if (plan->problem.op == ATTN_BACKWARD) attn__plan_say(plan, "passes: %s\n", own->one ? "1, d_q in turns" : "2");
+    if (plan->problem.op == ATTN_BACKWARD)
+        attn__plan_say(plan, "passes: %s\n",
+                       !own->one                                               ? "2"
+                       : own->hopper && (plan->problem.flags & ATTN_UNORDERED) ? "1, d_q in any order"
+                                                                               : "1, d_q in turns");
     for (int32_t n = 0; n < state->gpus; n++) {
         const int16_t *choice = plan->gpu_kernel[n];
         if (choice[0] < 0) continue;
@@ -377,36 +420,34 @@ static attn_status lay_out(attn_plan *plan) {
     return ATTN_OK;
 }
 
-/* The kernel that makes d_q in turns, on any device; NULL: none does. */
-static const attn_cuda_entry *one_pass(const attn_plan *plan) {
-    const attn_cuda_entry *found = NULL;
-    for (int32_t n = 0; n < plan->context->cuda->state->gpus; n++) {
-        int entry = plan->gpu_kernel[n][0];
-        if (entry < 0 || !attn__cuda_entries[entry].one) continue;
-        if (!found || attn__cuda_entries[entry].dim > found->dim) found = &attn__cuda_entries[entry];
-    }
-    return found;
-}
-
 /* Tiles of rows that d_q is summed up in, over all sequences and heads; packed sequences each begin with one of their own. */
 int64_t attn__cuda_q_tiles(const attn_problem *p, int32_t rows) {
     return p->heads_q *
            (p->flags & ATTN_VARLEN_Q ? p->total_q / rows + p->batch + 1 : p->batch * attn__ceil_div(p->max_q, rows));
 }
 
-/*
- * Two numbers for each row, FlashMask's ranges, and in one pass the turns of d_q's tiles and d_q in float, unless one block has all keys.
- */
+/* Does the kernel leave d_q in the workspace, in float? bwd_one.cu does not where one block has all keys. */
+static bool keeps_d_q(const attn_cuda_entry *e, const attn_problem *p) {
+    return e->one && (e->hopper || p->max_kv > e->bn);
+}
+
+/* Two numbers for each row, FlashMask's ranges, and in one pass the turns of d_q's tiles and d_q in float: enough for each device. */
 static attn_status lay_out_backward(attn_plan *plan) {
     const attn_problem *p = &plan->problem;
-    const attn_cuda_entry *one = one_pass(plan);
-    const int64_t tiles = one ? attn__cuda_q_tiles(p, ATTN_ONE_ROWS) : 0, kept = one && p->max_kv > one->bn ? tiles : 0;
-    const int64_t tile_bytes = one ? (int64_t)ATTN_ONE_ROWS * one->dim * (int64_t)sizeof(float) : 0;
+    int64_t turns = 0, kept = 0;
+    for (int32_t n = 0; n < 2 * plan->context->cuda->state->gpus; n++) {
+        const int entry = plan->gpu_kernel[n / 2][n % 2];
+        if (entry < 0 || !attn__cuda_entries[entry].one) continue;
+        const attn_cuda_entry *e = &attn__cuda_entries[entry];
+        const int64_t tiles = attn__cuda_q_tiles(p, e->bm), floats = keeps_d_q(e, p) ? tiles * e->bm * e->dim : 0;
+        if (tiles + 1 > turns) turns = tiles + 1;
+        if (floats > kept) kept = floats;
+    }
     int64_t ranges = (int64_t)p->batch * p->flashmask_heads * attn__ceil_div(p->max_kv, ATTN_ANY_COLS);
     bool fits = attn__plan_reserve(plan, CUDA_ROWS, rows_of(p), attn__wide_problem(p) ? 16 : 8) &&
                 attn__plan_reserve(plan, CUDA_RANGES, ranges, sizeof(attn_flash_range)) &&
-                attn__plan_reserve(plan, CUDA_D_Q, kept, tile_bytes) &&
-                attn__plan_reserve(plan, CUDA_TURNS, tiles + (one != NULL), sizeof(uint32_t));
+                attn__plan_reserve(plan, CUDA_D_Q, kept, sizeof(float)) &&
+                attn__plan_reserve(plan, CUDA_TURNS, turns, sizeof(uint32_t));
     RETURN_IF(!fits, ATTN_INVALID, "max_q=%d, max_kv=%d: the workspace does not fit into memory", p->max_q, p->max_kv);
     return ATTN_OK;
 }
@@ -448,11 +489,12 @@ static attn_status load_backward(attn_plan *plan, uint32_t gpus) {
     if (p->flags & ATTN_BIAS) pieces[count++] = ATTN_ENTRY_bwd_bias;
     if (p->flags & ATTN_SINK) pieces[count++] = ATTN_ENTRY_bwd_sink;
     if (p->flags & ATTN_OWN_LENGTHS) pieces[count++] = ATTN_ENTRY_bwd_fill;
+    if (has_hopper(plan)) pieces[count++] = ATTN_ENTRY_bwd_cast;
     RETURN_IF_ERROR(attn__cuda_load(cuda, pieces, count, gpus));
-    for (int32_t n = 0; n < cuda->state->gpus; n++) {
-        const int entry = plan->gpu_kernel[n][0], kernel[] = {entry, entry + 1}; /* alignment does not matter */
+    for (int32_t n = 0; n < 2 * cuda->state->gpus; n++) {
+        const int entry = plan->gpu_kernel[n / 2][n % 2], kernel[] = {entry, entry + 1};
         if (entry >= 0)
-            RETURN_IF_ERROR(attn__cuda_load(cuda, kernel, attn__cuda_entries[entry].one ? 1 : 2, UINT32_C(1) << n));
+            RETURN_IF_ERROR(attn__cuda_load(cuda, kernel, attn__cuda_entries[entry].one ? 1 : 2, UINT32_C(1) << n / 2));
     }
     return ATTN_OK;
 }
@@ -517,7 +559,8 @@ static void choose_here(attn_cuda_run *run, const int16_t choice[2], const attn_
     run->forward = choice[run->vector_ok ? 0 : 1];
     attn__cuda_map(run, plan, f);
     const attn_cuda_entry *e = &run->entries[run->forward];
-    if (!e->hopper || e->takes != ATTN_TAKES_PLAIN || run->tma == ATTN_TMA_ALL) return;
+    const bool wants_maps = e->hopper && (e->takes == ATTN_TAKES_PLAIN || e->op == ATTN_BACKWARD);
+    if (!wants_maps || run->tma == ATTN_TMA_ALL) return;
     run->forward = choice[1]; /* it does without maps; the tile of q, and so the map, may be another one */
     attn__cuda_map(run, plan, f);
 }
@@ -527,11 +570,8 @@ static attn_status run_here(const attn_plan *plan, const attn_buffers *f, void *
     const int16_t *choice = plan->gpu_kernel[place->gpu];
     if (choice[0] < 0) return fail_gpu(&cuda->state->gpu[place->gpu]);
     attn_cuda_run run = start(cuda, place, stream);
-    if (plan->problem.op == ATTN_FORWARD) choose_here(&run, choice, plan, f);
-    if (plan->problem.op != ATTN_BACKWARD) return attn__cuda_forward(&run, plan, f);
-    run.vector_ok = attn__cuda_aligned(plan, f);
-    run.forward = choice[0]; /* alignment changes no kernel here, and so no bits */
-    return attn__cuda_backward(&run, plan, f);
+    if (plan->problem.op != ATTN_KV_APPEND) choose_here(&run, choice, plan, f);
+    return plan->problem.op == ATTN_BACKWARD ? attn__cuda_backward(&run, plan, f) : attn__cuda_forward(&run, plan, f);
 }
 
 static attn_status run_cuda(const attn_plan *plan, const attn_buffers *f, void *stream) {

@@ -31,20 +31,24 @@ enum {
 #define FWD(...)
 #define FWD90(...)
 #define BWD(...)
+#define BWD90(...)
 #define PIECE(name, file) ATTN_ENTRY_##name,
 #include "variants.def"
 #undef FWD
 #undef FWD90
 #undef BWD
+#undef BWD90
 #undef PIECE
 #define FWD(name, ...) ATTN_ENTRY_##name,
 #define FWD90(name, ...) ATTN_ENTRY_##name,
 #define BWD(name, ...) ATTN_ENTRY_##name,
+#define BWD90(name, ...) ATTN_ENTRY_##name,
 #define PIECE(...)
 #include "variants.def"
 #undef FWD
 #undef FWD90
 #undef BWD
+#undef BWD90
 #undef PIECE
     ATTN_ENTRIES
 };
@@ -60,7 +64,7 @@ typedef struct attn_cuda_entry {
     bool one;         /* backward: d_q, d_k and d_v in one kernel, with turns; otherwise the next entry makes d_q */
     bool by_keys;     /* backward: keeps keys and makes d_k and d_v; otherwise d_q, and bm is of the rows that it keeps */
     bool split;       /* backward: blocks make either d_k or d_v */
-    bool hopper;      /* of fwd_sm90.cu: for its arch alone, given attn_cuda_args90, its blocks share the work */
+    bool hopper;      /* of fwd_sm90.cu or bwd_sm90.cu: for its arch alone, given attn_cuda_args90 */
     int32_t arch;     /* least compute capability, times ten */
     attn_dtype dtype; /* of tiles; ATTN_DTYPE_DEFAULT: every one (fwd_any), or no forward kernel at all */
     int32_t dim_qk;   /* largest one */
@@ -83,6 +87,11 @@ extern const attn_cuda_entry attn__cuda_entries[ATTN_ENTRIES];
 #define ATTN_BWD_BYTES(is_keys, is_one, dim, own, others, stages)                                                          \
     (2 * ((size_t)(own) + (size_t)(stages) * (others)) * (dim)*2 + ((is_keys) ? (size_t)(stages) * (others)*8 : 0) +       \
      ((is_one) ? (size_t)4 * (own) * (others) : 0))
+
+/* Of a BWD90 line: K and V, two stages of Q and d_o, d_s, buffers of d_q in float; notes. */
+#define ATTN_BWD90_BYTES(dim, rows, buffers)                                                                               \
+    ((size_t)2 * (ATTN_BWD90_KEYS + 2 * (size_t)(rows)) * (dim)*2 + (size_t)ATTN_BWD90_KEYS * (rows)*2 +                   \
+     (size_t)(buffers) * (rows) * (dim)*4 + ATTN_BWD90_NOTES)
 
 /* args.scale_log2; 0 where the scale is too small for a float. */
 static inline float attn__scale_log2(const attn_problem *p) { return (float)(p->scale * ATTN_LOG2E); }
@@ -235,6 +244,7 @@ typedef struct attn_cuda_run {
     int32_t sms;    /* multiprocessors of the device */
     int32_t tma;    /* args.tma, and the maps that it speaks of; a kernel that is not Hopper's has none */
     int32_t box;    /* args.box */
+    int32_t whole;  /* attn_cuda_args90.whole */
     attn_tensor_map map_q, map_k, map_v, map_o;
 } attn_cuda_run;
 

@@ -15,6 +15,7 @@
 #define PIECE(entry, file)
 #define FWD90(...)
 #define BWD(...)
+#define BWD90(...)
 #define FWD(name, arch, dtype, dim, dimv, bm, bn, warps, ctas, async, eager, swizzle, qf, kf, vf, held, twice, first, all) \
     enum {                                                                                                                 \
         name##_DTYPE = ATTN_##dtype,                                                                                       \
@@ -43,6 +44,7 @@
 #undef FWD
 #undef FWD90
 #undef BWD
+#undef BWD90
 #define K_(variant, field) variant##_##field
 #define K__(variant, field) K_(variant, field)
 #define K(field) K__(VARIANT, field)

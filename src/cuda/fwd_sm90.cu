@@ -44,6 +44,7 @@
 
 #define PIECE(...)
 #define BWD(...)
+#define BWD90(...)
 #define FWD(...)
 #define FWD90(name, dtype, dim, mostv, dimv, bn, consumers, stages, qbuf, takes)                                           \
     enum {                                                                                                                 \
@@ -65,6 +66,7 @@
 #undef FWD
 #undef FWD90
 #undef BWD
+#undef BWD90
 #define K_(variant, field) variant##_##field
 #define K__(variant, field) K_(variant, field)
 #define K(field) K__(VARIANT, field)
@@ -108,7 +110,10 @@ enum {
     LENDS = !THROUGH_Q && FITS,
     HAS_OUT = !THROUGH_Q && !FITS,
     OUT_ROWS = THROUGH_Q ? BM : 64,
-    AHEAD = !OWN && QBUF == 1, /* K of a tile is fetched before V of the one before it */
+    /* Measured, and so only where they pay. Consumers pass over the first tiles of a place that the rows of others alone see. */
+    SKIPS = CONSUMERS == 3,
+    WHOLE = OWN,                                   /* one request brings all blocks of columns of a tile, if they lie so */
+    AHEAD = QBUF == 1 || (!OWN && CONSUMERS == 3), /* K of a tile is fetched before V of the one before it */
     /* 65,536 registers, 512 for each lane of four warps: some for the producers, the rest for the consumers */
     PRODUCER_REGISTERS = CONSUMERS == 3           ? 32
                          : DV > (OWN ? 128 : 192) ? 40
@@ -122,6 +127,23 @@ enum { BARRIER_TURN = 1, BARRIER_STORE = 4, BARRIER_HANDS = 7 }; /* numbers of n
 #include "rows.cuh"
 
 #include "product.cuh"
+
+DEVICE void begin_qk(float s[MT][NT][4], uint64_t q, uint64_t k) {
+    wgmma_fence();
+#pragma unroll
+    for (int c = 0; c < DIM / 16; c++) {
+        const uint32_t to_q = c / 4 * BM * ROW + c % 4 * 32, to_k = c / 4 * BN * ROW + c % 4 * 32;
+        product_ss(BN, s[0][0], wgmma_step(q, 1, to_q), wgmma_step(k, 1, to_k), c > 0);
+    }
+    wgmma_commit_group();
+}
+
+DEVICE void begin_pv(float o[MT][DT][4], uint32_t p[PV_STEPS][MT][4], uint64_t v) {
+    wgmma_fence();
+#pragma unroll
+    for (int ks = 0; ks < PV_STEPS; ks++) product_rs(DV, o[0][0], p[ks][0], wgmma_step(v, ks, 16 * ROW), 1);
+    wgmma_commit_group();
+}
 
 /* ---- shared memory: Q, K, V, each in blocks of 64 columns of all rows; barriers; what producers tell ---- */
 
@@ -233,6 +255,7 @@ typedef struct consumer {
     ring q, k, v;
     uint32_t tile;            /* number of the next one, counted over all places */
     int32_t n_first;          /* tile of keys, the last one of the place */
+    int32_t n_last;           /* the first that these rows see; -1: none */
     int32_t all_from, all_to; /* keys that all of its rows see */
     bool has_huge;
     uint64_t of_q, of_k, of_v; /* operands, in the buffers at hand */
@@ -299,6 +322,9 @@ DEVICE tile tile_here(const attn_cuda_args &a, const buffers &b, const consumer 
 DEVICE void wait_for_k(const buffers &b, const consumer &me) {
     mbarrier_wait_parity(BARRIER(b, k_full, me.k.at), me.k.parity);
 }
+DEVICE void wait_for_v(const buffers &b, const consumer &me) {
+    mbarrier_wait_parity(BARRIER(b, v_full, me.v.at), me.v.parity);
+}
 DEVICE void turn_k(const buffers &b, consumer &me) {
     turn_ring(me.k, STAGES);
     me.of_k = me.k.at ? wgmma_step(me.of_k, 1, K_BYTES) : wgmma_k_major(b.k);
@@ -340,7 +366,7 @@ DEVICE void step(const attn_cuda_args &a, const tile_place &at, consumer &me, co
     tile_extras x = {};
     take_turn(me);
     begin_qk(s, me.of_q, me.of_k);
-    mbarrier_wait_parity(BARRIER(b, v_full, me.v.at), me.v.parity);
+    wait_for_v(b, me);
     begin_pv(o, p, me.of_v);
     pass_turn(me);
     if (ALL) make_extras(a, at, kind, t.n, x);
@@ -370,6 +396,15 @@ DEVICE void first_step(const attn_cuda_args &a, const tile_place &at, consumer &
     pack_p(a, p, s, x, kind);
 }
 
+/* A tile for the rows of other consumers. */
+DEVICE void pass_over(const buffers &b, consumer &me, tile t) {
+    take_turn(me);
+    pass_turn(me);
+    let_go_of_k(b, me, agrees(t.last));
+    wait_for_v(b, me);
+    let_go_of_v(b, me);
+}
+
 /* Each kind has code of its own, that does not jump over what others need. */
 #define STEP_IF(which)                                                                                                     \
     if ((HAS_STEPS || which == STEP_PLAIN) && agrees(kind == which))                                                       \
@@ -383,6 +418,12 @@ DEVICE bool walk(const attn_cuda_args &a, const tile_place &at, consumer &me, co
     const int masked = !ALL || at.step == STEP_PLAIN ? (int)STEP_MASK : (int)STEP_ANY;
     wait_for_k(b, me);
     tile t = tile_here(a, b, me, at.n_last);
+    while (SKIPS && says(t.n > me.n_last)) {
+        pass_over(b, me, t);
+        if (agrees(t.last)) return false;
+        wait_for_k(b, me);
+        t = tile_here(a, b, me, t.n - 1);
+    }
     if (HAS_STEPS && agrees(masked == STEP_MASK))
         first_step(a, at, me, b, s, p, m, l, t, STEP_MASK);
     else
@@ -398,7 +439,7 @@ DEVICE bool walk(const attn_cuda_args &a, const tile_place &at, consumer &me, co
         STEP_IF(STEP_BIAS)
         STEP_IF(STEP_DROP) step(a, at, me, b, o, s, p, m, l, t, STEP_ANY);
     }
-    mbarrier_wait_parity(BARRIER(b, v_full, me.v.at), me.v.parity);
+    wait_for_v(b, me);
     begin_pv(o, p, me.of_v);
     wgmma_wait_group(0);
     const bool dirty = b.notes->dirty[number & 1] == number + 1;
@@ -433,7 +474,10 @@ DEVICE void store_o(const attn_cuda_args90 &x, const buffers &b, const tile_plac
                          : HAS_OUT        ? b.out + me.number * OUT_BYTES
                          : me.number == 0 ? b.k + me.k.at * K_BYTES
                                           : b.v + me.v.at * V_BYTES + (me.number - 1) * OUT_BYTES;
-    if (LENDS) wait_for_k(b, me);
+    if (LENDS) { /* the loader has let go of both */
+        wait_for_k(b, me);
+        wait_for_v(b, me);
+    }
     if (HAS_OUT) { /* what left last time has been read */
         if (is_first_thread()) cp_async_bulk_wait_group_read();
         bar_sync(BARRIER_STORE + me.number, 128);
@@ -468,8 +512,8 @@ DEVICE void store_o(const attn_cuda_args90 &x, const buffers &b, const tile_plac
         if (is_first_thread()) {
 #pragma unroll 1
             for (int c = 0; c < V_BLOCKS; c++)
-                cp_async_bulk_tensor_4d_store(&x.o, out + c * OUT_ROWS * ROW, (SLICED ? at.dv0 : 0) + c * ATTN_MAP_COLS,
-                                              (int)(packed ? at.s.q_row : 0) + at.row + row0, at.h, packed ? 0 : at.s.b);
+                cp_async_bulk_tensor_5d_store(&x.o, out + c * OUT_ROWS * ROW, (SLICED ? at.dv0 : 0) + c * ATTN_MAP_COLS,
+                                              (int)(packed ? at.s.q_row : 0) + at.row + row0, 0, at.h, packed ? 0 : at.s.b);
             cp_async_bulk_commit_group();
             if (!HAS_OUT) cp_async_bulk_wait_group_read();
         }
@@ -532,6 +576,11 @@ DEVICE void work_at(const attn_cuda_args90 &x, const buffers &b, consumer &me, c
     me.n_first = at.n_first;
     me.of_q = wgmma_k_major(b.q + me.q.at * Q_BYTES + me.number * 64 * ROW);
     attn__mask_rows_all(&at.mask, row0, attn__min32(row0 + 64, at.s.sq), &me.all_from, &me.all_to);
+    if (SKIPS) {
+        int32_t from, to;
+        attn__mask_rows(&at.mask, row0, attn__min32(row0 + 64, at.s.sq), &from, &to);
+        me.n_last = to > from && row0 < at.s.sq ? (to - 1) / BN : -1;
+    }
     if (OWN && CLIPS) {
         me.all_from = attn__max32(me.all_from, at.from);
         me.all_to = attn__min32(me.all_to, at.to);

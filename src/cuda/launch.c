@@ -127,6 +127,7 @@ static attn_status launch_hopper(const attn_cuda_run *run, const attn_cuda_args 
     x.v = run->map_v;
     x.o = run->map_o;
     x.a = *a;
+    x.whole = run->whole;
     x.a.work = groups * a->group * a->slots; /* batch * heads is below 2^31 */
     RETURN_IF(forward->takes == ATTN_TAKES_PLAIN && a->tma != ATTN_TMA_ALL, ATTN_DEVICE,
               "kernel=%s: wants maps of all tensors, and the driver made none for some (bits %d)", forward->name, a->tma);
@@ -179,7 +180,7 @@ static attn_cuda_args make_backward(const attn_cuda_run *run, const attn_plan *p
     if (run->entries[run->forward].one && f->d_q.data) {
         a.part_o = attn__part(plan, f, CUDA_D_Q);
         a.turns = attn__part(plan, f, CUDA_TURNS);
-        a.overlap = a.turns + attn__cuda_q_tiles(p, ATTN_ONE_ROWS);
+        a.overlap = a.turns + attn__cuda_q_tiles(p, run->entries[run->forward].bm);
     }
     if (p->flashmask_vectors) {
         a.ranges = attn__part(plan, f, CUDA_RANGES);
@@ -205,7 +206,7 @@ static attn_status launch_plain(const attn_cuda_run *run, int entry, int64_t blo
  */
 static int32_t heads_in_turn(const attn_cuda_run *run, const attn_problem *p, int64_t heads) {
     enum { LEAST = 16 };
-    const int64_t tiles = attn__ceil_div(p->max_q, ATTN_ONE_ROWS) * (p->heads_q / p->heads_kv);
+    const int64_t tiles = attn__ceil_div(p->max_q, run->entries[run->forward].bm) * (p->heads_q / p->heads_kv);
     const int64_t of_one = tiles / 8 > 1 ? tiles / 8 : 1, group = attn__ceil_div(run->sms > 0 ? run->sms : 1, of_one);
     const int64_t most = group > LEAST ? group : LEAST;
     return (int32_t)(heads < most ? heads : most);
@@ -225,8 +226,38 @@ static attn_status launch_gradient(const attn_cuda_run *run, int entry, attn_cud
     if (e->one) a.group = heads_in_turn(run, p, heads);
     a.row_tiles = (int32_t)tiles;
     a.slots = a.row_tiles * (e->split ? 2 : 1);
+    attn_cuda_args90 x;
+    if (e->hopper) {
+        memset(&x, 0, sizeof x);
+        x.q = run->map_q;
+        x.k = run->map_k;
+        x.v = run->map_v;
+        x.o = run->map_o;
+        x.a = a;
+    }
     return attn__cuda_launch(run, entry, a.group * (int64_t)a.slots, attn__ceil_div(heads, a.group), 32 * e->warps,
-                             e->shared_bytes, &a);
+                             e->shared_bytes, e->hopper ? (const void *)&x : (const void *)&a);
+}
+
+/* The floats that bwd_sm90.cu has left become d_q: a block for each tile of rows and head. */
+static attn_status launch_cast(const attn_cuda_run *run, attn_cuda_args a) {
+    const attn_cuda_entry *e = &run->entries[run->forward];
+    a.part_rows = e->bm;
+    a.dv_blocks = e->dim;
+    a.row_tiles = (int32_t)attn__ceil_div(a.p.max_q, e->bm);
+    return attn__cuda_launch(run, ATTN_ENTRY_bwd_cast, (int64_t)a.p.batch * a.row_tiles * a.p.heads_q, 0, ATTN_CAST_THREADS,
+                             0, &a);
+}
+
+/* What has to be zero before blocks add to it or wait for it: turns, and d_q where its sums have no order. */
+static attn_status clear_turns(const attn_cuda_run *run, const attn_cuda_args *a) {
+    const attn_cuda_entry *e = &run->entries[run->forward];
+    const size_t tiles = (size_t)attn__cuda_q_tiles(&a->p, e->bm);
+    RETURN_IF_DRIVER(run->driver, cuMemsetD32Async, ((attn_cu_pointer)(uintptr_t)a->turns, 0, tiles + 1, run->stream));
+    if (!e->hopper || !(a->p.flags & ATTN_UNORDERED) || tiles == 0) return ATTN_OK;
+    RETURN_IF_DRIVER(run->driver, cuMemsetD32Async,
+                     ((attn_cu_pointer)(uintptr_t)a->part_o, 0, tiles * (size_t)e->bm * (size_t)e->dim, run->stream));
+    return ATTN_OK;
 }
 
 /* d_bias has one element along a dim whose stride is 0. */
@@ -256,17 +287,17 @@ static attn_status launch_after(const attn_cuda_run *run, const attn_cuda_args *
 attn_status attn__cuda_backward(const attn_cuda_run *run, const attn_plan *plan, const attn_buffers *f) {
     const attn_cuda_args a = make_backward(run, plan, f);
     const attn_problem *p = &a.p;
-    int64_t rows = p->flags & ATTN_VARLEN_Q ? p->total_q : (int64_t)p->batch * p->max_q;
-    if (a.turns)
-        RETURN_IF_DRIVER(
-            run->driver, cuMemsetD32Async,
-            ((attn_cu_pointer)(uintptr_t)a.turns, 0, (size_t)attn__cuda_q_tiles(p, ATTN_ONE_ROWS) + 1, run->stream));
-    RETURN_IF_ERROR(launch_warps(run, ATTN_ENTRY_bwd_delta, rows * p->heads_q, &a));
+    const bool packed = p->flags & ATTN_VARLEN_Q;
+    const int64_t rows = packed ? p->total_q : p->max_q, heads = packed ? 1 : p->batch;
+    if (a.turns) RETURN_IF_ERROR(clear_turns(run, &a));
+    RETURN_IF_ERROR(
+        launch_warps(run, ATTN_ENTRY_bwd_delta, heads * p->heads_q * attn__ceil_div(rows, ATTN_DELTA_ROWS), &a));
     if (a.ranges)
         RETURN_IF_ERROR(launch_warps(run, ATTN_ENTRY_ranges, (int64_t)p->batch * p->flashmask_heads * a.range_tiles, &a));
     const bool one = run->entries[run->forward].one;
     if (f->d_q.data && !one) RETURN_IF_ERROR(launch_gradient(run, run->forward + 1, a));
     if (f->d_k.data || f->d_v.data || (f->d_q.data && one)) RETURN_IF_ERROR(launch_gradient(run, run->forward, a));
+    if (f->d_q.data && run->entries[run->forward].hopper) RETURN_IF_ERROR(launch_cast(run, a));
     if (f->d_bias.data) RETURN_IF_ERROR(launch_bias(run, &a));
     return launch_after(run, &a);
 }

@@ -46,12 +46,16 @@ DEVICE tile next_tile_of(const attn_cuda_args &a, const tile_place &at, outlook 
     return t;
 }
 
-/* A box of rows, in all blocks of columns of a tile that has so many rows. */
-DEVICE void fetch_box(const attn_tensor_map *map, uint32_t to, uint32_t full, int blocks, int rows, int32_t column,
-                      int32_t row, int32_t head, int32_t batch) {
+/* A box of rows, in all blocks of columns of a tile that has so many rows; by one request, if it is whole. */
+DEVICE void fetch_box(const attn_tensor_map *map, bool whole, uint32_t to, uint32_t full, int blocks, int rows,
+                      int32_t column, int32_t row, int32_t head, int32_t batch) {
+    if (WHOLE && blocks > 1 && whole) {
+        cp_async_bulk_tensor_5d_load(to, map, full, 0, row, column / ATTN_MAP_COLS, head, batch);
+        return;
+    }
 #pragma unroll
     for (int c = 0; c < blocks; c++)
-        cp_async_bulk_tensor_4d_load(to + c * rows * ROW, map, full, column + c * ATTN_MAP_COLS, row, head, batch);
+        cp_async_bulk_tensor_5d_load(to + c * rows * ROW, map, full, column + c * ATTN_MAP_COLS, row, 0, head, batch);
 }
 
 typedef struct loader {
@@ -103,7 +107,8 @@ DEVICE void load_q(const attn_cuda_args90 &x, const buffers &b, loader &me, cons
         return;
     }
     expect(full, Q_BYTES);
-    fetch_box(&x.q, to, full, QK_BLOCKS, BM, 0, (int)(packed ? at.s.q_row : 0) + at.row, at.h, packed ? 0 : at.s.b);
+    fetch_box(&x.q, x.whole & ATTN_WHOLE_Q, to, full, QK_BLOCKS, BM, 0, (int)(packed ? at.s.q_row : 0) + at.row, at.h,
+              packed ? 0 : at.s.b);
 }
 
 /* Where K and V of a place lie: what is read for every tile, which in shared memory would take long. */
@@ -149,9 +154,9 @@ DEVICE box find_box(const attn_cuda_args &a, const tile_place &at, const source 
 }
 
 /* The whole warp: a lane for each box. */
-DEVICE void fetch_boxes(const source &from, const attn_tensor_map *map, uint32_t to, uint32_t full, int blocks,
+DEVICE void fetch_boxes(const source &from, const attn_tensor_map *map, bool whole, uint32_t to, uint32_t full, int blocks,
                         int32_t column, box at) {
-    if (from.has_box) fetch_box(map, to + from.offset, full, blocks, BN, column, at.row, from.head, at.batch);
+    if (from.has_box) fetch_box(map, whole, to + from.offset, full, blocks, BN, column, at.row, from.head, at.batch);
 }
 
 /*
@@ -165,7 +170,7 @@ DEVICE void load_k(const attn_cuda_args90 &x, const buffers &b, loader &me, cons
     const bool first = (threadIdx.x & 31) == 0;
     const box place = find_box(x.a, at, from, t.n, page);
     mbarrier_wait_parity(empty, me.k.parity ^ 1);
-    if (!from.gathers) fetch_boxes(from, &x.k, to, full, QK_BLOCKS, 0, place);
+    if (!from.gathers) fetch_boxes(from, &x.k, x.whole & ATTN_WHOLE_K, to, full, QK_BLOCKS, 0, place);
     if (ALL && first) b.notes->tiles[me.tile % TILES] = tile_word(t);
     if (!from.gathers) {
         if (first) expect(full, K_BYTES);
@@ -186,7 +191,7 @@ DEVICE void load_v(const attn_cuda_args90 &x, const buffers &b, loader &me, cons
     const uint32_t full = BARRIER(b, v_full, me.v.at);
     mbarrier_wait_parity(empty, parity);
     if (!from.gathers && !clean) {
-        fetch_boxes(from, &x.v, to, full, V_BLOCKS, from.column, place);
+        fetch_boxes(from, &x.v, x.whole & ATTN_WHOLE_V, to, full, V_BLOCKS, from.column, place);
         if (first) expect(full, V_BYTES);
     } else {
         uint32_t handed = 0;
@@ -198,7 +203,7 @@ DEVICE void load_v(const attn_cuda_args90 &x, const buffers &b, loader &me, cons
                 mbarrier_arrive_expect_tx(handed, V_BYTES);
         }
         handed = __shfl_sync(~0u, handed, 0);
-        if (!from.gathers) fetch_boxes(from, &x.v, to, handed, V_BLOCKS, from.column, place);
+        if (!from.gathers) fetch_boxes(from, &x.v, x.whole & ATTN_WHOLE_V, to, handed, V_BLOCKS, from.column, place);
     }
     turn_ring(me.v, STAGES);
 }

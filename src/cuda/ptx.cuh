@@ -71,6 +71,11 @@ PTX uint32_t ld_shared_b32(uint32_t from) {
     asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(from) : "memory");
     return x;
 }
+PTX uint2 ld_shared_v2(uint32_t from) {
+    uint2 x;
+    asm volatile("ld.shared.v2.b32 {%0,%1}, [%2];" : "=r"(x.x), "=r"(x.y) : "r"(from) : "memory");
+    return x;
+}
 PTX uint4 ld_shared_v4(uint32_t from) {
     uint4 x;
     asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];"

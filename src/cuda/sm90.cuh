@@ -49,18 +49,27 @@ PTX bool bar_red_or(int barrier, int threads, bool x) {
 
 /* ---- tensor memory accelerator ---- */
 
-/* The box at these coordinates (column, row, head, batch) to shared memory; its bytes complete on the barrier. */
-PTX void cp_async_bulk_tensor_4d_load(uint32_t to, const attn_tensor_map *map, uint32_t barrier, int x, int y, int z,
-                                      int w) {
-    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3,%4,%5,%6}], "
-                 "[%2];" ::"r"(to),
-                 "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w)
+/* The box at these coordinates (column, row, block, head, batch) to shared memory; its bytes complete on the barrier. */
+PTX void cp_async_bulk_tensor_5d_load(uint32_t to, const attn_tensor_map *map, uint32_t barrier, int x, int y, int z, int w,
+                                      int v) {
+    asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], "
+                 "[%1, {%3,%4,%5,%6,%7}], [%2];" ::"r"(to),
+                 "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w), "r"(v)
                  : "memory");
 }
 /* The other way; parts of the box outside the tensor are not written. */
-PTX void cp_async_bulk_tensor_4d_store(const attn_tensor_map *map, uint32_t from, int x, int y, int z, int w) {
-    asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2,%3,%4,%5}], [%1];" ::"l"(map), "r"(from),
-                 "r"(x), "r"(y), "r"(z), "r"(w)
+PTX void cp_async_bulk_tensor_5d_store(const attn_tensor_map *map, uint32_t from, int x, int y, int z, int w, int v) {
+    asm volatile("cp.async.bulk.tensor.5d.global.shared::cta.bulk_group [%0, {%2,%3,%4,%5,%6}], [%1];" ::"l"(map),
+                 "r"(from), "r"(x), "r"(y), "r"(z), "r"(w), "r"(v)
+                 : "memory");
+}
+/* So many bytes of shared memory to memory, or added to the floats there; both begin at multiples of 16. */
+PTX void cp_async_bulk_store(void *to, uint32_t from, uint32_t bytes) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes) : "memory");
+}
+PTX void cp_reduce_async_bulk_add_f32(void *to, uint32_t from, uint32_t bytes) {
+    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to), "r"(from),
+                 "r"(bytes)
                  : "memory");
 }
 PTX void cp_async_bulk_commit_group(void) { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }

@@ -3,7 +3,8 @@
  *
  * d += a b with d in registers: thread 32 w + 4 g + t holds in d[4 j + e] the row 16 w + g + 8 (e / 2) and the column
  * 8 j + 2 t + e % 2. _ss takes a from shared memory, rows of K-major; _rs from registers, as mma.sync m16n8k16 has it. b is
- * K-major for _ss (rows of keys, columns of dims: Q K^T) and MN-major for _rs (rows of keys, columns of dims: P V).
+ * K-major for _ss (rows of keys, columns of dims: Q K^T) and MN-major for _rs (rows of keys, columns of dims: P V). _mn is _ss with
+ * both MN-major: a lies transposed, its 64 rows side by side.
  * With add = 0 d is overwritten. The order: wgmma_fence, products, wgmma_commit_group, wgmma_wait_group; until then d and the
  * registers of a belong to the products. How operands lie in shared memory is said in operand.cuh.
  */
@@ -36,39 +37,58 @@ PTX void wgmma_commit_group(void) { asm volatile("wgmma.commit_group.sync.aligne
 #define WGMMA_TEXT_112 WGMMA_TEXT_104 ",%104,%105,%106,%107,%108,%109,%110,%111"
 #define WGMMA_TEXT_120 WGMMA_TEXT_112 ",%112,%113,%114,%115,%116,%117,%118,%119"
 #define WGMMA_TEXT_128 WGMMA_TEXT_120 ",%120,%121,%122,%123,%124,%125,%126,%127"
-#define WGMMA_8(d, i)                                                                                                      \
-    "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]),            \
-        "+f"(d[i + 7])
-#define WGMMA_D_8(d) WGMMA_8(d, 0)
-#define WGMMA_D_16(d) WGMMA_D_8(d), WGMMA_8(d, 8)
-#define WGMMA_D_24(d) WGMMA_D_16(d), WGMMA_8(d, 16)
-#define WGMMA_D_32(d) WGMMA_D_24(d), WGMMA_8(d, 24)
-#define WGMMA_D_40(d) WGMMA_D_32(d), WGMMA_8(d, 32)
-#define WGMMA_D_48(d) WGMMA_D_40(d), WGMMA_8(d, 40)
-#define WGMMA_D_56(d) WGMMA_D_48(d), WGMMA_8(d, 48)
-#define WGMMA_D_64(d) WGMMA_D_56(d), WGMMA_8(d, 56)
-#define WGMMA_D_72(d) WGMMA_D_64(d), WGMMA_8(d, 64)
-#define WGMMA_D_80(d) WGMMA_D_72(d), WGMMA_8(d, 72)
-#define WGMMA_D_88(d) WGMMA_D_80(d), WGMMA_8(d, 80)
-#define WGMMA_D_96(d) WGMMA_D_88(d), WGMMA_8(d, 88)
-#define WGMMA_D_104(d) WGMMA_D_96(d), WGMMA_8(d, 96)
-#define WGMMA_D_112(d) WGMMA_D_104(d), WGMMA_8(d, 104)
-#define WGMMA_D_120(d) WGMMA_D_112(d), WGMMA_8(d, 112)
-#define WGMMA_D_128(d) WGMMA_D_120(d), WGMMA_8(d, 120)
+#define WGMMA_8(d, i, f) f(d[i]), f(d[i + 1]), f(d[i + 2]), f(d[i + 3]), f(d[i + 4]), f(d[i + 5]), f(d[i + 6]), f(d[i + 7])
+#define WGMMA_D_8(d, f) WGMMA_8(d, 0, f)
+#define WGMMA_D_16(d, f) WGMMA_D_8(d, f), WGMMA_8(d, 8, f)
+#define WGMMA_D_24(d, f) WGMMA_D_16(d, f), WGMMA_8(d, 16, f)
+#define WGMMA_D_32(d, f) WGMMA_D_24(d, f), WGMMA_8(d, 24, f)
+#define WGMMA_D_40(d, f) WGMMA_D_32(d, f), WGMMA_8(d, 32, f)
+#define WGMMA_D_48(d, f) WGMMA_D_40(d, f), WGMMA_8(d, 40, f)
+#define WGMMA_D_56(d, f) WGMMA_D_48(d, f), WGMMA_8(d, 48, f)
+#define WGMMA_D_64(d, f) WGMMA_D_56(d, f), WGMMA_8(d, 56, f)
+#define WGMMA_D_72(d, f) WGMMA_D_64(d, f), WGMMA_8(d, 64, f)
+#define WGMMA_D_80(d, f) WGMMA_D_72(d, f), WGMMA_8(d, 72, f)
+#define WGMMA_D_88(d, f) WGMMA_D_80(d, f), WGMMA_8(d, 80, f)
+#define WGMMA_D_96(d, f) WGMMA_D_88(d, f), WGMMA_8(d, 88, f)
+#define WGMMA_D_104(d, f) WGMMA_D_96(d, f), WGMMA_8(d, 96, f)
+#define WGMMA_D_112(d, f) WGMMA_D_104(d, f), WGMMA_8(d, 104, f)
+#define WGMMA_D_120(d, f) WGMMA_D_112(d, f), WGMMA_8(d, 112, f)
+#define WGMMA_D_128(d, f) WGMMA_D_120(d, f), WGMMA_8(d, 120, f)
 
-/* columns: of b; registers: columns / 2; r0 to r5: the numbers after them. */
+/*
+ * columns: of b; registers: columns / 2; r0 to r5: the numbers after them. The _set ones overwrite d, and the compiler knows: who reads what d
+ * was before, or has written it, while other products are under way, makes ptxas wait for them all.
+ */
 #define WGMMA(columns, type, registers, r0, r1, r2, r3, r4, r5)                                                            \
     PTX void wgmma_m64n##columns##k16_ss_##type(float *d, uint64_t a, uint64_t b, int add) {                               \
         asm volatile("{ .reg .pred p; setp.ne.b32 p, %" #r2 ", 0; wgmma.mma_async.sync.aligned.m64n" #columns              \
                      "k16.f32." #type "." #type " {" WGMMA_TEXT_##registers "}, %" #r0 ", %" #r1 ", p, 1, 1, 0, 0; }"      \
-                     : WGMMA_D_##registers(d)                                                                              \
+                     : WGMMA_D_##registers(d, "+f")                                                                        \
                      : "l"(a), "l"(b), "r"(add));                                                                          \
+    }                                                                                                                      \
+    PTX void wgmma_m64n##columns##k16_ss_set_##type(float *d, uint64_t a, uint64_t b) {                                    \
+        asm volatile("{ .reg .pred p; setp.ne.b32 p, 0, 0; wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." #type    \
+                     "." #type " {" WGMMA_TEXT_##registers "}, %" #r0 ", %" #r1 ", p, 1, 1, 0, 0; }"                       \
+                     : WGMMA_D_##registers(d, "=f")                                                                        \
+                     : "l"(a), "l"(b));                                                                                    \
+    }                                                                                                                      \
+    PTX void wgmma_m64n##columns##k16_mn_##type(float *d, uint64_t a, uint64_t b, int add) {                               \
+        asm volatile("{ .reg .pred p; setp.ne.b32 p, %" #r2 ", 0; wgmma.mma_async.sync.aligned.m64n" #columns              \
+                     "k16.f32." #type "." #type " {" WGMMA_TEXT_##registers "}, %" #r0 ", %" #r1 ", p, 1, 1, 1, 1; }"      \
+                     : WGMMA_D_##registers(d, "+f")                                                                        \
+                     : "l"(a), "l"(b), "r"(add));                                                                          \
+    }                                                                                                                      \
+    PTX void wgmma_m64n##columns##k16_mn_set_##type(float *d, uint64_t a, uint64_t b) {                                    \
+        asm volatile("{ .reg .pred p; setp.ne.b32 p, 0, 0; wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." #type    \
+                     "." #type " {" WGMMA_TEXT_##registers "}, %" #r0 ", %" #r1 ", p, 1, 1, 1, 1; }"                       \
+                     : WGMMA_D_##registers(d, "=f")                                                                        \
+                     : "l"(a), "l"(b));                                                                                    \
     }                                                                                                                      \
     PTX void wgmma_m64n##columns##k16_rs_##type(float *d, const uint32_t *a, uint64_t b, int add) {                        \
         asm volatile("{ .reg .pred p; setp.ne.b32 p, %" #r5 ", 0; wgmma.mma_async.sync.aligned.m64n" #columns              \
                      "k16.f32." #type "." #type " {" WGMMA_TEXT_##registers "}, {%" #r0 ",%" #r1 ",%" #r2 ",%" #r3         \
                                                                             "}, %" #r4 ", p, 1, 1, 1; }"                   \
-                     : WGMMA_D_##registers(d)                                                                              \
+                     : WGMMA_D_##registers(d, "+f")                                                                        \
                      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));                                      \
     }
 

@@ -48,6 +48,9 @@ for kernel in $(sed -n 's/^BWD(\([a-z0-9_]*\),.*/\1/p' src/cuda/variants.def); d
     case $kernel in *_one) source=bwd_one.cu ;; *) source=bwd.cu ;; esac
     compile "$kernel.o" $fwd "-DVARIANT=$kernel" -c src/cuda/$source
 done
+for kernel in $(sed -n 's/^BWD90(\([a-z0-9_]*\),.*/\1/p' src/cuda/variants.def); do
+    compile "$kernel.o" $fwd "-DVARIANT=$kernel" -c src/cuda/bwd_sm90.cu
+done
 kernels=$objects
 compile hopper_test.o $fwd -DVARIANT=none -c tests/emulate/hopper_test.cu
 xargs -r -P "$(nproc)" -d '\n' -n 1 sh -c <"$out/commands"
@@ -70,6 +73,8 @@ ATTN_TEST_DTYPE=bf16 ATTN_TEST_BACKEND=cuda "$build/attn-tests" c1_ c2_ c4_empty
 EMULATE_ORDER=random ATTN_TEST_DTYPE=f16 ATTN_TEST_BACKEND=cuda "$build/attn-tests" c2_nan_in_a c2_nan_in_pa s01_ s09_inf c5_align c5_paged_is
 EMULATE_ORDER=random "$build/attn" check --backend cuda --op forward --dtype bf16 --cases 300 --seed 9
 EMULATE_ORDER=reverse EMULATE_GUARD=before "$build/attn" check --backend cuda --op forward --dtype f16 --cases 150 --seed 4
+EMULATE_ORDER=random "$build/attn" check --backend cuda --op backward --dtype bf16 --cases 100 --seed 8
+EMULATE_ORDER=reverse EMULATE_GUARD=before "$build/attn" check --backend cuda --op backward --dtype bf16 --feature flashmask --cases 30 --seed 6
 export EMULATE_ARCH=80
 "$out/pieces"
 ATTN_TEST_BACKEND=cuda "$build/attn-tests" c1_ c4_empty s01_ s09_inf c5_unused c5_align c5_varlen_short c5_s03

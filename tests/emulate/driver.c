@@ -23,7 +23,8 @@
 
 /* What each is given: attn_cuda_args, but for two. */
 typedef attn_cuda_args args_append, args_rotate_q, args_ranges, args_fold, args_fill, args_probs, args_fwd_any;
-typedef attn_cuda_args args_bwd_delta, args_bwd_sink, args_bwd_fill, args_bwd_any, args_bwd_any_q, args_bwd_bias;
+typedef attn_cuda_args args_bwd_delta, args_bwd_sink, args_bwd_cast, args_bwd_fill, args_bwd_any, args_bwd_any_q,
+    args_bwd_bias;
 typedef attn_cuda_merge args_merge;
 typedef attn_cuda_rotary args_rotary;
 
@@ -40,12 +41,14 @@ typedef attn_cuda_rotary args_rotary;
 #define FWD(entry, ...) ENTRY(entry, attn_cuda_args)
 #define FWD90(entry, ...) ENTRY(entry, attn_cuda_args90)
 #define BWD(entry, ...) ENTRY(entry, attn_cuda_args)
+#define BWD90(entry, ...) ENTRY(entry, attn_cuda_args90)
 #define PIECE(entry, file) ENTRY(entry, args_##entry)
 #include "cuda/tune.def"
 #include "cuda/variants.def"
 #undef FWD
 #undef FWD90
 #undef BWD
+#undef BWD90
 #undef PIECE
 
 static const struct {
@@ -57,12 +60,14 @@ static const struct {
 #define FWD(entry, ...) ROW(entry)
 #define FWD90(entry, ...) ROW(entry)
 #define BWD(entry, ...) ROW(entry)
+#define BWD90(entry, ...) ROW(entry)
 #define PIECE(entry, file) ROW(entry)
 #include "cuda/tune.def"
 #include "cuda/variants.def"
 #undef PIECE
 #undef FWD90
 #undef BWD
+#undef BWD90
 #undef FWD
 };
 enum { KERNELS = sizeof kernels / sizeof kernels[0] };

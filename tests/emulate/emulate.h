@@ -39,6 +39,9 @@
 typedef struct uint4 {
     uint32_t x, y, z, w;
 } uint4;
+typedef struct uint2 {
+    uint32_t x, y;
+} uint2;
 static inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return uint4{x, y, z, w}; }
 
 extern "C" {

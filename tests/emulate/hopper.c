@@ -7,7 +7,7 @@
 enum {
     MOST_BARRIERS = 64,
     MOST_COPIES = 256,
-    MOST_BYTES = 256 * EMULATE_LINE_BYTES, /* of a copy */
+    MOST_BYTES = 512 * EMULATE_LINE_BYTES, /* of a copy */
     MOST_THREADS = 1024,
     WARPS = MOST_THREADS / 32,
     NAMED = 16,
@@ -28,9 +28,12 @@ typedef struct mbarrier {
 /* A load, or a store, that is under way. */
 typedef struct copy {
     int is_store, is_committed;
-    unsigned thread; /* store */
-    int barrier;     /* load */
-    const emulate_map *map;
+    unsigned thread;        /* store */
+    int barrier;            /* load */
+    const emulate_map *map; /* NULL: a store of so many bytes without one */
+    uint8_t *to;
+    uint32_t bytes;
+    int adds; /* floats */
     uint32_t shared;
     int at[EMULATE_RANK];
     uint8_t data[MOST_BYTES]; /* store: what it has read */
@@ -133,7 +136,11 @@ void emulate_fence_mbarrier_init(void) {
         if (barriers[n].thread == threadIdx.x) barriers[n].is_fenced = 1;
 }
 
-static int64_t bytes_of(const emulate_map *m) { return (int64_t)m->box[1] * m->box[2] * m->box[3] * EMULATE_LINE_BYTES; }
+static int64_t bytes_of(const emulate_map *m) {
+    int64_t bytes = EMULATE_LINE_BYTES;
+    for (int d = 1; d < EMULATE_RANK; d++) bytes *= m->box[d];
+    return bytes;
+}
 
 static int64_t bytes_under_way(int barrier) {
     int64_t bytes = 0;
@@ -274,10 +281,9 @@ static const emulate_map *checked_map(const void *map) {
 /* Where line n of the box begins in memory; NULL: outside the tensor. *from, *to: its columns that are inside. */
 static uint8_t *line_of(const copy *c, uint32_t n, int *from, int *to) {
     const emulate_map *m = c->map;
-    const uint32_t in_box[EMULATE_RANK] = {0, n % m->box[1], n / m->box[1] % m->box[2], n / m->box[1] / m->box[2]};
     uint8_t *start = m->base;
-    for (int d = 1; d < EMULATE_RANK; d++) {
-        int64_t at = (int64_t)c->at[d] + in_box[d];
+    for (int d = 1; d < EMULATE_RANK; n /= m->box[d++]) {
+        int64_t at = (int64_t)c->at[d] + n % m->box[d];
         if (at < 0 || (uint64_t)at >= m->dims[d]) return NULL;
         start += (uint64_t)at * m->strides[d - 1];
     }
@@ -365,16 +371,49 @@ void emulate_tensor_store(const void *map, uint32_t from, const int at[EMULATE_R
     memcpy(c->data, shared_at(from, (uint32_t)bytes), bytes);
 }
 
+void emulate_bulk_store(void *to, uint32_t from, uint32_t bytes, int adds) {
+    if ((uintptr_t)to % 16 || from % 16 || bytes % 16)
+        emulate_fail("cp.async.bulk of %u bytes from %u to %p: want multiples of 16", bytes, from, to);
+    if (copy_count == MOST_COPIES) emulate_fail("more than %d copies under way", MOST_COPIES);
+    if (bytes > MOST_BYTES) emulate_fail("a copy of %u bytes: the emulation has no room for it", bytes);
+    for (uint32_t n = 0; n < bytes; n += EMULATE_LINE_BYTES) emulate_check_fenced(from + n, "a store");
+    copy *c = &copies[copy_count++];
+    c->map = NULL;
+    c->to = to;
+    c->bytes = bytes;
+    c->adds = adds;
+    c->shared = from;
+    c->is_store = 1;
+    c->is_committed = 0;
+    c->thread = threadIdx.x;
+    memcpy(c->data, shared_at(from, bytes), bytes);
+}
+
 void emulate_bulk_commit(void) {
     for (int n = 0; n < copy_count; n++)
         if (copies[n].is_store && copies[n].thread == threadIdx.x) copies[n].is_committed = 1;
 }
 
+/* A store without a map. */
+static void finish_bytes(const copy *c) {
+    for (uint32_t n = 0; n < c->bytes; n += 4) {
+        float x, sum;
+        memcpy(&x, c->data + n, 4);
+        memcpy(&sum, c->to + n, 4);
+        sum += x;
+        memcpy(c->to + n, c->adds ? (const void *)&sum : (const void *)(c->data + n), 4);
+    }
+}
+
 static void finish_store(const copy *c) {
-    uint32_t bytes = (uint32_t)bytes_of(c->map);
+    uint32_t bytes = c->map ? (uint32_t)bytes_of(c->map) : c->bytes;
     if (memcmp(c->data, shared_at(c->shared, bytes), bytes))
         emulate_fail("shared memory from byte %u on was written while a store was reading it",
                      c->shared - EMULATE_SHARED_BASE);
+    if (!c->map) {
+        finish_bytes(c);
+        return;
+    }
     for (uint32_t n = 0; n < bytes / EMULATE_LINE_BYTES; n++) {
         int from, to;
         uint8_t *line = line_of(c, n, &from, &to);

@@ -19,13 +19,13 @@
 
 #include "fibers.h"
 
-/* In a tensor map, as cuTensorMapEncodeTiled of driver.c makes it: four dims of 16-bit numbers, boxes of 64 columns, 128-byte swizzle. */
-enum { EMULATE_RANK = 4, EMULATE_LINE_BYTES = 128 };
+/* In a tensor map, as cuTensorMapEncodeTiled of driver.c makes it: five dims of 16-bit numbers, boxes of 64 columns, 128-byte swizzle. */
+enum { EMULATE_RANK = 5, EMULATE_LINE_BYTES = 128 };
 typedef struct emulate_map {
     uint64_t magic;
     uint8_t *base;
-    uint64_t dims[EMULATE_RANK];        /* columns, rows, heads, batch */
-    uint64_t strides[EMULATE_RANK - 1]; /* in bytes, of rows, heads, batch */
+    uint64_t dims[EMULATE_RANK];        /* columns, rows, blocks of columns, heads, batch */
+    uint64_t strides[EMULATE_RANK - 1]; /* in bytes, of rows, blocks, heads, batch */
     uint32_t box[EMULATE_RANK];
 } emulate_map;
 #define EMULATE_MAP_MAGIC UINT64_C(0x74656e736f726d61)
@@ -47,6 +47,7 @@ void emulate_bar_arrive(int barrier, int threads);
 int emulate_bar_sync(int barrier, int threads, int vote); /* did any thread vote yes? */
 void emulate_tensor_load(uint32_t to, const void *map, uint32_t barrier, const int at[EMULATE_RANK]);
 void emulate_tensor_store(const void *map, uint32_t from, const int at[EMULATE_RANK]);
+void emulate_bulk_store(void *to, uint32_t from, uint32_t bytes, int adds); /* adds: floats to those that are there */
 void emulate_bulk_commit(void);
 void emulate_bulk_wait(int only_read);
 void emulate_fence_proxy_async(void);
@@ -66,6 +67,7 @@ static inline uint32_t emulate_swizzled(uint32_t at) { return at ^ (at >> 7 & 7)
 /* d += a b; a: its descriptor, or NULL and four registers. */
 typedef struct emulate_product {
     int columns, is_bf16, add;
+    int is_mn; /* both a and b in shared memory are MN-major */
     uint64_t a, b;
     const uint32_t *a_registers; /* NULL: a is a descriptor */
     float *d;

@@ -46,42 +46,50 @@ static uint16_t random_number(int is_bf16) {
     return is_bf16 ? attn__to_bf16(x) : attn__to_f16(x);
 }
 
-static int encode(uint64_t *map, void *base, const uint64_t dims[4], const uint64_t strides[3], uint32_t rows) {
-    const uint32_t box[4] = {64, rows, 1, 1}, steps[4] = {1, 1, 1, 1};
-    return emulate_map_encode(map, 6, 4, base, dims, strides, box, steps, 0, 3, 2, 0);
+static int encode(uint64_t *map, void *base, const uint64_t dims[5], const uint64_t strides[4], uint32_t rows,
+                  uint32_t blocks) {
+    const uint32_t box[5] = {64, rows, blocks, 1, 1}, steps[5] = {1, 1, 1, 1, 1};
+    return emulate_map_encode(map, 6, 5, base, dims, strides, box, steps, 0, 3, 2, 0);
 }
 
 /* ---- copies ---- */
 
-enum { COLUMNS = 72, ROWS = 20, HEADS = 3, BATCH = 2, TENSOR = BATCH * ROWS * HEADS * COLUMNS };
-static const uint64_t tensor_dims[4] = {COLUMNS, ROWS, HEADS, BATCH};
-static const uint64_t tensor_strides[3] = {2 * HEADS * COLUMNS, 2 * COLUMNS, 2 * ROWS *HEADS *COLUMNS};
+/* Two blocks of columns, which lie one after the other, and as far as a tensor's columns would. */
+enum { COLUMNS = 72, ROWS = 20, BLOCKS = 2, HEADS = 3, BATCH = 2, TENSOR = BATCH * ROWS * HEADS * BLOCKS * COLUMNS };
+static const uint64_t tensor_dims[5] = {COLUMNS, ROWS, BLOCKS, HEADS, BATCH};
+static const uint64_t tensor_strides[4] = {2 * HEADS * BLOCKS * COLUMNS, 2 * COLUMNS, 2 * BLOCKS *COLUMNS,
+                                           2 * ROWS *HEADS *BLOCKS *COLUMNS};
 
 /* The number at these coordinates; NULL: there is none. */
-static uint16_t *element(uint16_t *tensor, int x, int y, int z, int w) {
-    if (x < 0 || x >= COLUMNS || y < 0 || y >= ROWS || z < 0 || z >= HEADS || w < 0 || w >= BATCH) return NULL;
-    return &tensor[((w * ROWS + y) * HEADS + z) * COLUMNS + x];
+static uint16_t *element(uint16_t *tensor, const int at[5], int x, int y, int z) {
+    x += at[0];
+    y += at[1];
+    z += at[2];
+    if (x < 0 || x >= COLUMNS || y < 0 || y >= ROWS || z < 0 || z >= BLOCKS || at[3] < 0 || at[3] >= HEADS || at[4] < 0 ||
+        at[4] >= BATCH)
+        return NULL;
+    return &tensor[(((at[4] * ROWS + y) * HEADS + at[3]) * BLOCKS + z) * COLUMNS + x];
 }
 
-static void test_one_copy(int number, int rows, const int from[4], const int to[4]) {
+static void test_one_copy(int number, int rows, int blocks, const int from[5], const int to[5]) {
     static _Alignas(64) test_args x;
     static _Alignas(64) uint16_t in[TENSOR], out[TENSOR], raw[64 * 64];
     for (int n = 0; n < TENSOR; n++) in[n] = (uint16_t)(n + 1), out[n] = 0x5555;
     memset(raw, 0xa5, sizeof raw);
-    judge(encode(x.in, in, tensor_dims, tensor_strides, (uint32_t)rows) == 0, "map of a load", number);
-    judge(encode(x.out, out, tensor_dims, tensor_strides, (uint32_t)rows) == 0, "map of a store", number);
+    judge(encode(x.in, in, tensor_dims, tensor_strides, (uint32_t)rows, (uint32_t)blocks) == 0, "map of a load", number);
+    judge(encode(x.out, out, tensor_dims, tensor_strides, (uint32_t)rows, (uint32_t)blocks) == 0, "map of a store", number);
     memcpy(x.at_in, from, sizeof x.at_in);
     memcpy(x.at_out, to, sizeof x.at_out);
-    x.rows = rows;
+    x.rows = rows * blocks;
     x.raw = raw;
     emulate_launch(run_test_copy, &x, 1, 1, 1, 128, SHARED);
     int same_raw = 1, same_out = 1;
     static uint16_t want[TENSOR];
     for (int n = 0; n < TENSOR; n++) want[n] = 0x5555;
-    for (int y = 0; y < rows; y++)
+    for (int y = 0; y < rows * blocks; y++) /* lines of the box */
         for (int c = 0; c < 64; c++) {
-            const uint16_t *source = element(in, from[0] + c, from[1] + y, from[2], from[3]);
-            uint16_t *target = element(want, to[0] + c, to[1] + y, to[2], to[3]), value = source ? *source : 0;
+            const uint16_t *source = element(in, from, c, y % rows, y / rows);
+            uint16_t *target = element(want, to, c, y % rows, y / rows), value = source ? *source : 0;
             same_raw &= raw[y * 64 + (((c / 8) ^ (y % 8)) * 8 + c % 8)] == value;
             if (target) *target = value;
         }
@@ -91,47 +99,48 @@ static void test_one_copy(int number, int rows, const int from[4], const int to[
 }
 
 static void test_copies(void) {
-    const int places[][4] = {{0, 0, 0, 0},  {64, 0, 1, 1}, {0, 16, 2, 0}, {-5, -3, 1, 1}, {64, 19, 0, 0},
-                             {72, 0, 0, 0}, {0, 20, 0, 0}, {0, 0, 3, 0},  {0, 0, 0, -1},  {8, 1, 2, 1}};
+    const int places[][5] = {{0, 0, 0, 0, 0},   {64, 0, 1, 1, 1}, {0, 16, 0, 2, 0}, {-5, -3, 0, 1, 1},
+                             {64, 19, 1, 0, 0}, {72, 0, 0, 0, 0}, {0, 20, 0, 0, 0}, {0, 0, 1, 3, 0},
+                             {0, 0, 0, 0, -1},  {8, 1, 0, 2, 1},  {0, 0, 2, 0, 0},  {0, 8, -1, 1, 0}};
     const int count = sizeof places / sizeof places[0];
-    for (int n = 0; n < count; n++) test_one_copy(n, n % 2 ? 16 : 8, places[n], places[(n * 3 + 1) % count]);
+    for (int n = 0; n < count; n++) test_one_copy(n, n % 2 ? 16 : 8, 1 + n / 2 % 2, places[n], places[(n * 5 + 1) % count]);
 }
 
 /* What the driver refuses. */
 static void test_maps(void) {
     static _Alignas(64) uint64_t map[32];
     static _Alignas(16) uint16_t data[64];
-    const uint64_t good_dims[4] = {64, 2, 1, 1}, good_strides[3] = {128, 256, 256};
-    judge(encode(map, data, good_dims, good_strides, 256) == 0, "a map as it should be", 0);
-    judge(encode(map, data + 4, good_dims, good_strides, 8) == 1, "a base of 8 bytes", 0);
-    judge(encode(map + 1, data, good_dims, good_strides, 8) == 1, "a map that is not aligned", 0);
-    judge(encode(map, data, good_dims, good_strides, 257) == 1, "a box of 257 rows", 0);
-    judge(encode(map, data, good_dims, good_strides, 0) == 1, "a box of no rows", 0);
-    for (int n = 0; n < 3; n++) {
-        uint64_t strides[3] = {128, 256, 256};
-        strides[n] = 136;
-        judge(encode(map, data, good_dims, strides, 8) == 1, "a stride of 136 bytes", n);
-        strides[n] = UINT64_C(1) << 40;
-        judge(encode(map, data, good_dims, strides, 8) == 1, "a stride of 2^40 bytes", n);
-    }
+    const uint64_t good_dims[5] = {64, 2, 1, 1, 1}, good_strides[4] = {128, 256, 256, 256};
+    judge(encode(map, data, good_dims, good_strides, 256, 1) == 0, "a map as it should be", 0);
+    judge(encode(map, data + 4, good_dims, good_strides, 8, 1) == 1, "a base of 8 bytes", 0);
+    judge(encode(map + 1, data, good_dims, good_strides, 8, 1) == 1, "a map that is not aligned", 0);
+    judge(encode(map, data, good_dims, good_strides, 257, 1) == 1, "a box of 257 rows", 0);
+    judge(encode(map, data, good_dims, good_strides, 0, 1) == 1, "a box of no rows", 0);
     for (int n = 0; n < 4; n++) {
-        uint64_t dims[4] = {64, 2, 1, 1};
+        uint64_t strides[4] = {128, 256, 256, 256};
+        strides[n] = 136;
+        judge(encode(map, data, good_dims, strides, 8, 1) == 1, "a stride of 136 bytes", n);
+        strides[n] = UINT64_C(1) << 40;
+        judge(encode(map, data, good_dims, strides, 8, 1) == 1, "a stride of 2^40 bytes", n);
+    }
+    for (int n = 0; n < 5; n++) {
+        uint64_t dims[5] = {64, 2, 1, 1, 1};
         dims[n] = 0;
-        judge(encode(map, data, dims, good_strides, 8) == 1, "an empty dim", n);
+        judge(encode(map, data, dims, good_strides, 8, 1) == 1, "an empty dim", n);
     }
 }
 
 static void test_phases(void) {
     static _Alignas(64) test_args x;
     static _Alignas(64) uint16_t in[TEST_LOADS * TEST_ROWS * 64];
-    const uint64_t dims[4] = {64, TEST_LOADS * TEST_ROWS, 1, 1}, strides[3] = {128, 128, 128};
+    const uint64_t dims[5] = {64, TEST_LOADS * TEST_ROWS, 1, 1, 1}, strides[4] = {128, 128, 128, 128};
     float sums[TEST_ROWS], want[TEST_ROWS] = {0};
     for (int n = 0; n < TEST_LOADS * TEST_ROWS; n++) {
         float value = (float)(n * n % 97);
         in[n * 64] = attn__to_f16(value);
         want[n % TEST_ROWS] += value;
     }
-    judge(encode(x.in, in, dims, strides, TEST_ROWS) == 0, "map", 0);
+    judge(encode(x.in, in, dims, strides, TEST_ROWS, 1) == 0, "map", 0);
     x.d = sums;
     emulate_launch(run_test_ring, &x, 1, 1, 1, 160, SHARED);
     judge(memcmp(sums, want, sizeof want) == 0, "loads through a ring of buffers", 0);
@@ -186,9 +195,10 @@ static test_args *fault_args(void) {
     static _Alignas(64) uint16_t out[64 * 64];
     uint16_t *in = fault_numbers();
     static float d[128];
-    const uint64_t dims[4] = {64, TEST_ROWS, 1, 1}, out_dims[4] = {64, 64, 1, 1}, strides[3] = {128, 128, 128};
+    const uint64_t dims[5] = {64, TEST_ROWS, 1, 1, 1}, out_dims[5] = {64, 64, 1, 1, 1}, strides[4] = {128, 128, 128, 128};
     for (int n = 0; n < TEST_ROWS * 64; n++) in[n] = random_number(0);
-    judge(encode(x.in, in, dims, strides, TEST_ROWS) == 0 && encode(x.out, out, out_dims, strides, 8) == 0, "maps", 0);
+    judge(encode(x.in, in, dims, strides, TEST_ROWS, 1) == 0 && encode(x.out, out, out_dims, strides, 8, 1) == 0, "maps",
+          0);
     x.d = d;
     return &x;
 }

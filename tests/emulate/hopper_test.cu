@@ -27,12 +27,12 @@ KERNEL test_copy(const __grid_constant__ test_args x) {
     make_barriers(full, 1, 1);
     if (threadIdx.x == 0) {
         mbarrier_arrive_expect_tx(full, x.rows * 128);
-        cp_async_bulk_tensor_4d_load(tile, x.in, full, x.at_in[0], x.at_in[1], x.at_in[2], x.at_in[3]);
+        cp_async_bulk_tensor_5d_load(tile, x.in, full, x.at_in[0], x.at_in[1], x.at_in[2], x.at_in[3], x.at_in[4]);
     }
     mbarrier_wait_parity(full, 0);
     for (int n = threadIdx.x; n < x.rows * 32; n += 128) ((uint32_t *)x.raw)[n] = ld_shared_b32(tile + 4 * n);
     if (threadIdx.x == 0) {
-        cp_async_bulk_tensor_4d_store(x.out, tile, x.at_out[0], x.at_out[1], x.at_out[2], x.at_out[3]);
+        cp_async_bulk_tensor_5d_store(x.out, tile, x.at_out[0], x.at_out[1], x.at_out[2], x.at_out[3], x.at_out[4]);
         cp_async_bulk_commit_group();
         cp_async_bulk_wait_group();
     }
@@ -49,7 +49,7 @@ KERNEL test_ring(const __grid_constant__ test_args x) {
             int stage = n % TEST_STAGES, phase = n / TEST_STAGES & 1;
             mbarrier_wait_parity(empty + 8 * stage, phase ^ 1);
             mbarrier_arrive_expect_tx(full + 8 * stage, TILE_BYTES);
-            cp_async_bulk_tensor_4d_load(tile + stage * TILE_BYTES, x.in, full + 8 * stage, 0, n * TEST_ROWS, 0, 0);
+            cp_async_bulk_tensor_5d_load(tile + stage * TILE_BYTES, x.in, full + 8 * stage, 0, n * TEST_ROWS, 0, 0, 0);
         }
         return;
     }
@@ -151,7 +151,7 @@ KERNEL test_fault(const __grid_constant__ test_args x) {
     if (fault == FAULT_BARRIER_OVERWRITTEN && thread == 5) st_shared_b32(full, 7);
     if (thread == 0) {
         if (fault != FAULT_NO_ARRIVAL) mbarrier_arrive_expect_tx(full, TILE_BYTES + (fault == FAULT_WRONG_BYTES) * 16);
-        cp_async_bulk_tensor_4d_load(tile, in, full, 0, 0, 0, 0);
+        cp_async_bulk_tensor_5d_load(tile, in, full, 0, 0, 0, 0, 0);
         if (fault == FAULT_TOO_MANY_ARRIVALS) mbarrier_arrive(full);
         if (fault == FAULT_LOAD_OVERWRITTEN) st_shared_b32(tile + 4, 7);
     }
@@ -172,7 +172,7 @@ KERNEL test_fault(const __grid_constant__ test_args x) {
     wgmma_wait_group(1);
     if (fault == FAULT_EARLY_RELEASE && thread == 0) {
         mbarrier_arrive_expect_tx(full, TILE_BYTES);
-        cp_async_bulk_tensor_4d_load(tile, in, full, 0, 0, 0, 0);
+        cp_async_bulk_tensor_5d_load(tile, in, full, 0, 0, 0, 0, 0);
     }
     if (fault == FAULT_EARLY_REGISTERS && thread == 77) a[2] = 9;
     float early = e[0];
@@ -182,7 +182,7 @@ KERNEL test_fault(const __grid_constant__ test_args x) {
     if (fault != FAULT_NO_FENCE_OF_STORE) fence_proxy_async();
     bar_sync(1, 128);
     if (thread) return;
-    cp_async_bulk_tensor_4d_store(x.out, own, 0, 0, 0, 0);
+    cp_async_bulk_tensor_5d_store(x.out, own, 0, 0, 0, 0, 0);
     cp_async_bulk_commit_group();
     if (fault == FAULT_STORE_OVERWRITTEN) st_shared_b32(own, 7);
     if (fault == FAULT_STORE_NOT_WAITED) return;
@@ -200,7 +200,7 @@ KERNEL test_relay(const __grid_constant__ test_args x) {
     make_barriers(full, 3, 1);
     if (thread == 128) {
         mbarrier_arrive_expect_tx(full, TILE_BYTES);
-        cp_async_bulk_tensor_4d_load(tile, x.in, full, 0, 0, 0, 0);
+        cp_async_bulk_tensor_5d_load(tile, x.in, full, 0, 0, 0, 0, 0);
     }
     __syncthreads();
     if (thread >= 128) {

@@ -40,8 +40,8 @@ typedef enum test_fault_kind {
 
 typedef struct test_args {
     uint64_t in[16] __attribute__((aligned(64))), out[16], none[16]; /* tensor maps; none: zeros */
-    int at_in[4], at_out[4];
-    int rows;              /* test_copy: of the box */
+    int at_in[5], at_out[5];
+    int rows;              /* test_copy: of the box, in all its blocks */
     uint16_t *raw;         /* test_copy: [rows][64], shared memory as it was after the load */
     float *d;              /* [64][columns] */
     const uint16_t *a, *b; /* test_product: [64][TEST_DEPTH]; [columns][TEST_DEPTH], from registers [TEST_DEPTH][columns] */

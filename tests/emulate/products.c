@@ -105,11 +105,12 @@ static void read_k_major(uint16_t (*to)[DEPTH], uint64_t bits, uint32_t rows, co
 }
 
 /* 16 rows of numbers, in blocks of 64 columns. */
-static void read_mn_major(uint16_t (*to)[MOST_COLUMNS], uint64_t bits, uint32_t columns) {
-    descriptor d = decode(bits, "b");
-    if (d.start % EMULATE_LINE_BYTES) emulate_fail("wgmma: b begins at %u, want the first column", d.start);
-    if (columns > 64 && d.leading % ROWS_8) emulate_fail("wgmma: blocks of 64 columns of b are %u bytes apart", d.leading);
-    check_bounds(&d, DEPTH - 1, (columns - 1) / 64, "b");
+static void read_mn_major(uint16_t (*to)[MOST_COLUMNS], uint64_t bits, uint32_t columns, const char *name) {
+    descriptor d = decode(bits, name);
+    if (d.start % EMULATE_LINE_BYTES) emulate_fail("wgmma: %s begins at %u, want the first column", name, d.start);
+    if (columns > 64 && d.leading % ROWS_8)
+        emulate_fail("wgmma: blocks of 64 columns of %s are %u bytes apart", name, d.leading);
+    check_bounds(&d, DEPTH - 1, (columns - 1) / 64, name);
     for (uint32_t k = 0; k < DEPTH; k++)
         for (uint32_t x = 0; x < columns; x += 8)
             read_piece(to[k] + x, d.start + x / 64 * d.leading + k * EMULATE_LINE_BYTES + x % 64 * 2);
@@ -119,7 +120,15 @@ static void read_mn_major(uint16_t (*to)[MOST_COLUMNS], uint64_t bits, uint32_t 
 static void read_operands(operands *to, const emulate_product *p) {
     uint16_t rows[MOST_COLUMNS][DEPTH];
     if (p->a_registers) {
-        read_mn_major(to->b, p->b, (uint32_t)p->columns);
+        read_mn_major(to->b, p->b, (uint32_t)p->columns, "b");
+        return;
+    }
+    if (p->is_mn) {
+        uint16_t across[DEPTH][MOST_COLUMNS];
+        read_mn_major(across, p->a, ROWS, "a");
+        for (int row = 0; row < ROWS; row++)
+            for (int k = 0; k < DEPTH; k++) to->a[row][k] = across[k][row];
+        read_mn_major(to->b, p->b, (uint32_t)p->columns, "b");
         return;
     }
     read_k_major(to->a, p->a, ROWS, "a");
@@ -148,7 +157,8 @@ static void check_rows(uint64_t bits, uint32_t rows, uint32_t blocks) {
 }
 
 static void check_readable(const emulate_product *p) {
-    if (p->a_registers) {
+    if (p->a_registers || p->is_mn) {
+        if (p->is_mn) check_rows(p->a, DEPTH, 1);
         check_rows(p->b, DEPTH, ((uint32_t)p->columns + 63) / 64);
     } else {
         check_rows(p->a, ROWS, 1);
@@ -202,7 +212,7 @@ void emulate_wgmma(emulate_product p) {
     product *to = &g->products[n % MOST_PRODUCTS];
     const emulate_product *q = &to->p;
     if (q->columns != p.columns || q->is_bf16 != p.is_bf16 || q->add != p.add || q->b != p.b || q->a != p.a ||
-        !q->a_registers != !p.a_registers)
+        q->is_mn != p.is_mn || !q->a_registers != !p.a_registers)
         emulate_fail("wgmma: threads of the warpgroup ask for different products");
     to->a_registers[lane] = p.a_registers;
     if (p.a_registers) read_registers(to->bits.a, lane, p.a_registers);

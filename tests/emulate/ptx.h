@@ -120,6 +120,11 @@ static inline uint32_t ld_shared_b32(uint32_t from) {
     memcpy(&x, shared_bytes_at(from, 4), 4);
     return x;
 }
+static inline uint2 ld_shared_v2(uint32_t from) {
+    uint2 x;
+    memcpy(&x, shared_bytes_at(from, 8), 8);
+    return x;
+}
 static inline uint4 ld_shared_v4(uint32_t from) {
     uint4 x;
     memcpy(&x, shared_bytes_at(from, 16), 16);

@@ -25,14 +25,16 @@ PTX bool bar_red_or(int barrier, int threads, bool x) { return emulate_bar_sync(
 
 /* ---- tensor memory accelerator: a map is attn_tensor_map to the kernel ---- */
 
-PTX void cp_async_bulk_tensor_4d_load(uint32_t to, const void *map, uint32_t barrier, int x, int y, int z, int w) {
-    const int at[EMULATE_RANK] = {x, y, z, w};
+PTX void cp_async_bulk_tensor_5d_load(uint32_t to, const void *map, uint32_t barrier, int x, int y, int z, int w, int v) {
+    const int at[EMULATE_RANK] = {x, y, z, w, v};
     emulate_tensor_load(to, map, barrier, at);
 }
-PTX void cp_async_bulk_tensor_4d_store(const void *map, uint32_t from, int x, int y, int z, int w) {
-    const int at[EMULATE_RANK] = {x, y, z, w};
+PTX void cp_async_bulk_tensor_5d_store(const void *map, uint32_t from, int x, int y, int z, int w, int v) {
+    const int at[EMULATE_RANK] = {x, y, z, w, v};
     emulate_tensor_store(map, from, at);
 }
+PTX void cp_async_bulk_store(void *to, uint32_t from, uint32_t bytes) { emulate_bulk_store(to, from, bytes, 0); }
+PTX void cp_reduce_async_bulk_add_f32(void *to, uint32_t from, uint32_t bytes) { emulate_bulk_store(to, from, bytes, 1); }
 PTX void cp_async_bulk_commit_group(void) { emulate_bulk_commit(); }
 PTX void cp_async_bulk_wait_group_read(void) { emulate_bulk_wait(1); }
 PTX void cp_async_bulk_wait_group(void) { emulate_bulk_wait(0); }
@@ -52,10 +54,19 @@ PTX void wgmma_wait_group(int left) { emulate_wgmma_wait(left); }
 
 #define WGMMA(columns, type, is_bf16)                                                                                      \
     PTX void wgmma_m64n##columns##k16_ss_##type(float *d, uint64_t a, uint64_t b, int add) {                               \
-        emulate_wgmma(emulate_product{columns, is_bf16, add != 0, a, b, NULL, d});                                         \
+        emulate_wgmma(emulate_product{columns, is_bf16, add != 0, 0, a, b, NULL, d});                                      \
+    }                                                                                                                      \
+    PTX void wgmma_m64n##columns##k16_mn_##type(float *d, uint64_t a, uint64_t b, int add) {                               \
+        emulate_wgmma(emulate_product{columns, is_bf16, add != 0, 1, a, b, NULL, d});                                      \
+    }                                                                                                                      \
+    PTX void wgmma_m64n##columns##k16_ss_set_##type(float *d, uint64_t a, uint64_t b) {                                    \
+        emulate_wgmma(emulate_product{columns, is_bf16, 0, 0, a, b, NULL, d});                                             \
+    }                                                                                                                      \
+    PTX void wgmma_m64n##columns##k16_mn_set_##type(float *d, uint64_t a, uint64_t b) {                                    \
+        emulate_wgmma(emulate_product{columns, is_bf16, 0, 1, a, b, NULL, d});                                             \
     }                                                                                                                      \
     PTX void wgmma_m64n##columns##k16_rs_##type(float *d, const uint32_t *a, uint64_t b, int add) {                        \
-        emulate_wgmma(emulate_product{columns, is_bf16, add != 0, 0, b, a, d});                                            \
+        emulate_wgmma(emulate_product{columns, is_bf16, add != 0, 0, 0, b, a, d});                                         \
     }
 #define WGMMA_BOTH(columns) WGMMA(columns, f16, 0) WGMMA(columns, bf16, 1)
 WGMMA_BOTH(64)

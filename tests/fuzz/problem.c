@@ -47,10 +47,11 @@ static attn_problem decode_problem(stream *s) {
     p.out_dtype = (attn_dtype)(pick(s, 3) ? 0 : pick(s, 4));
     p.bias_dtype = (attn_dtype)(pick(s, 3) ? 0 : pick(s, 4));
     p.rotary_dtype = (attn_dtype)(pick(s, 3) ? 0 : pick(s, 4));
-    p.flags = (uint32_t)take(s, 3) & ((ATTN_SINGLE << 1) - 1);
+    p.flags = (uint32_t)take(s, 3) & ((ATTN_PRECISE_FEW << 1) - 1);
     if (p.op == ATTN_BACKWARD) p.flags &= ~(ATTN_APPEND | ATTN_BATCH_INDEX | ATTN_DESCALE);
     if (p.op == ATTN_KV_APPEND || (p.dtype != ATTN_F32 && p.dtype != ATTN_F64)) p.flags &= ~ATTN_PRECISE;
-    if (p.op == ATTN_KV_APPEND || p.dtype != ATTN_F32 || (p.flags & ATTN_PRECISE)) p.flags &= ~ATTN_SINGLE;
+    if (p.op == ATTN_KV_APPEND || p.dtype != ATTN_F32 || (p.flags & ATTN_PRECISE)) p.flags &= ~ATTN_PRECISE_FEW;
+    if (p.op != ATTN_BACKWARD) p.flags &= ~ATTN_UNORDERED;
     if (p.op == ATTN_KV_APPEND) p.flags |= ATTN_APPEND;
     if (p.flags & ATTN_APPEND)
         p.flags |= ATTN_USED_KV;

@@ -136,11 +136,23 @@ def test_peers(capsys, monkeypatch, tmp_path):
 
 def test_grid():
     """What the ratios are taken over: the grid of head dims 64, 128, 256, each case once, with the best peer's figure."""
-    cases = json.loads((ROOT / "bench/peers/h200.json").read_text())["cases"]
-    names = [peers.name_of(case) for case in peers.more_cases(cases)]
-    assert len(names) == len(set(names))
-    grid = [case for case in cases if case["head_dim"] in peers.GRID]
-    assert len(grid) == 3 * 2 * 4 and all(case["best_over_cudnn"] >= 1 for case in grid)
+    every = json.loads((ROOT / "bench/peers/h200.json").read_text())["cases"]
+    for op in ("fwd", "bwd"):
+        cases = [case for case in every if case["op"] == op]
+        names = [peers.name_of(case) for case in peers.more_cases(cases)]
+        assert len(names) == len(set(names))
+        grid = [case for case in cases if case["head_dim"] in peers.GRID]
+        assert len(grid) == 3 * 2 * 4 and all(case["best_over_cudnn"] >= 1 for case in grid)
+
+
+def test_peers_backward(capsys, monkeypatch):
+    """Gradients are held against torch's; a backward that is not the same problem's is found out."""
+    assert peers.main([*QUICK, "--backward", "--cases", "d64"]) == 0
+    assert "op backward" in capsys.readouterr().out
+    run = peers.torch_run
+    monkeypatch.setattr(peers, "torch_run", lambda backend, q, k, v, causal: run(backend, q, k, v, not causal))
+    assert peers.main([*QUICK, "--backward", "--cases", "d64,causal"]) == 1
+    assert "d64-causal-s64: WRONG: libattn and fa2 differ" in capsys.readouterr().out
 
 
 def test_verdicts(capsys):

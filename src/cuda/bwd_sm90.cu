@@ -1,0 +1,877 @@
+/*
+ * The whole backward on Hopper in one pass: wgmma products, tiles by the tensor memory accelerator. One line BWD90 of variants.def is
+ * one build of this file.
+ *
+ * A block keeps 128 keys of a KV head in shared memory, and their d_k and d_v in the registers of two consumers, warpgroups with 64 keys
+ * each. It walks over tiles of BM rows of the query heads of its group, from the last rows to the first (bwd_one.cu says why). Behind the consumers
+ * are the producers, four warps:
+ *
+ *   loader    fetches K and V, then Q and d_o of tile after tile, as buffers become empty
+ *   tender    brings lse and delta of the rows; and where some pairs are masked, sees to it that 0 * NaN does not reach a product
+ *   adders    two, for every other tile: add d_q of the tile to what the blocks of the keys before have left in memory
+ *
+ * With keys in the place of rows, P^T and d_s^T go from one product to the next in registers, as in bwd.cu; d_s goes through shared memory
+ * besides, for d_q, of which each consumer makes one half. Per tile n a consumer does
+ *
+ *     (S(n) = K Q^T is under way)
+ *     D = V d_o^T              begins
+ *     wait for S               Q of the tile before is empty: its d_k was before S
+ *     P = exp2(S - lse)        beneath D
+ *     d_v += P d_o             begins
+ *     wait for D
+ *     d_s = P (D - delta)      beneath d_v
+ *     d_s to shared memory     when the other consumer has read that of the tile before; then both meet
+ *     d_q = d_s K, d_k += d_s Q, S(n + 1)   begin
+ *     wait for d_q             d_o is empty
+ *     d_q to shared memory     beneath the two others; an adder takes it from there
+ *
+ * so that there is nearly always a product under way, though both consumers do the same at the same time.
+ *
+ * d_q is a sum over blocks. They take turns, in the order of keys, so that it has the same bits every time: `turns` has, for each tile of
+ * rows and head, the number of the last block that has added to it, plus 1. An adder waits for the block before, and has a bulk
+ * copy add the tile; nobody else waits for it, unless it is two tiles behind. With ATTN_UNORDERED blocks add as they come.
+ * bwd_cast (bwd_rows.cu) turns the sums, which lie as threads hold them, into d_q.
+ *
+ * A masked pair has P = d_s = 0, which in a product with a row that is not finite still gives NaN. So where a tile has a mask the tender looks
+ * through Q and d_o, and where a block may have such tiles the consumers look through K. Whatever is not finite becomes zero, and
+ * those that see it get their NaN by another way: a row of Q by its lse, a row of d_o by its delta and for d_v in the end (add_nonfinite),
+ * a key by its scale. Tiles without a mask are multiplied as they are.
+ */
+#include <stddef.h>
+
+#include "device.cuh"
+#include "wgmma.cuh"
+
+/* ---- the line of the table ---- */
+
+#define PIECE(...)
+#define FWD(...)
+#define FWD90(...)
+#define BWD(...)
+#define BWD90(name, dtype, dim, rows, buffers)                                                                             \
+    enum { name##_DTYPE = ATTN_##dtype, name##_DIM = dim, name##_BM = rows, name##_QBUF = buffers };
+#include "variants.def"
+#undef PIECE
+#undef FWD
+#undef FWD90
+#undef BWD
+#undef BWD90
+#define K_(variant, field) variant##_##field
+#define K__(variant, field) K_(variant, field)
+#define K(field) K__(VARIANT, field)
+
+enum {
+    BF16 = (int)K(DTYPE) == (int)ATTN_BF16,
+    DIM = K(DIM),
+    BM = K(BM),     /* rows of a tile */
+    QBUF = K(QBUF), /* buffers for d_q */
+    BN = ATTN_BWD90_KEYS,
+    CONSUMERS = 2,
+    THREADS = 128 * CONSUMERS,
+    ADDERS = 2,
+    STAGES = 2,
+    NT = BM / 8,  /* 8-column tiles of S and D, whose columns are rows */
+    DT = DIM / 8, /* of d_k and d_v */
+    STEPS = BM / 16,
+    BY_ROWS = BM == 128,                     /* consumers share d_q by rows; else by dims */
+    QN = (BY_ROWS ? (int)DIM : DIM / 2) / 8, /* 8-column tiles of a consumer's d_q */
+    /* In registers, for P twice, as numbers and as an operand: d_s is made beneath d_v. Else that comes later. */
+    HAS_ROOM = BM == 64,
+    WORDS = NT / 8, /* of 32 bits, one for each of a thread's elements */
+    ROW = 128,      /* bytes of a row of a block of 64 columns */
+    BLOCKS = DIM / ATTN_MAP_COLS,
+    KV_BYTES = BN * BLOCKS * ROW,
+    Q_BYTES = BM * BLOCKS * ROW,
+    D_S_BYTES = BN * BM * 2,
+    D_Q_BYTES = BM * DIM * 4,
+    PRODUCER_REGISTERS = 24,
+    CONSUMER_REGISTERS = 240
+};
+static_assert(BM == 64 || BM == 128, "rows of d_q in whole warpgroups");
+static_assert(STAGES == 2, "the stage before is stage ^ 1");
+static_assert(QN <= NT, "d_q takes the place of D");
+static_assert(BY_ROWS ? DIM == 64 : DIM == 128, "want another way to share d_q");
+
+/* Numbers of named barriers. FREE + c: d_s may be written by consumer c; BAD + c: its keys have been looked through. */
+enum {
+    BARRIER_KEYS = 1,
+    BARRIER_D_S,
+    BARRIER_FREE,
+    BARRIER_BAD = BARRIER_FREE + CONSUMERS,
+    BARRIER_END = BARRIER_BAD + CONSUMERS
+};
+
+/* A vote says nothing new, but tells ptxas that all lanes agree: what follows from it is in the registers that a warp has once. */
+DEVICE bool says(bool x) { return __any_sync(~0u, x); }
+
+DEVICE uint32_t pack(float low, float high) { return BF16 ? cvt_rn_bf16x2(low, high) : cvt_rn_f16x2(low, high); }
+
+#include "product.cuh"
+
+/* ---- where a block works ---- */
+
+typedef struct place {
+    attn_seq s;
+    attn_mask mask;
+    int32_t kv_head;
+    int32_t own, count;     /* the first key, and how many there are */
+    int32_t first, last;    /* tiles of rows that may see them */
+    int32_t h, h_end;       /* query heads */
+    bool tail;              /* rows past the last one are in memory, and may hold anything */
+    bool masks;             /* may a pair be masked but by the end of the sequence? */
+    attn_flash_range range; /* FlashMask's, of the keys */
+} place;
+
+/* ---- shared memory: K, V, stages of Q and d_o, d_s, buffers of d_q; all but the last in blocks of 64 columns; notes ---- */
+
+/* Which of several buffers is at hand, and the parity of its `full` barrier: it changes at every round. */
+typedef struct ring {
+    uint32_t at, parity;
+} ring;
+DEVICE void turn_ring(ring &r, uint32_t size) {
+    if (++r.at == size) {
+        r.at = 0;
+        r.parity ^= 1;
+    }
+}
+
+/* Barriers, and what the tender tells of a stage. raw: Q and d_o before it has looked at them. */
+typedef struct shared_notes {
+    uint64_t kv_full, q_full[STAGES], q_empty[STAGES], o_full[STAGES], o_empty[STAGES], stats_full[STAGES], raw[STAGES];
+    uint64_t d_q_full[QBUF], d_q_empty[QBUF];
+    float lse[STAGES][BM]; /* in base 2; +inf: P is 0 */
+    float delta[STAGES][BM];
+    uint32_t tile[STAGES]; /* tile_word */
+    float key_scale[BN];   /* NaN: the key is not finite */
+    uint32_t bad;          /* some d_o was not finite */
+    place at;              /* here, and not in everybody's registers */
+    int32_t is_there;      /* is there anything to do at all? */
+} shared_notes;
+static_assert(sizeof(shared_notes) <= ATTN_BWD90_NOTES, "give the notes more room");
+
+/* A tile of rows: its number, whether there is another one after it, and for each consumer, whether some pairs are masked. */
+DEVICE uint32_t tile_word(int32_t n, bool more, bool partial_0, bool partial_1) {
+    return (uint32_t)n << 3 | (uint32_t)more << 2 | (uint32_t)partial_1 << 1 | partial_0;
+}
+
+typedef struct buffers {
+    uint32_t k, v, q, o, d_s, d_q, notes;
+} buffers;
+#define NOTE(b, field) ((b).notes + (uint32_t)offsetof(shared_notes, field))
+#define BARRIER(b, field, n) (NOTE(b, field) + 8 * (n))
+
+DEVICE buffers find_buffers(void) {
+    buffers b;
+    b.k = shared_start();
+    b.v = b.k + KV_BYTES;
+    b.q = b.v + KV_BYTES;
+    b.o = b.q + STAGES * Q_BYTES;
+    b.d_s = b.o + STAGES * Q_BYTES;
+    b.d_q = b.d_s + D_S_BYTES;
+    b.notes = b.d_q + QBUF * D_Q_BYTES;
+    return b;
+}
+
+DEVICE void make_barriers(const buffers &b) {
+    mbarrier_init(NOTE(b, kv_full), 1);
+    for (int n = 0; n < STAGES; n++) {
+        mbarrier_init(BARRIER(b, q_full, n), 32); /* the loader for the tender's lanes, or they */
+        mbarrier_init(BARRIER(b, o_full, n), 32);
+        mbarrier_init(BARRIER(b, stats_full, n), 32);
+        mbarrier_init(BARRIER(b, q_empty, n), THREADS / 32);
+        mbarrier_init(BARRIER(b, o_empty, n), THREADS / 32);
+        mbarrier_init(BARRIER(b, raw, n), 1);
+    }
+    for (int n = 0; n < QBUF; n++) {
+        mbarrier_init(BARRIER(b, d_q_full, n), THREADS / 32);
+        mbarrier_init(BARRIER(b, d_q_empty, n), 1);
+    }
+    st_shared_b32(NOTE(b, bad), 0);
+    fence_mbarrier_init();
+}
+
+/* Address of a 16-byte piece of a tile of so many rows, as the accelerator writes it. */
+DEVICE uint32_t piece_at(uint32_t tile, int rows, int row, int chunk) {
+    return tile + chunk / 8 * rows * ROW + row * ROW + (((chunk & 7) ^ (row & 7)) << 4);
+}
+
+/* Of FlashMask, over the keys of a block from j0 on; it has some. */
+DEVICE attn_flash_range range_over(const attn_cuda_args &a, const place &at, int32_t j0) {
+    attn_flash_range all = *flash_range(a, at.s.b, at.kv_head, j0 / ATTN_ANY_COLS);
+    for (int32_t j = j0 + ATTN_ANY_COLS; j < attn__min32(j0 + BN, at.s.sk); j += ATTN_ANY_COLS) {
+        const attn_flash_range *one = flash_range(a, at.s.b, at.kv_head, j / ATTN_ANY_COLS);
+        for (int v = 0; v < 4; v++) {
+            all.min[v] = attn__min32(all.min[v], one->min[v]);
+            all.max[v] = attn__max32(all.max[v], one->max[v]);
+        }
+    }
+    return all;
+}
+
+/* As find_place of bwd.cuh: `group` heads at a time; among them the first keys, which see the most under a causal mask, come first. */
+DEVICE bool find_place(const attn_cuda_args &a, place &at) {
+    const int64_t first = (blockIdx.y + (int64_t)blockIdx.z * gridDim.y) * a.group;
+    const int64_t left = (int64_t)a.p.batch * a.p.heads_kv - first;
+    if (left <= 0) return false;
+    const uint32_t size = left < a.group ? (uint32_t)left : (uint32_t)a.group;
+    const int32_t slot = (int32_t)(blockIdx.x / size), head = (int32_t)(first + blockIdx.x % size);
+    const int32_t group = a.p.heads_q / a.p.heads_kv;
+    if (slot >= a.slots) return false;
+    at.s = sequence(a, head / a.p.heads_kv);
+    at.kv_head = head % a.p.heads_kv;
+    at.h = at.kv_head * group;
+    at.h_end = at.h + group;
+    at.own = slot * BN;
+    at.count = attn__min32(BN, at.s.sk - at.own);
+    if (at.count <= 0) return false;
+    at.mask = attn__seq_mask(&a.p, &at.s);
+    int32_t from, to;
+    attn__mask_cols(&at.mask, at.own, at.own + at.count, &from, &to);
+    at.first = from / BM;
+    at.last = to > from ? (to - 1) / BM : -1;
+    at.masks = (a.p.flags & (ATTN_CAUSAL | ATTN_WINDOW)) || a.ranges;
+    if (a.ranges) at.range = range_over(a, at, at.own);
+    at.tail = a.p.flags & ATTN_VARLEN_Q ? at.s.q_row + at.s.sq < a.p.total_q : at.s.sq < a.p.max_q;
+    return true;
+}
+
+/* What tile n of rows and the keys [j0, j1) of the block are to each other: ATTN_TILE_... */
+DEVICE int class_of(const attn_cuda_args &a, const place &at, int32_t n, int32_t j0, int32_t j1) {
+    return attn__mask_tile(&at.mask, n * BM, attn__min32(n * BM + BM, at.s.sq), j0, j1, a.ranges ? &at.range : NULL);
+}
+DEVICE bool hides(const attn_cuda_args &a, const place &at, int32_t n, int32_t j0, int32_t j1) {
+    return class_of(a, at, n, j0, j1) != ATTN_TILE_FULL;
+}
+/* Has the tender to look through the tile? Keys past the end get no gradient that could be spoilt. */
+DEVICE bool is_tended(const attn_cuda_args &a, const place &at, int32_t n) {
+    return hides(a, at, n, at.own, at.own + at.count) || (at.tail && n * BM + BM > at.s.sq);
+}
+
+/* Where the walk over tiles of rows is. All warps walk alike, and FlashMask skips some. */
+typedef struct walk {
+    int32_t h, n;
+} walk;
+DEVICE walk find_tile(const attn_cuda_args &a, const place &at, walk w) {
+    for (; w.h < at.h_end; w.n--) {
+        if (w.n < at.first) {
+            w.n = at.last;
+            w.h++;
+            if (w.h == at.h_end) break;
+        }
+        if (!a.ranges || class_of(a, at, w.n, at.own, at.own + BN) != ATTN_TILE_SKIP) break;
+    }
+    return w;
+}
+DEVICE walk first_tile(const attn_cuda_args &a, const place &at) {
+    return find_tile(a, at, {at.last < at.first ? at.h_end : at.h, at.last});
+}
+DEVICE walk next_tile(const attn_cuda_args &a, const place &at, walk w) {
+    w.n--;
+    return find_tile(a, at, w);
+}
+
+/* ---- the loader: one thread ---- */
+
+DEVICE void fetch(const attn_tensor_map *map, uint32_t to, uint32_t full, int rows, int32_t row, int32_t head,
+                  int32_t batch) {
+#pragma unroll
+    for (int c = 0; c < BLOCKS; c++)
+        cp_async_bulk_tensor_5d_load(to + c * rows * ROW, map, full, c * ATTN_MAP_COLS, row, 0, head, batch);
+}
+
+DEVICE void load(const attn_cuda_args90 &x, const buffers &b, const place &at) {
+    const attn_cuda_args &a = x.a;
+    const bool packed_q = a.p.flags & ATTN_VARLEN_Q, packed = a.p.flags & ATTN_VARLEN_KV;
+    const int32_t key = (int32_t)at.s.kv_row + at.s.leftpad + at.own, slot = packed ? 0 : at.s.slot;
+    const int32_t row = (int32_t)at.s.q_row, batch = packed_q ? 0 : at.s.b;
+    mbarrier_arrive_expect_tx(NOTE(b, kv_full), 2 * KV_BYTES);
+    fetch(&x.k, b.k, NOTE(b, kv_full), BN, key, at.kv_head, slot);
+    fetch(&x.v, b.v, NOTE(b, kv_full), BN, key, at.kv_head, slot);
+    ring r = {};
+    for (walk w = first_tile(a, at); w.h < at.h_end; w = next_tile(a, at, w)) {
+        const bool tended = is_tended(a, at, w.n);
+        const uint32_t raw = BARRIER(b, raw, r.at), q_full = tended ? raw : BARRIER(b, q_full, r.at);
+        const uint32_t o_full = tended ? raw : BARRIER(b, o_full, r.at);
+        mbarrier_wait_parity(BARRIER(b, q_empty, r.at), r.parity ^ 1);
+        mbarrier_arrive_expect_tx(q_full, tended ? 2 * Q_BYTES : (int)Q_BYTES);
+        if (!tended) mbarrier_arrive_count(q_full, 31);
+        fetch(&x.q, b.q + r.at * Q_BYTES, q_full, BM, row + w.n * BM, w.h, batch);
+        mbarrier_wait_parity(BARRIER(b, o_empty, r.at), r.parity ^ 1);
+        if (!tended) {
+            mbarrier_arrive_expect_tx(o_full, Q_BYTES);
+            mbarrier_arrive_count(o_full, 31);
+        }
+        fetch(&x.o, b.o + r.at * Q_BYTES, o_full, BM, row + w.n * BM, w.h, batch);
+        turn_ring(r, STAGES);
+    }
+}
+
+/* ---- the tender: one warp ---- */
+
+/* In one word of a tile: bit 0 for its low half, bit 1 for its high half. */
+DEVICE int nonfinite_word(uint32_t x) {
+    const uint32_t ones = BF16 ? 0x7f80 : 0x7c00;
+    return ((x & ones) == ones) | ((x >> 16 & ones) == ones) << 1;
+}
+DEVICE uint32_t most_of(uint32_t most, const uint4 &x) {
+    most = __vmaxu2(__vmaxu2(most, x.x & 0x7fff7fff), x.y & 0x7fff7fff);
+    return __vmaxu2(__vmaxu2(most, x.z & 0x7fff7fff), x.w & 0x7fff7fff);
+}
+
+/* Pieces [from, to) of a row: is there anything that is not finite? */
+DEVICE bool holds_nonfinite(uint32_t tile, int rows, int row, int from, int to) {
+    uint32_t most = 0;
+#pragma unroll 4
+    for (int c = from; c < to; c++) most = most_of(most, ld_shared_v4(piece_at(tile, rows, row, c)));
+    return nonfinite_word(most) != 0;
+}
+DEVICE void clear_row(uint32_t tile, int rows, int row, int from, int to) {
+#pragma unroll 1
+    for (int c = from; c < to; c++) st_shared_v4(piece_at(tile, rows, row, c), make_uint4(0, 0, 0, 0));
+}
+/* Only what is not finite. */
+DEVICE void clear_nonfinite(uint32_t tile, int rows, int row) {
+#pragma unroll 1
+    for (int n = 0; n < DIM / 2; n++) {
+        const uint32_t from = piece_at(tile, rows, row, n / 4) + n % 4 * 4, word = ld_shared_b32(from);
+        const int which = nonfinite_word(word);
+        if (which) st_shared_b32(from, word & ((which & 1 ? 0 : 0xffffu) | (which & 2 ? 0 : 0xffff0000u)));
+    }
+}
+
+/* A row of a tile with a mask; `empty`: it has no keys, or is none. */
+DEVICE void tend_row(const buffers &b, uint32_t stage, int row, bool empty) {
+    const uint32_t q = b.q + stage * Q_BYTES, o = b.o + stage * Q_BYTES;
+    if (empty || holds_nonfinite(q, BM, row, 0, DIM / 8)) {
+        clear_row(q, BM, row, 0, DIM / 8);
+        if (!empty) st_shared_b32(NOTE(b, lse) + (stage * BM + row) * 4, __float_as_uint(NAN));
+    }
+    if (empty) {
+        clear_row(o, BM, row, 0, DIM / 8);
+    } else if (holds_nonfinite(o, BM, row, 0, DIM / 8)) {
+        clear_nonfinite(o, BM, row);
+        st_shared_b32(NOTE(b, delta) + (stage * BM + row) * 4, __float_as_uint(NAN));
+        st_shared_b32(NOTE(b, bad), 1);
+    }
+}
+
+DEVICE void tend(const attn_cuda_args &a, const buffers &b, const place &at) {
+    enum { EACH = BM / 32 };
+    const int lane = threadIdx.x & 31;
+    ring r = {};
+    uint32_t raw = 0; /* parities, a bit for each stage */
+    for (walk w = first_tile(a, at); says(w.h < at.h_end); w = next_tile(a, at, w)) {
+        float lse[EACH], delta[EACH];
+#pragma unroll
+        for (int n = 0; n < EACH; n++) {
+            const int32_t i = w.n * BM + n * 32 + lane;
+            const float *from = (const float *)a.row_stats + 2 * attn__lse_index(&a.p, &at.s, i, w.h);
+            lse[n] = i < at.s.sq ? from[0] : -INFINITY;
+            delta[n] = i < at.s.sq ? from[1] : 0;
+            lse[n] = lse[n] == -INFINITY ? INFINITY : __fmul_rn(lse[n], (float)ATTN_LOG2E);
+        }
+        const bool end = w.n * BM + BM > at.s.sq; /* rows of zeros, and K may hold infinities */
+        const uint32_t word =
+            tile_word(w.n, next_tile(a, at, w).h < at.h_end, end || hides(a, at, w.n, at.own, at.own + 64),
+                      end || hides(a, at, w.n, at.own + 64, at.own + 128));
+        mbarrier_wait_parity(BARRIER(b, o_empty, r.at), r.parity ^ 1);
+        if (lane == 0) st_shared_b32(NOTE(b, tile) + r.at * 4, word);
+#pragma unroll
+        for (int n = 0; n < EACH; n++) {
+            const uint32_t to = (r.at * BM + n * 32 + lane) * 4;
+            st_shared_b32(NOTE(b, lse) + to, __float_as_uint(lse[n]));
+            st_shared_b32(NOTE(b, delta) + to, __float_as_uint(delta[n]));
+        }
+        if (is_tended(a, at, w.n)) {
+            mbarrier_wait_parity(BARRIER(b, raw, r.at), raw >> r.at & 1);
+            raw ^= 1u << r.at;
+#pragma unroll 1
+            for (int n = 0; n < EACH; n++) {
+                const int row = n * 32 + lane;
+                tend_row(b, r.at, row, __uint_as_float(ld_shared_b32(NOTE(b, lse) + (r.at * BM + row) * 4)) == INFINITY);
+            }
+            fence_proxy_async();
+            mbarrier_arrive(BARRIER(b, q_full, r.at));
+            mbarrier_arrive(BARRIER(b, o_full, r.at));
+        }
+        mbarrier_arrive(BARRIER(b, stats_full, r.at));
+        turn_ring(r, STAGES);
+    }
+}
+
+/* ---- the adders: a warp each ---- */
+
+/* Tiles of rows are counted over all sequences and heads, as in bwd_one.cu. bwd_cast goes by the same. */
+DEVICE int64_t tile_index(const attn_cuda_args &a, const place &at, const walk &w) {
+    const int64_t first =
+        a.p.flags & ATTN_VARLEN_Q ? at.s.q_row / BM + at.s.b : (int64_t)at.s.b * ((a.p.max_q + BM - 1) / BM);
+    return (first + w.n) * a.p.heads_q + w.h;
+}
+
+/* FlashMask: do the rows of tile n see any key of key tile m? */
+DEVICE bool meets(const attn_cuda_args &a, const place &at, int32_t n, int32_t m) {
+    if (m * BN >= at.s.sk) return false;
+    const attn_flash_range range = range_over(a, at, m * BN);
+    return attn__mask_tile(&at.mask, n * BM, attn__min32(n * BM + BM, at.s.sq), m * BN, m * BN + BN, &range) !=
+           ATTN_TILE_SKIP;
+}
+
+/* Who adds to the d_q of a tile of rows before and after this block: key tiles; -1: nobody. With FlashMask a warp looks at 32 at a time. */
+typedef struct turn {
+    int32_t before, after;
+} turn;
+DEVICE turn find_turn(const attn_cuda_args &a, const place &at, int32_t n) {
+    int32_t from, to;
+    attn__mask_rows(&at.mask, n * BM, attn__min32(n * BM + BM, at.s.sq), &from, &to);
+    const int32_t m = at.own / BN, first = from / BN, last = (to - 1) / BN, lane = threadIdx.x & 31;
+    if (!a.ranges) return {m > first ? m - 1 : -1, m < last ? m + 1 : -1};
+    turn t = {-1, -1};
+    for (int32_t x = m - 1; x >= first && t.before < 0; x -= 32) {
+        const uint32_t found = __ballot_sync(~0u, x - lane >= first && meets(a, at, n, x - lane));
+        if (found) t.before = x - (__ffs((int)found) - 1);
+    }
+    for (int32_t x = m + 1; x <= last && t.after < 0; x += 32) {
+        const uint32_t found = __ballot_sync(~0u, x + lane <= last && meets(a, at, n, x + lane));
+        if (found) t.after = x + __ffs((int)found) - 1;
+    }
+    return t;
+}
+
+/* d_q of a tile, from shared memory to what the block before has left, and the turn to the one after. One thread. */
+DEVICE void add_tile(const attn_cuda_args &a, const buffers &b, const place &at, const ring &r, int64_t index,
+                     const turn &t, bool ordered) {
+    const uint32_t from = b.d_q + r.at * D_Q_BYTES;
+    float *const to = (float *)a.part_o + index * (BM * DIM);
+    if (ordered && t.before >= 0) wait_acquire_gpu(a.turns + index, (uint32_t)t.before + 1);
+    mbarrier_wait_parity(BARRIER(b, d_q_full, r.at), r.parity);
+    fence_proxy_async_global();
+    if (t.before >= 0 || (!ordered && t.after >= 0))
+        cp_reduce_async_bulk_add_f32(to, from, D_Q_BYTES);
+    else
+        cp_async_bulk_store(to, from, D_Q_BYTES);
+    cp_async_bulk_commit_group();
+    cp_async_bulk_wait_group_read();
+    mbarrier_arrive(BARRIER(b, d_q_empty, r.at));
+    if (!ordered || t.after < 0) return;
+    cp_async_bulk_wait_group();
+    fence_proxy_async_global();
+    st_release_gpu(a.turns + index, (uint32_t)(at.own / BN) + 1);
+}
+
+DEVICE void add(const attn_cuda_args &a, const buffers &b, const place &at, int number) {
+    const bool nonsense = *a.overlap; /* lengths that make no sense: nobody waits for ever, and each stores what it has */
+    const bool ordered = nonsense || !(a.p.flags & ATTN_UNORDERED), alone = (threadIdx.x & 31) == 0;
+    ring r = {};
+    int mine = 0;
+    for (walk w = first_tile(a, at); says(w.h < at.h_end); w = next_tile(a, at, w), mine ^= 1, turn_ring(r, QBUF)) {
+        if (says(mine != number)) continue;
+        const turn t = nonsense ? turn{-1, -1} : find_turn(a, at, w.n);
+        if (alone) add_tile(a, b, at, r, tile_index(a, at, w), t, ordered);
+        __syncwarp();
+    }
+    if (alone) cp_async_bulk_wait_group();
+}
+/* Where nobody wants d_q. */
+DEVICE void drop(const attn_cuda_args &a, const buffers &b, const place &at) {
+    ring r = {};
+    for (walk w = first_tile(a, at); w.h < at.h_end; w = next_tile(a, at, w)) {
+        mbarrier_wait_parity(BARRIER(b, d_q_full, r.at), r.parity);
+        mbarrier_arrive(BARRIER(b, d_q_empty, r.at));
+        turn_ring(r, QBUF);
+    }
+}
+
+/* ---- the consumers: keys ---- */
+
+typedef struct consumer {
+    int number;
+    bool bad_keys;          /* some of its keys are not finite: key_scale */
+    ring in, out;           /* stages of Q and d_o; buffers of d_q */
+    uint64_t k, v;          /* S, D: its own keys, K-major */
+    uint64_t d_s, k_across; /* d_q: its rows of d_s, its dims of K; both MN-major */
+} consumer;
+
+/* The first of the thread's two keys in the block; the other one is 8 further on. */
+DEVICE int32_t my_key(const consumer &me) {
+    return me.number * 64 + (int32_t)((threadIdx.x >> 5 & 3) * 16 + (threadIdx.x >> 2 & 7));
+}
+
+/*
+ * Keys past the end become zeros; under a mask those that hold something that is not finite too, and key_scale says so. Two threads
+ * to a key. Are there any?
+ */
+DEVICE bool tend_keys(const attn_cuda_args &a, const buffers &b, const place &at, const consumer &me) {
+    if (!at.masks && at.count == BN) return false;
+    const int key = me.number * 64 + (int)(threadIdx.x & 127) / 2, from = (int)(threadIdx.x & 1) * (DIM / 16);
+    bool bad = at.masks && holds_nonfinite(b.k, BN, key, from, from + DIM / 16);
+    bad = __shfl_xor_sync(~0u, (int)bad, 1) || bad;
+    if (bad || key >= at.count) clear_row(b.k, BN, key, from, from + DIM / 16);
+    if (from == 0) st_shared_b32(NOTE(b, key_scale) + key * 4, __float_as_uint(bad ? NAN : a.scale_log2));
+    fence_proxy_async();
+    bar_sync(BARRIER_KEYS, THREADS);
+    return bar_red_or(BARRIER_BAD + me.number, 128, bad);
+}
+
+/*
+ * A bit for each element: element e of 8-column tile nt is bit 4 (nt % 8) + e of word nt / 8. These are the columns below x of the first
+ * key's, 8 nt and 8 nt + 1 of the thread's; the second key has theirs two bits further on.
+ */
+DEVICE uint32_t bits_below(int32_t x) {
+    const uint32_t at = (uint32_t)attn__min32(attn__max32(x, 0), 64);
+    const uint32_t even = (uint32_t)((UINT64_C(1) << ((at + 7) / 8 * 4)) - 1) & 0x11111111;
+    const uint32_t odd = (uint32_t)((UINT64_C(1) << ((at + 6) / 8 * 4)) - 1) & 0x22222222;
+    return even | odd;
+}
+/* Rows [from, to), of those from `row` on; any numbers. */
+DEVICE uint32_t bits_between(int32_t from, int32_t to, int32_t row) {
+    return bits_below(attn__max32(to, 0) - row) & ~bits_below(attn__max32(from, 0) - row);
+}
+
+DEVICE void find_seen(const attn_cuda_args &a, const place &at, const consumer &me, int32_t n, uint32_t seen[WORDS]) {
+    const int32_t row = n * BM + (int32_t)(threadIdx.x & 3) * 2;
+#pragma unroll
+    for (int w = 0; w < WORDS; w++) seen[w] = 0;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const int32_t key = at.own + my_key(me) + half * 8;
+        if (key >= at.own + at.count) continue;
+        int32_t first, end;
+        attn__mask_cols(&at.mask, key, key + 1, &first, &end);
+        attn_flash flash = {};
+        if (a.ranges) flash = attn__flash_load(&at.mask, attn__flash_at(&a.p, &a.f, at.s.b, at.kv_head, key));
+#pragma unroll
+        for (int w = 0; w < WORDS; w++) {
+            uint32_t bits = bits_between(first, attn__min32(end, at.s.sq), row + 64 * w);
+            if (a.ranges)
+                bits &= ~(bits_between(flash.v[0], flash.v[1], row + 64 * w) |
+                          bits_between(flash.v[2], flash.v[3], row + 64 * w));
+            seen[w] |= bits << 2 * half;
+        }
+    }
+}
+
+/* ---- the consumers: products ---- */
+
+/*
+ * S = K Q^T, D = V d_o^T: 64 keys of 128, all rows of a tile. _set: P, which was made of the S before, may not be in the way, as a product is
+ * always under way; without HAS_ROOM there are times when none is, and then P and S have the same registers.
+ */
+DEVICE void begin_scores(float s[NT][4], uint64_t keys, uint32_t tile) {
+    const uint64_t rows = wgmma_k_major(tile);
+    wgmma_fence();
+    if (HAS_ROOM)
+        product_ss_set(BM, s[0], keys, rows);
+    else
+        product_ss(BM, s[0], keys, rows, 0);
+#pragma unroll
+    for (int c = 1; c < DIM / 16; c++)
+        product_ss(BM, s[0], wgmma_step(keys, 1, c / 4 * BN * ROW + c % 4 * 32),
+                   wgmma_step(rows, 1, c / 4 * BM * ROW + c % 4 * 32), 1);
+    wgmma_commit_group();
+}
+
+/* d_v += P d_o, d_k += d_s Q. */
+DEVICE void begin_sum(float sum[DT][4], const uint32_t w[STEPS][4], uint32_t tile) {
+    const uint64_t rows = wgmma_mn_major(tile, BM * ROW);
+    wgmma_fence();
+#pragma unroll
+    for (int ks = 0; ks < STEPS; ks++) product_rs(DIM, sum[0], w[ks], wgmma_step(rows, ks, 16 * ROW), 1);
+    wgmma_commit_group();
+}
+
+/* d_q = d_s K: all keys, 64 rows and all dims, or all rows and 64 dims. */
+DEVICE void begin_d_q(float d_q[NT][4], const consumer &me) {
+    wgmma_fence();
+    product_mn_set(QN * 8, d_q[0], me.d_s, me.k_across);
+#pragma unroll
+    for (int ks = 1; ks < BN / 16; ks++)
+        product_mn(QN * 8, d_q[0], wgmma_step(me.d_s, ks, 16 * ROW), wgmma_step(me.k_across, ks, 16 * ROW), 1);
+    wgmma_commit_group();
+}
+
+/* ---- the consumers: from products to weights ---- */
+
+/* Of rows 2t, 2t + 1 of 8-column tile nt. */
+DEVICE void load_pair(float x[2], uint32_t of_rows, int nt) {
+    const uint2 two = ld_shared_v2(of_rows + (nt * 8 + (threadIdx.x & 3) * 2) * 4);
+    x[0] = __uint_as_float(two.x);
+    x[1] = __uint_as_float(two.y);
+}
+
+/* Is pair e of 8-column tile nt seen? all: every one is; a constant. */
+DEVICE bool sees(const uint32_t seen[WORDS], int nt, int e, bool all) {
+    return all || (seen[nt / 8] >> (nt % 8 * 4 + e) & 1);
+}
+
+/* Two 8-column tiles as wgmma wants 16 columns of its left operand: as it leaves a product. */
+DEVICE void pack_weights(uint32_t w[4], const float x[2][4]) {
+#pragma unroll
+    for (int e = 0; e < 4; e++) w[e] = pack(x[e / 2][e % 2 * 2], x[e / 2][e % 2 * 2 + 1]);
+}
+
+/* s: products of q and k, becomes P; with HAS_ROOM it is packed too. */
+DEVICE void weigh(float s[NT][4], uint32_t p[STEPS][4], const float scale[2], uint32_t lse, const uint32_t seen[WORDS],
+                  bool all) {
+#pragma unroll
+    for (int nt = 0; nt < NT; nt++) {
+        float less[2];
+        load_pair(less, lse, nt);
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            const float x = ex2_approx(__fmaf_rn(s[nt][e], scale[e >> 1], -less[e & 1]));
+            s[nt][e] = all || (sees(seen, nt, e, false) && less[e & 1] != INFINITY) ? x : 0;
+        }
+        if (HAS_ROOM && nt % 2) pack_weights(p[nt / 2], &s[nt - 1]);
+    }
+}
+
+/* d: products of d_o and v; d_s is packed, without HAS_ROOM P too. */
+DEVICE void weigh_gradient(const float d[NT][4], const float s[NT][4], uint32_t p[STEPS][4], uint32_t d_s[STEPS][4],
+                           uint32_t delta, const uint32_t seen[WORDS], bool all) {
+#pragma unroll
+    for (int ks = 0; ks < STEPS; ks++) {
+        float x[2][4];
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const int nt = 2 * ks + half;
+            float less[2];
+            load_pair(less, delta, nt);
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+                x[half][e] = s[nt][e] * (d[nt][e] - less[e & 1]);
+                if (!sees(seen, nt, e, all)) x[half][e] = 0;
+            }
+        }
+        pack_weights(d_s[ks], x);
+        if (!HAS_ROOM) pack_weights(p[ks], &s[2 * ks]);
+    }
+}
+
+/* d_s to shared memory, [keys][rows]. */
+DEVICE void put_d_s(const buffers &b, const consumer &me, const uint32_t w[STEPS][4]) {
+    const int g = threadIdx.x >> 2 & 7;
+    const uint32_t to = b.d_s + my_key(me) * ROW + (threadIdx.x & 3) * 4;
+#pragma unroll
+    for (int nt = 0; nt < NT; nt++)
+#pragma unroll
+        for (int half = 0; half < 2; half++)
+            st_shared_b32(to + nt / 8 * BN * ROW + half * 8 * ROW + ((nt % 8 ^ g) << 4), w[nt / 2][nt % 2 * 2 + half]);
+}
+
+/* d_q to shared memory as threads hold it, 16 bytes of each side by side. */
+DEVICE void put_d_q(const buffers &b, const consumer &me, const float d_q[NT][4]) {
+    const uint32_t to = b.d_q + me.out.at * D_Q_BYTES + (me.number * QN * 128 + (threadIdx.x & 127)) * 16;
+#pragma unroll
+    for (int n = 0; n < QN; n++)
+        st_shared_v4(to + n * 128 * 16, make_uint4(__float_as_uint(d_q[n][0]), __float_as_uint(d_q[n][1]),
+                                                   __float_as_uint(d_q[n][2]), __float_as_uint(d_q[n][3])));
+}
+
+/* A barrier that waits for all warps of the consumers. */
+DEVICE void arrive_by_warps(uint32_t empty) {
+    if ((threadIdx.x & 31) == 0) mbarrier_arrive(empty);
+}
+
+/* What a consumer has of a tile. Arrays by themselves: in a struct they would live in memory. */
+typedef struct tile {
+    int32_t n;
+    bool more, partial;
+    uint32_t seen[WORDS]; /* partial */
+} tile;
+
+/*
+ * From S, which is under way, to D, which is there, with d_v under way: s becomes P. first: there is no tile before it, whose Q would
+ * be empty now. The notes of a stage are read before o_empty is arrived at.
+ */
+DEVICE void make_p(const attn_cuda_args &a, const buffers &b, const place &at, const consumer &me, float s[NT][4],
+                   float d[NT][4], uint32_t p[STEPS][4], float d_v[DT][4], tile &t, bool first) {
+    const uint32_t stage = me.in.at, o = b.o + stage * Q_BYTES, lse = NOTE(b, lse) + stage * BM * 4;
+    mbarrier_wait_parity(BARRIER(b, o_full, stage), me.in.parity);
+    begin_scores(d, me.v, o);
+    mbarrier_wait_parity(BARRIER(b, stats_full, stage), me.in.parity);
+    const uint32_t word = ld_shared_b32(NOTE(b, tile) + stage * 4);
+    t.n = (int32_t)(word >> 3);
+    t.more = says(word & 4);
+    t.partial = says((word >> me.number & 1) || me.bad_keys);
+    wgmma_wait_group(1);
+    if (!first) arrive_by_warps(BARRIER(b, q_empty, stage ^ 1));
+    if (t.partial) {
+        const uint32_t scales = NOTE(b, key_scale) + my_key(me) * 4;
+        float scale[2] = {a.scale_log2, a.scale_log2};
+        if (me.bad_keys) {
+            scale[0] = __uint_as_float(ld_shared_b32(scales));
+            scale[1] = __uint_as_float(ld_shared_b32(scales + 32));
+        }
+        find_seen(a, at, me, t.n, t.seen);
+        weigh(s, p, scale, lse, t.seen, false);
+    } else {
+        const float scale[2] = {a.scale_log2, a.scale_log2};
+        weigh(s, p, scale, lse, t.seen, true);
+    }
+    if (HAS_ROOM) {
+        begin_sum(d_v, p, o);
+        wgmma_wait_group(1);
+    } else {
+        wgmma_wait_group(0);
+    }
+}
+
+/* d_q, which is there, leaves; and so do d_o and d_s, which nobody reads any more. */
+DEVICE void leave_d_q(const buffers &b, consumer &me, uint32_t stage, const float d_q[NT][4]) {
+    arrive_by_warps(BARRIER(b, o_empty, stage));
+    bar_arrive(BARRIER_FREE + 1 - me.number, THREADS);
+    mbarrier_wait_parity(BARRIER(b, d_q_empty, me.out.at), me.out.parity ^ 1);
+    put_d_q(b, me, d_q);
+    fence_proxy_async();
+    __syncwarp();
+    arrive_by_warps(BARRIER(b, d_q_full, me.out.at));
+    turn_ring(me.out, QBUF);
+}
+
+/* From P and D to d_q and d_k, which are under way then: d becomes d_q. */
+DEVICE void begin_gradients(const buffers &b, const consumer &me, const float s[NT][4], float d[NT][4],
+                            uint32_t p[STEPS][4], float d_v[DT][4], uint32_t d_s[STEPS][4], float d_k[DT][4],
+                            const tile &t) {
+    const uint32_t delta = NOTE(b, delta) + me.in.at * BM * 4;
+    if (t.partial)
+        weigh_gradient(d, s, p, d_s, delta, t.seen, false);
+    else
+        weigh_gradient(d, s, p, d_s, delta, t.seen, true);
+    bar_sync(BARRIER_FREE + me.number, THREADS);
+    put_d_s(b, me, d_s);
+    fence_proxy_async();
+    bar_sync(BARRIER_D_S, THREADS);
+    if (HAS_ROOM)
+        wgmma_wait_group(0); /* for d_v: registers of p */
+    else
+        begin_sum(d_v, p, b.o + me.in.at * Q_BYTES);
+    begin_sum(d_k, d_s, b.q + me.in.at * Q_BYTES);
+    begin_d_q(d, me);
+}
+
+/*
+ * All tiles. ptxas wants what is read to have begun in the same round of the loop, and no way out of its middle, or it waits for every
+ * product at once: so a round begins when P and D of a tile are there.
+ */
+DEVICE void walk_rows(const attn_cuda_args &a, const buffers &b, const place &at, consumer &me, float d_k[DT][4],
+                      float d_v[DT][4]) {
+    float s[NT][4], d[NT][4]; /* S, then P; D, then d_q: registers are scarce */
+    uint32_t p[STEPS][4], d_s[STEPS][4];
+    tile t;
+    mbarrier_wait_parity(BARRIER(b, q_full, 0), 0);
+    begin_scores(s, me.k, b.q);
+    make_p(a, b, at, me, s, d, p, d_v, t, true);
+#pragma unroll 1
+    while (t.more) {
+        const uint32_t stage = me.in.at;
+        begin_gradients(b, me, s, d, p, d_v, d_s, d_k, t);
+        turn_ring(me.in, STAGES);
+        mbarrier_wait_parity(BARRIER(b, q_full, me.in.at), me.in.parity);
+        wgmma_wait_group(1); /* for d_k: registers of d_s, which S wants */
+        begin_scores(s, me.k, b.q + me.in.at * Q_BYTES);
+        wgmma_wait_group(1);
+        leave_d_q(b, me, stage, d);
+        make_p(a, b, at, me, s, d, p, d_v, t, false);
+    }
+    begin_gradients(b, me, s, d, p, d_v, d_s, d_k, t);
+    wgmma_wait_group(0);
+    leave_d_q(b, me, me.in.at, d);
+    bar_sync(BARRIER_FREE + me.number, THREADS); /* what the other one has arrived for */
+}
+
+/* ---- results ---- */
+
+DEVICE void store_keys(const attn_cuda_args &a, const place &at, const consumer &me, const attn_tensor &to,
+                       const float sum[DT][4], int32_t dim, float factor) {
+    if (!to.data) return;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const int32_t key = at.own + my_key(me) + half * 8;
+        const int32_t column = (int32_t)(threadIdx.x & 3) * 2;
+        if (key >= at.own + at.count) continue;
+        uint8_t *row =
+            (uint8_t *)to.data + (attn__kv_offset(&a.p, &a.f, &to, &at.s, at.s.leftpad + key, at.kv_head) + column) * 2;
+        const bool pairs = (uint64_t)row % 4 == 0 && dim % 2 == 0;
+#pragma unroll
+        for (int dt = 0; dt < DT; dt++) {
+            const uint32_t pair = pack(sum[dt][2 * half] * factor, sum[dt][2 * half + 1] * factor);
+            const int32_t left = dim - dt * 8 - column;
+            if (pairs && left > 0) *(uint32_t *)(row + dt * 16) = pair;
+            if (!pairs && left > 0) *(uint16_t *)(row + dt * 16) = (uint16_t)pair;
+            if (!pairs && left > 1) *(uint16_t *)(row + dt * 16 + 2) = (uint16_t)(pair >> 16);
+        }
+    }
+}
+
+/*
+ * What the tender took out of d_o, added to d_v of the keys that its rows see: p * d_o = d_o for any p > 0. Rare, so slow: threads stand
+ * along the columns, and look at d_o in memory again. Tiles without a mask add theirs twice, which changes nothing.
+ */
+static __device__ __noinline__ void add_nonfinite(const attn_cuda_args &a, const place &at) {
+    const int32_t c = threadIdx.x;
+    if (c >= a.p.dim_v || !a.f.d_v.data) return;
+    for (walk w = first_tile(a, at); w.h < at.h_end; w = next_tile(a, at, w))
+        for (int32_t i = w.n * BM; i < attn__min32(w.n * BM + BM, at.s.sq); i++) {
+            const float x =
+                (float)attn__load(a.p.out_dtype, a.f.d_o.data, attn__q_offset(&a.p, &a.f.d_o, &at.s, i, w.h) + c);
+            if (fabsf(x) < INFINITY) continue;
+            for (int32_t j = at.own; j < at.own + at.count; j++) {
+                const int32_t *flash = a.ranges ? attn__flash_at(&a.p, &a.f, at.s.b, at.kv_head, j) : NULL;
+                if (!attn__mask_allowed(&at.mask, i, j, flash)) continue;
+                const int64_t to = attn__kv_offset(&a.p, &a.f, &a.f.d_v, &at.s, at.s.leftpad + j, at.kv_head) + c;
+                attn__store(a.p.kv_dtype, a.f.d_v.data, to, attn__load(a.p.kv_dtype, a.f.d_v.data, to) + x);
+            }
+        }
+}
+
+DEVICE void consume(const attn_cuda_args &a, const buffers &b, const place &at) {
+    float d_k[DT][4] = {}, d_v[DT][4] = {};
+    consumer me = {};
+    me.number = says(threadIdx.x >= 128);
+    me.k = wgmma_k_major(b.k + me.number * 64 * ROW);
+    me.v = wgmma_k_major(b.v + me.number * 64 * ROW);
+    me.d_s = wgmma_mn_major(b.d_s + (BY_ROWS ? me.number * BN * ROW : 0), BN * ROW);
+    me.k_across = wgmma_mn_major(b.k + (BY_ROWS ? 0 : me.number * BN * ROW), BN * ROW);
+    mbarrier_wait_parity(NOTE(b, kv_full), 0);
+    me.bad_keys = tend_keys(a, b, at, me);
+    bar_arrive(BARRIER_FREE + 1 - me.number, THREADS); /* nobody reads d_s yet */
+    if (says(first_tile(a, at).h < at.h_end))
+        walk_rows(a, b, at, me, d_k, d_v);
+    else
+        bar_sync(BARRIER_FREE + me.number, THREADS);
+    store_keys(a, at, me, a.f.d_k, d_k, a.p.dim_qk, (float)a.p.scale);
+    store_keys(a, at, me, a.f.d_v, d_v, a.p.dim_v, 1);
+    bar_sync(BARRIER_END, THREADS);
+    if (ld_shared_b32(NOTE(b, bad))) add_nonfinite(a, at);
+}
+
+KERNEL __launch_bounds__(THREADS + 128, 1) VARIANT(const __grid_constant__ attn_cuda_args90 x) {
+    extern __shared__ __align__(1024) uint8_t shared[];
+    const buffers b = find_buffers();
+    shared_notes &notes = *(shared_notes *)(shared + (b.notes - b.k));
+    const place &at = notes.at;
+    if (cvta_shared(shared) != shared_start()) __trap();
+    if (threadIdx.x == 0) {
+        make_barriers(b);
+        notes.is_there = find_place(x.a, notes.at);
+    }
+    __syncthreads();
+    if (!notes.is_there) return;
+    if (threadIdx.x >= THREADS) {
+        const int warp = (int)(threadIdx.x - THREADS) / 32;
+        const bool alone = (threadIdx.x & 31) == 0;
+        setmaxnreg_dec(PRODUCER_REGISTERS);
+        if (warp == 0) {
+            if (alone) load(x, b, at);
+        } else if (warp == 1) {
+            tend(x.a, b, at);
+        } else if (x.a.f.d_q.data) {
+            add(x.a, b, at, warp - 2);
+        } else if (alone && warp == 2) {
+            drop(x.a, b, at);
+        }
+    } else {
+        setmaxnreg_inc(CONSUMER_REGISTERS);
+        consume(x.a, b, at);
+    }
+}
