@@ -458,6 +458,7 @@ def main(argv=None):
     arguments.threads = arguments.threads or torch.get_num_threads()
     torch.set_num_threads(arguments.threads)
     libattn.set_num_threads(arguments.threads)
+    libattn.set_float32_precision("single")  # as the peers compute it
     floors = find_floors(arguments.threads)
     version = {"onnxruntime": onnx_run.VERSION} if "ort" in peers else {}
     report = Report(arguments, **version, threads=arguments.threads, **floors)
