@@ -69,9 +69,10 @@ static attn_status check_flags(const attn_problem *p) {
     INVALID_IF((p->flags & ATTN_PRECISE) && p->dtype != ATTN_F32 && p->dtype != ATTN_F64,
                "flags=0x%x: ATTN_PRECISE is for dtype f32 and f64, which is %s", (unsigned)p->flags,
                attn_dtype_name(p->dtype));
-    INVALID_IF((p->flags & ATTN_PRECISE_FEW) && (p->dtype != ATTN_F32 || (p->flags & ATTN_PRECISE)),
-               "flags=0x%x: ATTN_PRECISE_FEW is for dtype f32, which is %s, without ATTN_PRECISE", (unsigned)p->flags,
-               attn_dtype_name(p->dtype));
+    INVALID_IF((p->flags & ATTN_PRECISE_FEW) &&
+                   ((p->dtype != ATTN_F32 && p->dtype != ATTN_F64) || (p->flags & ATTN_PRECISE)),
+               "flags=0x%x: ATTN_PRECISE_FEW is for dtype f32 and f64, which is %s, without ATTN_PRECISE",
+               (unsigned)p->flags, attn_dtype_name(p->dtype));
     uint32_t inference = ATTN_APPEND | ATTN_BATCH_INDEX | ATTN_DESCALE;
     UNSUPPORTED_IF(p->op == ATTN_BACKWARD && (p->flags & inference),
                    "flags=0x%x: ATTN_APPEND, ATTN_BATCH_INDEX and ATTN_DESCALE have no backward", (unsigned)p->flags);
