@@ -118,7 +118,7 @@ static inline bool attn__sequence_in_double(const attn_plan *plan, const attn_bu
  * of the numbers that are summed, e^(s - max) of a row or p of a key, is much of the sum. The row (of d_v: its tile of keys) is
  * done again in double then. It is decided by what was computed for it, which depends on nothing else (C5).
  */
-static inline bool attn__mixed(const attn_problem *p) { return p->flags & ATTN_PRECISE_FEW; }
+static inline bool attn__mixed(const attn_problem *p) { return p->dtype == ATTN_F32 && (p->flags & ATTN_PRECISE_FEW); }
 static inline bool attn__few(double sum, double most, int32_t few) { return sum < few * most; }
 
 /* As many of these rows, whose heads ascend, as make a tile: of one KV head. */
