@@ -27,6 +27,22 @@ DEVICE stand stand_of(const attn_cuda_args &a) {
     return {lane_index() & (lanes - 1), lanes};
 }
 
+DEVICE double piece_sum(const attn_cuda_args &a, const uint4 &one, const uint4 &two) {
+    const bool bf16 = a.p.out_dtype == ATTN_BF16;
+    double sum = 0;
+    for (int n = 0; n < 8; n++) sum += (double)number_of(one, n, bf16) * (double)number_of(two, n, bf16);
+    return sum;
+}
+
+/* Is a row one piece of eight for each lane, wherever it is? */
+DEVICE bool has_pieces(const attn_cuda_args &a, const stand &at) {
+    const bool halves = a.p.out_dtype == ATTN_BF16 || a.p.out_dtype == ATTN_F16;
+    bool aligned = halves && a.p.dim_v % 8 == 0 && a.p.dim_v <= at.lanes * 8 &&
+                   ((uint64_t)a.f.o.data | (uint64_t)a.f.d_o.data) % 16 == 0;
+    for (int n = 0; n < 3; n++) aligned = aligned && (a.f.o.stride[n] | a.f.d_o.stride[n]) % 8 == 0;
+    return aligned;
+}
+
 /* The lane's part of the sum; numbers are fetched eight at a time where rows are aligned, and it is the same either way. */
 DEVICE double delta_part(const attn_cuda_args &a, const attn_seq &s, int32_t i, int32_t h, const stand &at) {
     const int64_t o = attn__q_offset(&a.p, &a.f.o, &s, i, h), d_o = attn__q_offset(&a.p, &a.f.d_o, &s, i, h);
@@ -37,7 +53,7 @@ DEVICE double delta_part(const attn_cuda_args &a, const attn_seq &s, int32_t i, 
     for (int32_t x = at.lane * 8; x < a.p.dim_v; x += at.lanes * 8) {
         if (pieces) {
             const uint4 one = *(const uint4 *)(at_o + x * 2), two = *(const uint4 *)(at_d_o + x * 2);
-            for (int n = 0; n < 8; n++) sum += (double)number_of(one, n, bf16) * (double)number_of(two, n, bf16);
+            sum += piece_sum(a, one, two);
         } else {
             for (int32_t n = x; n < attn__min32(x + 8, a.p.dim_v); n++)
                 sum += attn__load(a.p.out_dtype, a.f.o.data, o + n) * attn__load(a.p.out_dtype, a.f.d_o.data, d_o + n);
@@ -65,15 +81,18 @@ DEVICE void find_overlap(const attn_cuda_args &a, int64_t warp, int64_t warps) {
         if (a.f.cu_q[b] > a.f.cu_q[b + 1]) *a.overlap = 1;
 }
 
-/* Row n of lse, which is row `row` of its head: all lanes of the warp come here, each for the row that it has a share in. */
+/*
+ * Row n of lse, which is row `row` of its head: all lanes of the warp come here, each for the row that it has a share in. part: of
+ * the sum, if it is known (`has_part`).
+ */
 DEVICE void write_stats(const attn_cuda_args &a, const attn_seq &s, int64_t n, int64_t row, int32_t h, bool exists,
-                        const stand &at) {
+                        const stand &at, bool has_part, double part) {
     const int64_t i = row - s.q_row;
     const bool there = exists && i >= 0 && i < s.sq;
     const attn_dtype real_dtype = attn__real_dtype(a.p.dtype);
     const double lse = there ? attn__load(real_dtype, a.f.lse, n) : -INFINITY;
     double delta = 0;
-    if (lse != -INFINITY) delta = delta_part(a, s, (int32_t)i, h, at); /* without keys neither d_o counts nor d_lse */
+    if (lse != -INFINITY) delta = has_part ? part : delta_part(a, s, (int32_t)i, h, at); /* without keys nothing counts */
     for (int step = at.lanes / 2; step; step /= 2) delta += __shfl_xor_sync(ALL_LANES, delta, step);
     if (lse != -INFINITY && a.f.d_lse) delta -= attn__load(real_dtype, a.f.d_lse, n);
     if (a.turns && there) clear_unseen(a, s, (int32_t)i, h, at);
@@ -94,13 +113,40 @@ KERNEL bwd_delta(const __grid_constant__ attn_cuda_args a) {
     const stand at = stand_of(a);
     attn_seq s = {};
     if (!packed) s = sequence(a, (int32_t)(head / a.p.heads_q));
-    for (int32_t r = lane_index() / at.lanes; r < ATTN_DELTA_ROWS; r += 32 / at.lanes) {
+    const int32_t step = 32 / at.lanes;
+    int32_t r = lane_index() / at.lanes;
+    const bool whole = has_pieces(a, at) && first + ATTN_DELTA_ROWS <= each;
+    if (whole && !packed) { /* as most are: several rows are fetched at a time */
+        enum { AHEAD = 4 };
+        const uint8_t *o =
+            (const uint8_t *)a.f.o.data + (attn__q_offset(&a.p, &a.f.o, &s, (int32_t)first + r, h) + at.lane * 8) * 2;
+        const uint8_t *d_o =
+            (const uint8_t *)a.f.d_o.data + (attn__q_offset(&a.p, &a.f.d_o, &s, (int32_t)first + r, h) + at.lane * 8) * 2;
+        const int64_t o_step = a.f.o.stride[1] * 2 * step, d_o_step = a.f.d_o.stride[1] * 2 * step;
+        for (; r < ATTN_DELTA_ROWS; r += AHEAD * step) {
+            uint4 x[AHEAD], y[AHEAD];
+            const bool has = at.lane * 8 < a.p.dim_v;
+#pragma unroll
+            for (int n = 0; n < AHEAD; n++, o += o_step, d_o += d_o_step) {
+                x[n] = has && n * step < ATTN_DELTA_ROWS ? *(const uint4 *)o : make_uint4(0, 0, 0, 0);
+                y[n] = has && n * step < ATTN_DELTA_ROWS ? *(const uint4 *)d_o : make_uint4(0, 0, 0, 0);
+            }
+#pragma unroll
+            for (int n = 0; n < AHEAD; n++) {
+                const int64_t row = first + r + n * step;
+                if (n * step < ATTN_DELTA_ROWS) /* all lanes say the same */
+                    write_stats(a, s, head * each + row, row, h, true, at, true, piece_sum(a, x[n], y[n]));
+            }
+        }
+        return;
+    }
+    for (; r < ATTN_DELTA_ROWS; r += step) {
         const int64_t row = first + r;
         if (packed) {
             const int32_t b = row < each ? sequence_from(a.f.cu_q, a.p.batch, row) : -1;
             s = b >= 0 ? sequence(a, b) : attn_seq{};
         }
-        write_stats(a, s, head * each + row, row, h, row < each, at);
+        write_stats(a, s, head * each + row, row, h, row < each, at, false, 0);
     }
 }
 
@@ -176,21 +222,43 @@ KERNEL bwd_fill(const __grid_constant__ attn_cuda_args a) {
 
 /* ---- d_q of Hopper's backward ---- */
 
-/* Two columns of a row; fewer where there are no more. */
-DEVICE void store_pair(const attn_cuda_args &a, int64_t row, int32_t column, float low, float high) {
-    const int64_t to = row + column;
-    if (column + 1 < a.p.dim_qk && ((uint64_t)a.f.d_q.data + to * 2) % 4 == 0) {
-        *(uint32_t *)((uint8_t *)a.f.d_q.data + to * 2) = attn__to_bf16(low) | (uint32_t)attn__to_bf16(high) << 16;
-    } else {
-        if (column < a.p.dim_qk) attn__store(ATTN_BF16, a.f.d_q.data, to, low);
-        if (column + 1 < a.p.dim_qk) attn__store(ATTN_BF16, a.f.d_q.data, to + 1, high);
+/* Number n of each lane of a quad goes to lane n, whose number n' it becomes, n' being the lane that it came from. */
+DEVICE void transpose_quad(uint32_t x[4]) {
+    const bool odd = threadIdx.x & 1, second = threadIdx.x & 2;
+#pragma unroll
+    for (int n = 0; n < 4; n += 2) {
+        const uint32_t other = __shfl_xor_sync(ALL_LANES, odd ? x[n] : x[n + 1], 1);
+        x[n] = odd ? other : x[n];
+        x[n + 1] = odd ? x[n + 1] : other;
     }
+#pragma unroll
+    for (int n = 0; n < 2; n++) {
+        const uint32_t other = __shfl_xor_sync(ALL_LANES, second ? x[n] : x[n + 2], 2);
+        x[n] = second ? other : x[n];
+        x[n + 2] = second ? x[n + 2] : other;
+    }
+}
+
+/* Columns [column, column + 8) of a row, as pairs of bfloat16; fewer where there are no more. */
+DEVICE void store_piece(const attn_cuda_args &a, int64_t row, int32_t column, const uint32_t x[4]) {
+    uint16_t *const to = (uint16_t *)a.f.d_q.data + row + column;
+    if (column + 8 <= a.p.dim_qk && (uint64_t)to % 16 == 0) {
+        *(uint4 *)to = make_uint4(x[0], x[1], x[2], x[3]);
+    } else {
+#pragma unroll
+        for (int32_t n = 0; n < 8; n++)
+            if (column + n < a.p.dim_qk) to[n] = (uint16_t)(x[n / 2] >> n % 2 * 16);
+    }
+}
+
+DEVICE uint32_t two_bf16(uint32_t low, uint32_t high, float scale) {
+    return attn__to_bf16(__uint_as_float(low) * scale) | (uint32_t)attn__to_bf16(__uint_as_float(high) * scale) << 16;
 }
 
 /*
  * Blocks: [batch][row_tiles][heads_q]. A tile is as the threads of two warpgroups held it: [2][8-column tile][thread] of four floats, of
  * rows g and g + 8 of a warp's 16 two columns each. The warpgroups have 64 rows each of a tile of 128, or one half of the dims each. In
- * bfloat16, as all that bwd_sm90.cu does.
+ * bfloat16, as all that bwd_sm90.cu does. Four 8-column tiles at a time: a quad has 32 columns of a row then, each lane eight of them.
  */
 KERNEL __launch_bounds__(ATTN_CAST_THREADS) bwd_cast(const __grid_constant__ attn_cuda_args a) {
     const int64_t block = block_index();
@@ -201,13 +269,13 @@ KERNEL __launch_bounds__(ATTN_CAST_THREADS) bwd_cast(const __grid_constant__ att
     if (n * rows >= s.sq) return;
     const int64_t first = a.p.flags & ATTN_VARLEN_Q ? s.q_row / rows + s.b : (int64_t)s.b * ((a.p.max_q + rows - 1) / rows);
     const bool by_rows = rows == 128;
-    const int32_t tiles = (by_rows ? dim : dim / 2) / 8;
+    const int32_t tiles = (by_rows ? dim : dim / 2) / 8; /* a multiple of 4 */
     const uint4 *from = (const uint4 *)((const float *)a.part_o + ((first + n) * a.p.heads_q + h) * rows * dim) + thread;
     const float scale = (float)a.p.scale;
     const attn_mask mask = attn__seq_mask(&a.p, &s);
     for (int32_t group = 0; group < 2; group++) {
         const int32_t i = n * rows + (by_rows ? group * 64 : 0) + thread / 32 * 16 + thread / 4 % 8;
-        const int64_t to = attn__q_offset(&a.p, &a.f.d_q, &s, i, h), next = to + 8 * a.f.d_q.stride[1];
+        const int64_t to = attn__q_offset(&a.p, &a.f.d_q, &s, i, h);
         bool seen[2]; /* rows that see nothing are zero, whatever is there */
         for (int32_t half = 0; half < 2; half++) {
             int32_t key, end;
@@ -215,15 +283,21 @@ KERNEL __launch_bounds__(ATTN_CAST_THREADS) bwd_cast(const __grid_constant__ att
             seen[half] = key < end && i + half * 8 < s.sq &&
                          ((const float *)a.row_stats)[2 * attn__lse_index(&a.p, &s, i + half * 8, h)] != -INFINITY;
         }
-        for (int32_t t = 0; t < tiles; t++) {
-            const uint4 x = from[(group * tiles + t) * ATTN_CAST_THREADS];
-            const int32_t column = ((by_rows ? 0 : group * tiles) + t) * 8 + thread % 4 * 2;
-            if (i < s.sq)
-                store_pair(a, to, column, seen[0] ? __uint_as_float(x.x) * scale : 0,
-                           seen[0] ? __uint_as_float(x.y) * scale : 0);
-            if (i + 8 < s.sq)
-                store_pair(a, next, column, seen[1] ? __uint_as_float(x.z) * scale : 0,
-                           seen[1] ? __uint_as_float(x.w) * scale : 0);
+        for (int32_t t = 0; t < tiles; t += 4) {
+            uint4 x[4];
+            uint32_t low[4], high[4];
+#pragma unroll
+            for (int k = 0; k < 4; k++) x[k] = from[(group * tiles + t + k) * ATTN_CAST_THREADS];
+#pragma unroll
+            for (int k = 0; k < 4; k++) {
+                low[k] = seen[0] ? two_bf16(x[k].x, x[k].y, scale) : 0;
+                high[k] = seen[1] ? two_bf16(x[k].z, x[k].w, scale) : 0;
+            }
+            transpose_quad(low);
+            transpose_quad(high);
+            const int32_t column = ((by_rows ? 0 : group * tiles) + t + thread % 4) * 8;
+            if (i < s.sq) store_piece(a, to, column, low);
+            if (i + 8 < s.sq) store_piece(a, to + 8 * a.f.d_q.stride[1], column, high);
         }
     }
 }

@@ -29,7 +29,7 @@ compile() { # object, the rest: adds the command to the list, unless the object 
 for source in $(sed -n 's/^PIECE([a-z_]*, \([a-z_]*\.cu\))$/\1/p' src/cuda/variants.def | sort -u); do
     dynamic= # shared memory
     if grep -q 'extern __shared__' "src/cuda/$source"; then dynamic=-DVARIANT=none; fi
-    compile "$source.o" $dynamic -c "src/cuda/$source"
+    compile "$source.o" -Wno-unknown-pragmas $dynamic -c "src/cuda/$source"
 done
 kernels_of() { sed -n 's/^FWD(\([a-z0-9_]*\),.*/\1/p' "src/cuda/$1"; }
 tune=$out/tune # kernels that only attn tune runs: it wants files, and the emulated driver does not read them
