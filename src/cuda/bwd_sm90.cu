@@ -679,20 +679,24 @@ typedef struct tile {
     uint32_t seen[WORDS]; /* partial */
 } tile;
 
-/*
- * From S, which is under way, to D, which is there, with d_v under way: s becomes P. first: there is no tile before it, whose Q would
- * be empty now. The notes of a stage are read before o_empty is arrived at.
- */
-DEVICE void make_p(const attn_cuda_args &a, const buffers &b, const place &at, const consumer &me, float s[NT][4],
-                   float d[NT][4], uint32_t p[STEPS][4], float d_v[DT][4], tile &t, bool first) {
-    const uint32_t stage = me.in.at, o = b.o + stage * Q_BYTES, lse = NOTE(b, lse) + stage * BM * 4;
-    mbarrier_wait_parity(BARRIER(b, o_full, stage), me.in.parity);
-    begin_scores(d, me.v, o);
-    mbarrier_wait_parity(BARRIER(b, stats_full, stage), me.in.parity);
-    const uint32_t word = ld_shared_b32(NOTE(b, tile) + stage * 4);
+/* Begins D, and reads what the tender says of the tile; that of a stage is read before o_empty is arrived at. */
+DEVICE void begin_d(const buffers &b, const consumer &me, float d[NT][4]) {
+    mbarrier_wait_parity(BARRIER(b, o_full, me.in.at), me.in.parity);
+    begin_scores(d, me.v, b.o + me.in.at * Q_BYTES);
+}
+DEVICE void read_tile(const buffers &b, const consumer &me, tile &t) {
+    mbarrier_wait_parity(BARRIER(b, stats_full, me.in.at), me.in.parity);
+    const uint32_t word = ld_shared_b32(NOTE(b, tile) + me.in.at * 4);
     t.n = (int32_t)(word >> 3);
     t.more = says(word & 4);
     t.partial = says((word >> me.number & 1) || me.bad_keys);
+}
+
+/* From S and D, which are under way, to D, which is there, with d_v under way: s becomes P. first: there is no tile before it, whose Q would
+ * be empty now. */
+DEVICE void make_p(const attn_cuda_args &a, const buffers &b, const place &at, const consumer &me, float s[NT][4],
+                   uint32_t p[STEPS][4], float d_v[DT][4], tile &t, bool first) {
+    const uint32_t stage = me.in.at, lse = NOTE(b, lse) + stage * BM * 4;
     wgmma_wait_group(1);
     if (!first) arrive_by_warps(BARRIER(b, q_empty, stage ^ 1));
     if (t.partial) {
@@ -709,23 +713,27 @@ DEVICE void make_p(const attn_cuda_args &a, const buffers &b, const place &at, c
         weigh(s, p, scale, lse, t.seen, true);
     }
     if (HAS_ROOM) {
-        begin_sum(d_v, p, o);
+        begin_sum(d_v, p, b.o + stage * Q_BYTES);
         wgmma_wait_group(1);
     } else {
         wgmma_wait_group(0);
     }
 }
 
-/* d_q, which is there, leaves; and so do d_o and d_s, which nobody reads any more. */
-DEVICE void leave_d_q(const buffers &b, consumer &me, uint32_t stage, const float d_q[NT][4]) {
-    arrive_by_warps(BARRIER(b, o_empty, stage));
-    bar_arrive(BARRIER_FREE + 1 - me.number, THREADS);
+/* d_q, which is there, to shared memory, when the adder has taken what was there before. */
+DEVICE void wait_for_adder(const buffers &b, const consumer &me) {
     mbarrier_wait_parity(BARRIER(b, d_q_empty, me.out.at), me.out.parity ^ 1);
-    put_d_q(b, me, d_q);
+}
+DEVICE void pass_d_q(const buffers &b, consumer &me) {
     fence_proxy_async();
     __syncwarp();
     arrive_by_warps(BARRIER(b, d_q_full, me.out.at));
     turn_ring(me.out, QBUF);
+}
+/* Nobody reads d_o and d_s of the tile any more. */
+DEVICE void leave_tile(const buffers &b, const consumer &me, uint32_t stage) {
+    arrive_by_warps(BARRIER(b, o_empty, stage));
+    bar_arrive(BARRIER_FREE + 1 - me.number, THREADS);
 }
 
 /* From P and D to d_q and d_k, which are under way then: d becomes d_q. */
@@ -760,7 +768,9 @@ DEVICE void walk_rows(const attn_cuda_args &a, const buffers &b, const place &at
     tile t;
     mbarrier_wait_parity(BARRIER(b, q_full, 0), 0);
     begin_scores(s, me.k, b.q);
-    make_p(a, b, at, me, s, d, p, d_v, t, true);
+    begin_d(b, me, d);
+    read_tile(b, me, t);
+    make_p(a, b, at, me, s, p, d_v, t, true);
 #pragma unroll 1
     while (t.more) {
         const uint32_t stage = me.in.at;
@@ -769,13 +779,21 @@ DEVICE void walk_rows(const attn_cuda_args &a, const buffers &b, const place &at
         mbarrier_wait_parity(BARRIER(b, q_full, me.in.at), me.in.parity);
         wgmma_wait_group(1); /* for d_k: registers of d_s, which S wants */
         begin_scores(s, me.k, b.q + me.in.at * Q_BYTES);
+        read_tile(b, me, t);
+        wait_for_adder(b, me);
         wgmma_wait_group(1);
-        leave_d_q(b, me, stage, d);
-        make_p(a, b, at, me, s, d, p, d_v, t, false);
+        leave_tile(b, me, stage);
+        put_d_q(b, me, d);
+        begin_d(b, me, d);
+        pass_d_q(b, me);
+        make_p(a, b, at, me, s, p, d_v, t, false);
     }
     begin_gradients(b, me, s, d, p, d_v, d_s, d_k, t);
+    wait_for_adder(b, me);
     wgmma_wait_group(0);
-    leave_d_q(b, me, me.in.at, d);
+    leave_tile(b, me, me.in.at);
+    put_d_q(b, me, d);
+    pass_d_q(b, me);
     bar_sync(BARRIER_FREE + me.number, THREADS); /* what the other one has arrived for */
 }
 
