@@ -140,7 +140,7 @@ typedef struct shared_notes {
     uint64_t kv_full, q_full[STAGES], q_empty[STAGES], o_full[STAGES], o_empty[STAGES], stats_full[STAGES], raw[STAGES];
     uint64_t d_q_full[QBUF], d_q_empty[QBUF];
     float lse[STAGES][BM]; /* in base 2; +inf: P is 0 */
-    float delta[STAGES][BM];
+    float minus_delta[STAGES][BM];
     uint32_t tile[STAGES]; /* tile_word */
     float key_scale[BN];   /* NaN: the key is not finite */
     uint32_t bad;          /* some d_o was not finite */
@@ -350,7 +350,7 @@ DEVICE void tend_row(const buffers &b, uint32_t stage, int row, bool empty) {
         clear_row(o, BM, row, 0, DIM / 8);
     } else if (holds_nonfinite(o, BM, row, 0, DIM / 8)) {
         clear_nonfinite(o, BM, row);
-        st_shared_b32(NOTE(b, delta) + (stage * BM + row) * 4, __float_as_uint(NAN));
+        st_shared_b32(NOTE(b, minus_delta) + (stage * BM + row) * 4, __float_as_uint(NAN));
         st_shared_b32(NOTE(b, bad), 1);
     }
 }
@@ -380,7 +380,7 @@ DEVICE void tend(const attn_cuda_args &a, const buffers &b, const place &at) {
         for (int n = 0; n < EACH; n++) {
             const uint32_t to = (r.at * BM + n * 32 + lane) * 4;
             st_shared_b32(NOTE(b, lse) + to, __float_as_uint(lse[n]));
-            st_shared_b32(NOTE(b, delta) + to, __float_as_uint(delta[n]));
+            st_shared_b32(NOTE(b, minus_delta) + to, __float_as_uint(-delta[n]));
         }
         if (is_tended(a, at, w.n)) {
             mbarrier_wait_parity(BARRIER(b, raw, r.at), raw >> r.at & 1);
@@ -556,10 +556,12 @@ DEVICE void find_seen(const attn_cuda_args &a, const place &at, const consumer &
  * S = K Q^T, D = V d_o^T: 64 keys of 128, all rows of a tile. _set: P, which was made of the S before, may not be in the way, as a product is
  * always under way; without HAS_ROOM there are times when none is, and then P and S have the same registers.
  */
-DEVICE void begin_scores(float s[NT][4], uint64_t keys, uint32_t tile) {
+DEVICE void begin_product(float s[NT][4], uint64_t keys, uint32_t tile, bool add) {
     const uint64_t rows = wgmma_k_major(tile);
     wgmma_fence();
-    if (HAS_ROOM)
+    if (add)
+        product_ss(BM, s[0], keys, rows, 1);
+    else if (HAS_ROOM)
         product_ss_set(BM, s[0], keys, rows);
     else
         product_ss(BM, s[0], keys, rows, 0);
@@ -627,18 +629,16 @@ DEVICE void weigh(float s[NT][4], uint32_t p[STEPS][4], const float scale[2], ui
 
 /* d: products of d_o and v; d_s is packed, without HAS_ROOM P too. */
 DEVICE void weigh_gradient(const float d[NT][4], const float s[NT][4], uint32_t p[STEPS][4], uint32_t d_s[STEPS][4],
-                           uint32_t delta, const uint32_t seen[WORDS], bool all) {
+                           const uint32_t seen[WORDS], bool all) {
 #pragma unroll
     for (int ks = 0; ks < STEPS; ks++) {
         float x[2][4];
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             const int nt = 2 * ks + half;
-            float less[2];
-            load_pair(less, delta, nt);
 #pragma unroll
             for (int e = 0; e < 4; e++) {
-                x[half][e] = s[nt][e] * (d[nt][e] - less[e & 1]);
+                x[half][e] = s[nt][e] * d[nt][e];
                 if (!sees(seen, nt, e, all)) x[half][e] = 0;
             }
         }
@@ -679,10 +679,17 @@ typedef struct tile {
     uint32_t seen[WORDS]; /* partial */
 } tile;
 
-/* Begins D, and reads what the tender says of the tile; that of a stage is read before o_empty is arrived at. */
+/* D = V d_o^T - delta. */
 DEVICE void begin_d(const buffers &b, const consumer &me, float d[NT][4]) {
+    const uint32_t delta = NOTE(b, minus_delta) + me.in.at * BM * 4;
+#pragma unroll
+    for (int nt = 0; nt < NT; nt++) {
+        load_pair(d[nt], delta, nt);
+        d[nt][2] = d[nt][0];
+        d[nt][3] = d[nt][1];
+    }
     mbarrier_wait_parity(BARRIER(b, o_full, me.in.at), me.in.parity);
-    begin_scores(d, me.v, b.o + me.in.at * Q_BYTES);
+    begin_product(d, me.v, b.o + me.in.at * Q_BYTES, true);
 }
 DEVICE void read_tile(const buffers &b, const consumer &me, tile &t) {
     mbarrier_wait_parity(BARRIER(b, stats_full, me.in.at), me.in.parity);
@@ -740,11 +747,10 @@ DEVICE void leave_tile(const buffers &b, const consumer &me, uint32_t stage) {
 DEVICE void begin_gradients(const buffers &b, const consumer &me, const float s[NT][4], float d[NT][4],
                             uint32_t p[STEPS][4], float d_v[DT][4], uint32_t d_s[STEPS][4], float d_k[DT][4],
                             const tile &t) {
-    const uint32_t delta = NOTE(b, delta) + me.in.at * BM * 4;
     if (t.partial)
-        weigh_gradient(d, s, p, d_s, delta, t.seen, false);
+        weigh_gradient(d, s, p, d_s, t.seen, false);
     else
-        weigh_gradient(d, s, p, d_s, delta, t.seen, true);
+        weigh_gradient(d, s, p, d_s, t.seen, true);
     bar_sync(BARRIER_FREE + me.number, THREADS);
     put_d_s(b, me, d_s);
     fence_proxy_async();
@@ -767,9 +773,9 @@ DEVICE void walk_rows(const attn_cuda_args &a, const buffers &b, const place &at
     uint32_t p[STEPS][4], d_s[STEPS][4];
     tile t;
     mbarrier_wait_parity(BARRIER(b, q_full, 0), 0);
-    begin_scores(s, me.k, b.q);
-    begin_d(b, me, d);
+    begin_product(s, me.k, b.q, false);
     read_tile(b, me, t);
+    begin_d(b, me, d);
     make_p(a, b, at, me, s, p, d_v, t, true);
 #pragma unroll 1
     while (t.more) {
@@ -778,7 +784,7 @@ DEVICE void walk_rows(const attn_cuda_args &a, const buffers &b, const place &at
         turn_ring(me.in, STAGES);
         mbarrier_wait_parity(BARRIER(b, q_full, me.in.at), me.in.parity);
         wgmma_wait_group(1); /* for d_k: registers of d_s, which S wants */
-        begin_scores(s, me.k, b.q + me.in.at * Q_BYTES);
+        begin_product(s, me.k, b.q + me.in.at * Q_BYTES, false);
         read_tile(b, me, t);
         wait_for_adder(b, me);
         wgmma_wait_group(1);
