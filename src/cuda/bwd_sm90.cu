@@ -647,15 +647,12 @@ DEVICE void weigh_gradient(const float d[NT][4], const float s[NT][4], uint32_t 
     }
 }
 
-/* d_s to shared memory, [keys][rows]. */
+/* d_s to shared memory, [keys][rows]: lane l has the address of key l % 16 of its warp and of 8-column tile l / 16, then every other one. */
 DEVICE void put_d_s(const buffers &b, const consumer &me, const uint32_t w[STEPS][4]) {
-    const int g = threadIdx.x >> 2 & 7;
-    const uint32_t to = b.d_s + my_key(me) * ROW + (threadIdx.x & 3) * 4;
+    const int lane = (int)(threadIdx.x & 31), key = me.number * 64 + (int)(threadIdx.x >> 5 & 3) * 16 + lane % 16;
+    const uint32_t to = piece_at(b.d_s, BN, key, lane / 16);
 #pragma unroll
-    for (int nt = 0; nt < NT; nt++)
-#pragma unroll
-        for (int half = 0; half < 2; half++)
-            st_shared_b32(to + nt / 8 * BN * ROW + half * 8 * ROW + ((nt % 8 ^ g) << 4), w[nt / 2][nt % 2 * 2 + half]);
+    for (int ks = 0; ks < STEPS; ks++) stmatrix_x4((to + ks / 4 * BN * ROW) ^ ks % 4 * 32, w[ks]);
 }
 
 /* d_q to shared memory as threads hold it, 16 bytes of each side by side. */

@@ -81,6 +81,13 @@ PTX void fence_proxy_async(void) { asm volatile("fence.proxy.async.shared::cta;"
 /* The same for global memory, both ways. */
 PTX void fence_proxy_async_global(void) { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
+/* Four 8x8 matrices of 16-bit numbers to shared memory; the counterpart of ldmatrix_x4. */
+PTX void stmatrix_x4(uint32_t to, const uint32_t r[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(to), "r"(r[0]), "r"(r[1]), "r"(r[2]),
+                 "r"(r[3])
+                 : "memory");
+}
+
 /* ---- registers of a warpgroup ---- */
 
 #define setmaxnreg_inc(count) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"((int)(count)))

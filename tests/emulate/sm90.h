@@ -52,6 +52,13 @@ PTX void wgmma_fence(void) { emulate_wgmma_fence(); }
 PTX void wgmma_commit_group(void) { emulate_wgmma_commit(); }
 PTX void wgmma_wait_group(int left) { emulate_wgmma_wait(left); }
 
+/* Lane 4 g + t has of each matrix the numbers 2t, 2t + 1 of row g. */
+PTX void stmatrix_x4(uint32_t to, const uint32_t r[4]) {
+    const emulate_words *all = emulate_exchange(&to, 1);
+    const uint32_t g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    for (uint32_t n = 0; n < 4; n++) st_shared_b32(all[8 * n + g].word[0] + 4 * t, r[n]);
+}
+
 #define WGMMA(columns, type, is_bf16)                                                                                      \
     PTX void wgmma_m64n##columns##k16_ss_##type(float *d, uint64_t a, uint64_t b, int add) {                               \
         emulate_wgmma(emulate_product{columns, is_bf16, add != 0, 0, a, b, NULL, d});                                      \
