@@ -77,6 +77,11 @@ enum {
     QN = (BY_ROWS ? (int)DIM : DIM / 2) / 8, /* 8-column tiles of a consumer's d_q */
     /* In registers, for P twice, as numbers and as an operand: d_s is made beneath d_v. Else that comes later. */
     HAS_ROOM = BM == 64,
+#ifdef EARLY_N
+    EARLY = EARLY_N,
+#else
+    EARLY = 4,
+#endif
     WORDS = NT / 8, /* of 32 bits, one for each of a thread's elements */
     ROW = 128,      /* bytes of a row of a block of 64 columns */
     BLOCKS = DIM / ATTN_MAP_COLS,
@@ -150,9 +155,7 @@ typedef struct shared_notes {
 static_assert(sizeof(shared_notes) <= ATTN_BWD90_NOTES, "give the notes more room");
 
 /* A tile of rows: its number, whether there is another one after it, and for each consumer, whether some pairs are masked. */
-DEVICE uint32_t tile_word(int32_t n, bool more, bool partial_0, bool partial_1) {
-    return (uint32_t)n << 3 | (uint32_t)more << 2 | (uint32_t)partial_1 << 1 | partial_0;
-}
+DEVICE uint32_t tile_word(int32_t n, bool more, uint32_t partial) { return (uint32_t)n << 3 | (uint32_t)more << 2 | partial; }
 
 typedef struct buffers {
     uint32_t k, v, q, o, d_s, d_q, notes;
@@ -244,7 +247,7 @@ DEVICE bool hides(const attn_cuda_args &a, const place &at, int32_t n, int32_t j
 }
 /* Has the tender to look through the tile? Keys past the end get no gradient that could be spoilt. */
 DEVICE bool is_tended(const attn_cuda_args &a, const place &at, int32_t n) {
-    return hides(a, at, n, at.own, at.own + at.count) || (at.tail && n * BM + BM > at.s.sq);
+    return (at.masks && hides(a, at, n, at.own, at.own + at.count)) || (at.tail && n * BM + BM > at.s.sq);
 }
 
 /* Where the walk over tiles of rows is. All warps walk alike, and FlashMask skips some. */
@@ -355,33 +358,45 @@ DEVICE void tend_row(const buffers &b, uint32_t stage, int row, bool empty) {
     }
 }
 
+/* lse and delta of a tile's rows, a lane to every 32nd, as bwd_delta has left them. */
+enum { EACH = BM / 32 };
+typedef struct __align__(8) stats {
+    float lse, delta;
+} stats;
+DEVICE void load_stats(const attn_cuda_args &a, const place &at, const walk &w, stats x[EACH]) {
+    const int32_t i = w.n * BM + (int32_t)(threadIdx.x & 31);
+    const stats *from = (const stats *)a.row_stats + attn__lse_index(&a.p, &at.s, i, w.h);
+#pragma unroll
+    for (int n = 0; n < EACH; n++) x[n] = i + n * 32 < at.s.sq ? from[n * 32] : stats{-INFINITY, 0};
+}
+/* For each consumer a bit: are some pairs of tile n masked? */
+DEVICE uint32_t partial_bits(const attn_cuda_args &a, const place &at, int32_t n) {
+    if (n * BM + BM > at.s.sq) return 3; /* rows of zeros, and K may hold infinities */
+    if (!at.masks) return (at.count < 64) | (at.count < BN) << 1;
+    return hides(a, at, n, at.own, at.own + 64) | hides(a, at, n, at.own + 64, at.own + BN) << 1;
+}
+
 DEVICE void tend(const attn_cuda_args &a, const buffers &b, const place &at) {
-    enum { EACH = BM / 32 };
     const int lane = threadIdx.x & 31;
     ring r = {};
     uint32_t raw = 0; /* parities, a bit for each stage */
-    for (walk w = first_tile(a, at); says(w.h < at.h_end); w = next_tile(a, at, w)) {
-        float lse[EACH], delta[EACH];
-#pragma unroll
-        for (int n = 0; n < EACH; n++) {
-            const int32_t i = w.n * BM + n * 32 + lane;
-            const float *from = (const float *)a.row_stats + 2 * attn__lse_index(&a.p, &at.s, i, w.h);
-            lse[n] = i < at.s.sq ? from[0] : -INFINITY;
-            delta[n] = i < at.s.sq ? from[1] : 0;
-            lse[n] = lse[n] == -INFINITY ? INFINITY : __fmul_rn(lse[n], (float)ATTN_LOG2E);
-        }
-        const bool end = w.n * BM + BM > at.s.sq; /* rows of zeros, and K may hold infinities */
-        const uint32_t word =
-            tile_word(w.n, next_tile(a, at, w).h < at.h_end, end || hides(a, at, w.n, at.own, at.own + 64),
-                      end || hides(a, at, w.n, at.own + 64, at.own + 128));
+    walk w = first_tile(a, at);
+    stats x[EACH]; /* of the tile to come: memory is far away */
+    if (says(w.h < at.h_end)) load_stats(a, at, w, x);
+    while (says(w.h < at.h_end)) {
+        const walk next = next_tile(a, at, w);
+        const bool more = says(next.h < at.h_end);
+        const uint32_t word = tile_word(w.n, more, partial_bits(a, at, w.n));
         mbarrier_wait_parity(BARRIER(b, o_empty, r.at), r.parity ^ 1);
         if (lane == 0) st_shared_b32(NOTE(b, tile) + r.at * 4, word);
 #pragma unroll
         for (int n = 0; n < EACH; n++) {
             const uint32_t to = (r.at * BM + n * 32 + lane) * 4;
-            st_shared_b32(NOTE(b, lse) + to, __float_as_uint(lse[n]));
-            st_shared_b32(NOTE(b, minus_delta) + to, __float_as_uint(-delta[n]));
+            const float lse = x[n].lse == -INFINITY ? INFINITY : __fmul_rn(x[n].lse, (float)ATTN_LOG2E);
+            st_shared_b32(NOTE(b, lse) + to, __float_as_uint(lse));
+            st_shared_b32(NOTE(b, minus_delta) + to, __float_as_uint(-x[n].delta));
         }
+        if (more) load_stats(a, at, next, x);
         if (is_tended(a, at, w.n)) {
             mbarrier_wait_parity(BARRIER(b, raw, r.at), raw >> r.at & 1);
             raw ^= 1u << r.at;
@@ -396,6 +411,7 @@ DEVICE void tend(const attn_cuda_args &a, const buffers &b, const place &at) {
         }
         mbarrier_arrive(BARRIER(b, stats_full, r.at));
         turn_ring(r, STAGES);
+        w = next;
     }
 }
 
@@ -612,12 +628,17 @@ DEVICE void pack_weights(uint32_t w[4], const float x[2][4]) {
 }
 
 /* s: products of q and k, becomes P; with HAS_ROOM it is packed too. */
-DEVICE void weigh(float s[NT][4], uint32_t p[STEPS][4], const float scale[2], uint32_t lse, const uint32_t seen[WORDS],
-                  bool all) {
+DEVICE void weigh(float s[NT][4], uint32_t p[STEPS][4], const float scale[2], const float early[EARLY][2], uint32_t lse,
+                  const uint32_t seen[WORDS], bool all) {
 #pragma unroll
     for (int nt = 0; nt < NT; nt++) {
         float less[2];
-        load_pair(less, lse, nt);
+        if (nt < EARLY) {
+            less[0] = early[nt][0];
+            less[1] = early[nt][1];
+        } else {
+            load_pair(less, lse, nt);
+        }
 #pragma unroll
         for (int e = 0; e < 4; e++) {
             const float x = ex2_approx(__fmaf_rn(s[nt][e], scale[e >> 1], -less[e & 1]));
@@ -701,6 +722,9 @@ DEVICE void read_tile(const buffers &b, const consumer &me, tile &t) {
 DEVICE void make_p(const attn_cuda_args &a, const buffers &b, const place &at, const consumer &me, float s[NT][4],
                    uint32_t p[STEPS][4], float d_v[DT][4], tile &t, bool first) {
     const uint32_t stage = me.in.at, lse = NOTE(b, lse) + stage * BM * 4;
+    float early[EARLY][2]; /* lse, while S is under way */
+#pragma unroll
+    for (int nt = 0; nt < EARLY; nt++) load_pair(early[nt], lse, nt);
     wgmma_wait_group(1);
     if (!first) arrive_by_warps(BARRIER(b, q_empty, stage ^ 1));
     if (t.partial) {
@@ -711,10 +735,10 @@ DEVICE void make_p(const attn_cuda_args &a, const buffers &b, const place &at, c
             scale[1] = __uint_as_float(ld_shared_b32(scales + 32));
         }
         find_seen(a, at, me, t.n, t.seen);
-        weigh(s, p, scale, lse, t.seen, false);
+        weigh(s, p, scale, early, lse, t.seen, false);
     } else {
         const float scale[2] = {a.scale_log2, a.scale_log2};
-        weigh(s, p, scale, lse, t.seen, true);
+        weigh(s, p, scale, early, lse, t.seen, true);
     }
     if (HAS_ROOM) {
         begin_sum(d_v, p, b.o + stage * Q_BYTES);
@@ -779,11 +803,11 @@ DEVICE void walk_rows(const attn_cuda_args &a, const buffers &b, const place &at
         const uint32_t stage = me.in.at;
         begin_gradients(b, me, s, d, p, d_v, d_s, d_k, t);
         turn_ring(me.in, STAGES);
+        read_tile(b, me, t);
+        wait_for_adder(b, me);
         mbarrier_wait_parity(BARRIER(b, q_full, me.in.at), me.in.parity);
         wgmma_wait_group(1); /* for d_k: registers of d_s, which S wants */
         begin_product(s, me.k, b.q + me.in.at * Q_BYTES, false);
-        read_tile(b, me, t);
-        wait_for_adder(b, me);
         wgmma_wait_group(1);
         leave_tile(b, me, stage);
         put_d_q(b, me, d);
