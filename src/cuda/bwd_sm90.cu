@@ -826,24 +826,38 @@ DEVICE void walk_rows(const attn_cuda_args &a, const buffers &b, const place &at
 
 /* ---- results ---- */
 
-DEVICE void store_keys(const attn_cuda_args &a, const place &at, const consumer &me, const attn_tensor &to,
+/* Keys of d_k or d_v, a warp's 16: through shared memory, the place of a tile that nobody reads any more, so that rows leave in whole. */
+DEVICE void store_keys(const attn_cuda_args &a, uint32_t tile, const place &at, const consumer &me, const attn_tensor &to,
                        const float sum[DT][4], int32_t dim, float factor) {
     if (!to.data) return;
+    const int lane = (int)(threadIdx.x & 31), first = me.number * 64 + (int)(threadIdx.x >> 5 & 3) * 16;
+    const uint32_t from = piece_at(tile, BN, first + lane % 16, lane / 16);
 #pragma unroll
-    for (int half = 0; half < 2; half++) {
-        const int32_t key = at.own + my_key(me) + half * 8;
-        const int32_t column = (int32_t)(threadIdx.x & 3) * 2;
-        if (key >= at.own + at.count) continue;
-        uint8_t *row =
-            (uint8_t *)to.data + (attn__kv_offset(&a.p, &a.f, &to, &at.s, at.s.leftpad + key, at.kv_head) + column) * 2;
-        const bool pairs = (uint64_t)row % 4 == 0 && dim % 2 == 0;
+    for (int dt = 0; dt < DT; dt += 2) {
+        uint32_t w[4];
 #pragma unroll
-        for (int dt = 0; dt < DT; dt++) {
-            const uint32_t pair = pack(sum[dt][2 * half] * factor, sum[dt][2 * half + 1] * factor);
-            const int32_t left = dim - dt * 8 - column;
-            if (pairs && left > 0) *(uint32_t *)(row + dt * 16) = pair;
-            if (!pairs && left > 0) *(uint16_t *)(row + dt * 16) = (uint16_t)pair;
-            if (!pairs && left > 1) *(uint16_t *)(row + dt * 16 + 2) = (uint16_t)(pair >> 16);
+        for (int e = 0; e < 4; e++)
+            w[e] = pack(sum[dt + e / 2][e % 2 * 2] * factor, sum[dt + e / 2][e % 2 * 2 + 1] * factor);
+        stmatrix_x4((from + dt / 8 * BN * ROW) ^ dt % 8 * 16, w);
+    }
+    __syncwarp();
+    enum { PIECES = DIM / 8, AT_ONCE = 32 / PIECES };
+    const int c = lane % PIECES;
+    int key = first + lane / PIECES;
+    uint16_t *row = (uint16_t *)to.data + attn__kv_offset(&a.p, &a.f, &to, &at.s, at.s.leftpad + at.own + key, at.kv_head) + c * 8;
+    if (c * 8 >= dim) return;
+    const bool whole = (uint64_t)row % 16 == 0 && to.stride[1] % 8 == 0 && c * 8 + 8 <= dim;
+#pragma unroll 4
+    for (int n = 0; n < 16; n += AT_ONCE, key += AT_ONCE, row += AT_ONCE * to.stride[1]) {
+        if (key >= at.count) return;
+        const uint4 x = ld_shared_v4(piece_at(tile, BN, key, c));
+        if (whole) {
+            *(uint4 *)row = x;
+        } else {
+            const uint32_t w[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+            for (int e = 0; e < 8; e++)
+                if (c * 8 + e < dim) row[e] = (uint16_t)(w[e / 2] >> e % 2 * 16);
         }
     }
 }
@@ -884,8 +898,8 @@ DEVICE void consume(const attn_cuda_args &a, const buffers &b, const place &at) 
         walk_rows(a, b, at, me, d_k, d_v);
     else
         bar_sync(BARRIER_FREE + me.number, THREADS);
-    store_keys(a, at, me, a.f.d_k, d_k, a.p.dim_qk, (float)a.p.scale);
-    store_keys(a, at, me, a.f.d_v, d_v, a.p.dim_v, 1);
+    store_keys(a, b.k, at, me, a.f.d_k, d_k, a.p.dim_qk, (float)a.p.scale);
+    store_keys(a, b.v, at, me, a.f.d_v, d_v, a.p.dim_v, 1);
     bar_sync(BARRIER_END, THREADS);
     if (ld_shared_b32(NOTE(b, bad))) add_nonfinite(a, at);
 }
