@@ -27,10 +27,11 @@ DEVICE stand stand_of(const attn_cuda_args &a) {
     return {lane_index() & (lanes - 1), lanes};
 }
 
+/* A product of two is exact in float. */
 DEVICE double piece_sum(const attn_cuda_args &a, const uint4 &one, const uint4 &two) {
     const bool bf16 = a.p.out_dtype == ATTN_BF16;
     double sum = 0;
-    for (int n = 0; n < 8; n++) sum += (double)number_of(one, n, bf16) * (double)number_of(two, n, bf16);
+    for (int n = 0; n < 8; n++) sum += (double)__fmul_rn(number_of(one, n, bf16), number_of(two, n, bf16));
     return sum;
 }
 
@@ -64,6 +65,7 @@ DEVICE double delta_part(const attn_cuda_args &a, const attn_seq &s, int32_t i, 
 
 /* In one pass, rows that no block comes by: d_q is zero. */
 DEVICE void clear_unseen(const attn_cuda_args &a, const attn_seq &s, int32_t i, int32_t h, const stand &at) {
+    if (!a.ranges && !(a.p.flags & (ATTN_CAUSAL | ATTN_WINDOW)) && s.sk > 0) return;
     const attn_mask mask = attn__seq_mask(&a.p, &s);
     int32_t first, end;
     attn__mask_row(&mask, i, &first, &end);
@@ -116,16 +118,18 @@ KERNEL bwd_delta(const __grid_constant__ attn_cuda_args a) {
     const int32_t step = 32 / at.lanes;
     int32_t r = lane_index() / at.lanes;
     const bool whole = has_pieces(a, at) && first + ATTN_DELTA_ROWS <= each;
-    if (whole && !packed) { /* as most are: several rows are fetched at a time */
+    if (whole && !packed) { /* as most are: several rows are fetched at a time, and in the end each lane has one */
         enum { AHEAD = 4 };
+        static_assert(ATTN_DELTA_ROWS == 32, "a row for each lane");
         const uint8_t *o =
             (const uint8_t *)a.f.o.data + (attn__q_offset(&a.p, &a.f.o, &s, (int32_t)first + r, h) + at.lane * 8) * 2;
         const uint8_t *d_o =
             (const uint8_t *)a.f.d_o.data + (attn__q_offset(&a.p, &a.f.d_o, &s, (int32_t)first + r, h) + at.lane * 8) * 2;
         const int64_t o_step = a.f.o.stride[1] * 2 * step, d_o_step = a.f.d_o.stride[1] * 2 * step;
-        for (; r < ATTN_DELTA_ROWS; r += AHEAD * step) {
+        const bool has = at.lane * 8 < a.p.dim_v;
+        double mine = 0;
+        for (int32_t done = 0; done < ATTN_DELTA_ROWS; done += AHEAD * step) {
             uint4 x[AHEAD], y[AHEAD];
-            const bool has = at.lane * 8 < a.p.dim_v;
 #pragma unroll
             for (int n = 0; n < AHEAD; n++, o += o_step, d_o += d_o_step) {
                 x[n] = has && n * step < ATTN_DELTA_ROWS ? *(const uint4 *)o : make_uint4(0, 0, 0, 0);
@@ -133,11 +137,15 @@ KERNEL bwd_delta(const __grid_constant__ attn_cuda_args a) {
             }
 #pragma unroll
             for (int n = 0; n < AHEAD; n++) {
-                const int64_t row = first + r + n * step;
-                if (n * step < ATTN_DELTA_ROWS) /* all lanes say the same */
-                    write_stats(a, s, head * each + row, row, h, true, at, true, piece_sum(a, x[n], y[n]));
+                double sum = piece_sum(a, x[n], y[n]);
+                for (int far = at.lanes / 2; far; far /= 2) sum += __shfl_xor_sync(ALL_LANES, sum, far);
+                const int32_t from = lane_index() - done - n * step; /* of these rows */
+                sum = __shfl_sync(ALL_LANES, sum, (from & (step - 1)) * at.lanes);
+                if (from >= 0 && from < step) mine = sum;
             }
         }
+        const int64_t row = first + lane_index();
+        write_stats(a, s, head * each + row, row, h, true, {0, 1}, true, mine);
         return;
     }
     for (; r < ATTN_DELTA_ROWS; r += step) {

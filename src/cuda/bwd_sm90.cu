@@ -77,11 +77,7 @@ enum {
     QN = (BY_ROWS ? (int)DIM : DIM / 2) / 8, /* 8-column tiles of a consumer's d_q */
     /* In registers, for P twice, as numbers and as an operand: d_s is made beneath d_v. Else that comes later. */
     HAS_ROOM = BM == 64,
-#ifdef EARLY_N
-    EARLY = EARLY_N,
-#else
-    EARLY = 4,
-#endif
+    EARLY = 4,      /* 8-column tiles whose lse is fetched while S is under way */
     WORDS = NT / 8, /* of 32 bits, one for each of a thread's elements */
     ROW = 128,      /* bytes of a row of a block of 64 columns */
     BLOCKS = DIM / ATTN_MAP_COLS,
