@@ -776,8 +776,8 @@ DEVICE void begin_gradients(const buffers &b, const consumer &me, const float s[
         wgmma_wait_group(0); /* for d_v: registers of p */
     else
         begin_sum(d_v, p, b.o + me.in.at * Q_BYTES);
-    begin_sum(d_k, d_s, b.q + me.in.at * Q_BYTES);
     begin_d_q(d, me);
+    begin_sum(d_k, d_s, b.q + me.in.at * Q_BYTES);
 }
 
 /*
@@ -802,11 +802,11 @@ DEVICE void walk_rows(const attn_cuda_args &a, const buffers &b, const place &at
         read_tile(b, me, t);
         wait_for_adder(b, me);
         mbarrier_wait_parity(BARRIER(b, q_full, me.in.at), me.in.parity);
-        wgmma_wait_group(1); /* for d_k: registers of d_s, which S wants */
-        begin_product(s, me.k, b.q + me.in.at * Q_BYTES, false);
         wgmma_wait_group(1);
         leave_tile(b, me, stage);
         put_d_q(b, me, d);
+        wgmma_wait_group(0); /* for d_k: registers of d_s, which S wants */
+        begin_product(s, me.k, b.q + me.in.at * Q_BYTES, false);
         begin_d(b, me, d);
         pass_d_q(b, me);
         make_p(a, b, at, me, s, p, d_v, t, false);
