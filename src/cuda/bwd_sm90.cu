@@ -694,7 +694,7 @@ typedef struct tile {
 } tile;
 
 /* D = V d_o^T - delta. */
-DEVICE void begin_d(const buffers &b, const consumer &me, float d[NT][4]) {
+DEVICE void prepare_d(const buffers &b, const consumer &me, float d[NT][4]) {
     const uint32_t delta = NOTE(b, minus_delta) + me.in.at * BM * 4;
 #pragma unroll
     for (int nt = 0; nt < NT; nt++) {
@@ -703,6 +703,8 @@ DEVICE void begin_d(const buffers &b, const consumer &me, float d[NT][4]) {
         d[nt][3] = d[nt][1];
     }
     mbarrier_wait_parity(BARRIER(b, o_full, me.in.at), me.in.parity);
+}
+DEVICE void begin_d(const buffers &b, const consumer &me, float d[NT][4]) {
     begin_product(d, me.v, b.o + me.in.at * Q_BYTES, true);
 }
 DEVICE void read_tile(const buffers &b, const consumer &me, tile &t) {
@@ -792,6 +794,7 @@ DEVICE void walk_rows(const attn_cuda_args &a, const buffers &b, const place &at
     mbarrier_wait_parity(BARRIER(b, q_full, 0), 0);
     begin_product(s, me.k, b.q, false);
     read_tile(b, me, t);
+    prepare_d(b, me, d);
     begin_d(b, me, d);
     make_p(a, b, at, me, s, p, d_v, t, true);
 #pragma unroll 1
@@ -805,10 +808,11 @@ DEVICE void walk_rows(const attn_cuda_args &a, const buffers &b, const place &at
         wgmma_wait_group(1);
         leave_tile(b, me, stage);
         put_d_q(b, me, d);
+        prepare_d(b, me, d);
+        pass_d_q(b, me);
         wgmma_wait_group(0); /* for d_k: registers of d_s, which S wants */
         begin_product(s, me.k, b.q + me.in.at * Q_BYTES, false);
         begin_d(b, me, d);
-        pass_d_q(b, me);
         make_p(a, b, at, me, s, p, d_v, t, false);
     }
     begin_gradients(b, me, s, d, p, d_v, d_s, d_k, t);
