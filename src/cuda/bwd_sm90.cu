@@ -151,7 +151,9 @@ typedef struct shared_notes {
 static_assert(sizeof(shared_notes) <= ATTN_BWD90_NOTES, "give the notes more room");
 
 /* A tile of rows: its number, whether there is another one after it, and for each consumer, whether some pairs are masked. */
-DEVICE uint32_t tile_word(int32_t n, bool more, uint32_t partial) { return (uint32_t)n << 3 | (uint32_t)more << 2 | partial; }
+DEVICE uint32_t tile_word(int32_t n, bool more, uint32_t partial) {
+    return (uint32_t)n << 3 | (uint32_t)more << 2 | partial;
+}
 
 typedef struct buffers {
     uint32_t k, v, q, o, d_s, d_q, notes;
@@ -358,7 +360,8 @@ DEVICE void tend_row(const buffers &b, uint32_t stage, int row, bool empty) {
 enum { EACH = BM / 32 };
 typedef struct __align__(8) stats {
     float lse, delta;
-} stats;
+}
+stats;
 DEVICE void load_stats(const attn_cuda_args &a, const place &at, const walk &w, stats x[EACH]) {
     const int32_t i = w.n * BM + (int32_t)(threadIdx.x & 31);
     const stats *from = (const stats *)a.row_stats + attn__lse_index(&a.p, &at.s, i, w.h);
@@ -844,7 +847,8 @@ DEVICE void store_keys(const attn_cuda_args &a, uint32_t tile, const place &at, 
     enum { PIECES = DIM / 8, AT_ONCE = 32 / PIECES };
     const int c = lane % PIECES;
     int key = first + lane / PIECES;
-    uint16_t *row = (uint16_t *)to.data + attn__kv_offset(&a.p, &a.f, &to, &at.s, at.s.leftpad + at.own + key, at.kv_head) + c * 8;
+    uint16_t *row =
+        (uint16_t *)to.data + attn__kv_offset(&a.p, &a.f, &to, &at.s, at.s.leftpad + at.own + key, at.kv_head) + c * 8;
     if (c * 8 >= dim) return;
     const bool whole = (uint64_t)row % 16 == 0 && to.stride[1] % 8 == 0 && c * 8 + 8 <= dim;
 #pragma unroll 4
