@@ -13,17 +13,18 @@
  * With keys in the place of rows, P^T and d_s^T go from one product to the next in registers, as in bwd.cu; d_s goes through shared memory
  * besides, for d_q, of which each consumer makes one half. Per tile n a consumer does
  *
- *     (S(n) = K Q^T is under way)
- *     D = V d_o^T              begins
+ *     (S(n) = K Q^T and D(n) = V d_o^T - delta are under way)
  *     wait for S               Q of the tile before is empty: its d_k was before S
  *     P = exp2(S - lse)        beneath D
  *     d_v += P d_o             begins
  *     wait for D
- *     d_s = P (D - delta)      beneath d_v
+ *     d_s = P D                beneath d_v
  *     d_s to shared memory     when the other consumer has read that of the tile before; then both meet
- *     d_q = d_s K, d_k += d_s Q, S(n + 1)   begin
+ *     d_q = d_s K, d_k += d_s Q   begin
  *     wait for d_q             d_o is empty
- *     d_q to shared memory     beneath the two others; an adder takes it from there
+ *     d_q to shared memory     beneath d_k; an adder takes it from there. All that S and D of the next tile wait for is waited for here
+ *     wait for d_k
+ *     S(n + 1), D(n + 1)       begin
  *
  * so that there is nearly always a product under way, though both consumers do the same at the same time.
  *
@@ -358,10 +359,10 @@ DEVICE void tend_row(const buffers &b, uint32_t stage, int row, bool empty) {
 
 /* lse and delta of a tile's rows, a lane to every 32nd, as bwd_delta has left them. */
 enum { EACH = BM / 32 };
-typedef struct __align__(8) stats {
-    float lse, delta;
-}
-stats;
+typedef struct stats {
+    alignas(8) float lse;
+    float delta;
+} stats;
 DEVICE void load_stats(const attn_cuda_args &a, const place &at, const walk &w, stats x[EACH]) {
     const int32_t i = w.n * BM + (int32_t)(threadIdx.x & 31);
     const stats *from = (const stats *)a.row_stats + attn__lse_index(&a.p, &at.s, i, w.h);
