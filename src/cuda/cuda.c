@@ -94,7 +94,7 @@ const attn_cuda_entry attn__cuda_entries[ATTN_ENTRIES] = {
                          .warps = w,                                                                                       \
                          .takes = ATTN_TAKES_ALL,                                                                          \
                          .shared_bytes = ATTN_BWD_BYTES(SIDE_##side, ONE_##side, most, own, others, stages)},
-#define BWD90(id, type, most, m, buffers)                                                                                  \
+#define BWD90(id, type, most, m, n, buffers)                                                                               \
     [ATTN_ENTRY_##id] = {.name = #id,                                                                                      \
                          .file = #id,                                                                                      \
                          .op = ATTN_BACKWARD,                                                                              \
@@ -108,10 +108,10 @@ const attn_cuda_entry attn__cuda_entries[ATTN_ENTRIES] = {
                          .dim = most,                                                                                      \
                          .dim_v = most,                                                                                    \
                          .bm = m,                                                                                          \
-                         .bn = ATTN_BWD90_KEYS,                                                                            \
-                         .warps = 12, /* two consumers, and the producers' four */                                         \
+                         .bn = n,                                                                                          \
+                         .warps = ATTN_BWD90_WIDE(most) ? 16 : 12, /* three or two warpgroups, and the producers' four */  \
                          .takes = ATTN_TAKES_OWN,                                                                          \
-                         .shared_bytes = ATTN_BWD90_BYTES(most, m, buffers)},
+                         .shared_bytes = ATTN_BWD90_BYTES(most, m, n, buffers)},
 #define PIECE(...)
 #include "variants.def"
 #undef FWD
@@ -160,13 +160,13 @@ static const attn_kernel kernels[] = {
      .cols = own},
 #define BWD_ROWS(...) /* comes with the line before it */
 #define BWD_BOTH BWD_KEYS
-#define BWD90(id, type, most, m, ...)                                                                                      \
+#define BWD90(id, type, most, m, n, ...)                                                                                   \
     {.name = #id,                                                                                                          \
      .needs = "sm_90a",                                                                                                    \
      .op = ATTN_BACKWARD,                                                                                                  \
      .impl = &attn__cuda_entries[ATTN_ENTRY_##id],                                                                         \
      .rows = m,                                                                                                            \
-     .cols = ATTN_BWD90_KEYS},
+     .cols = n},
 #define PIECE(...)
 #include "variants.def"
 #undef FWD

@@ -88,10 +88,20 @@ extern const attn_cuda_entry attn__cuda_entries[ATTN_ENTRIES];
     (2 * ((size_t)(own) + (size_t)(stages) * (others)) * (dim)*2 + ((is_keys) ? (size_t)(stages) * (others)*8 : 0) +       \
      ((is_one) ? (size_t)4 * (own) * (others) : 0))
 
-/* Of a BWD90 line: K and V, two stages of Q and d_o, d_s, buffers of d_q in float; notes. */
-#define ATTN_BWD90_BYTES(dim, rows, buffers)                                                                               \
-    ((size_t)2 * (ATTN_BWD90_KEYS + 2 * (size_t)(rows)) * (dim)*2 + (size_t)ATTN_BWD90_KEYS * (rows)*2 +                   \
-     (size_t)(buffers) * (rows) * (dim)*4 + ATTN_BWD90_NOTES)
+/*
+ * Of a BWD90 line: K and V, two stages of Q and d_o, d_s, buffers of d_q in float; notes. For wide dims, of which warpgroups have products
+ * of their own: two stages of Q and d_s, P in float, smaller buffers.
+ */
+#define ATTN_BWD90_WIDE(dim) ((dim) > 128)
+#define ATTN_BWD90_NARROW_BYTES(dim, rows, keys, buffers)                                                                  \
+    ((size_t)2 * ((keys) + 2 * (size_t)(rows)) * (dim)*2 + (size_t)(keys) * (rows)*2 + (size_t)(buffers) * (rows) * (dim)*4)
+#define ATTN_BWD90_WIDE_BYTES(dim, rows, keys, buffers)                                                                    \
+    ((2 * (size_t)(keys) + (2 + ATTN_WIDE_O_STAGES(dim)) * (size_t)(rows)) * (dim)*2 + (size_t)8 * (keys) * (rows) +       \
+     (size_t)(buffers) * (rows) * (dim)*4 / ATTN_WIDE_CHUNKS(dim))
+#define ATTN_BWD90_BYTES(dim, rows, keys, buffers)                                                                         \
+    ((ATTN_BWD90_WIDE(dim) ? ATTN_BWD90_WIDE_BYTES(dim, rows, keys, buffers)                                               \
+                           : ATTN_BWD90_NARROW_BYTES(dim, rows, keys, buffers)) +                                          \
+     ATTN_BWD90_NOTES)
 
 /* args.scale_log2; 0 where the scale is too small for a float. */
 static inline float attn__scale_log2(const attn_problem *p) { return (float)(p->scale * ATTN_LOG2E); }
