@@ -61,9 +61,12 @@ enum {
 #define ATTN_BWD_SUB(own, others, warps) ((others) < 64 * 16 * (warps) / (own) ? (others) : 64 * 16 * (warps) / (own))
 #define ATTN_BWD_SPLIT(own, warps, dim) ((own) / (warps) / 16 * (dim) > 160)
 
-/* Of a BWD90 line of a dim above 128 (bwd_sm90_wide.cu): buffers of d_o, and in how many parts d_q of a tile leaves. */
+/* Of a BWD90 line of a dim above 128 (bwd_sm90_wide.cu): buffers of d_o, and in how many parts a block's d_q of a tile leaves. */
 #define ATTN_WIDE_O_STAGES(dim) ((dim) > 192 ? 1 : 2)
-#define ATTN_WIDE_CHUNKS(dim) ((dim) / 64)
+#define ATTN_WIDE_CHUNKS(dim) ((dim) > 192 ? 4 : (dim) / 64)
+
+/* Blocks that share a line's keys, and are launched as a cluster. */
+#define ATTN_BWD90_BLOCKS(dim) ((dim) > 192 ? 2 : 1)
 
 /* What a forward kernel takes, each with what comes before it: variants.def says what that is. */
 typedef enum attn_cuda_takes { ATTN_TAKES_PLAIN, ATTN_TAKES_OWN, ATTN_TAKES_ALL } attn_cuda_takes;

@@ -65,8 +65,9 @@ enum {
     BM = K(BM),     /* rows of a tile */
     BN = K(BN),     /* keys of a block */
     QBUF = K(QBUF), /* buffers for d_q ... */
-    CHUNKS = 1,     /* ... each of a whole tile ... */
-    ROUND = 1       /* ... and for one adder */
+    PAIR = 1,
+    CHUNKS = 1, /* ... each of a whole tile ... */
+    ROUND = 1   /* ... and for one adder */
 };
 
 #include "bwd_sm90.cuh"
@@ -520,7 +521,7 @@ KERNEL __launch_bounds__(THREADS + 128, 1) VARIANT(const __grid_constant__ attn_
             tend(x.a, b, at);
         } else {
             const int n = warp - 2;
-            const d_q_ring d_q = {b.d_q + n * CHUNK_BYTES, BARRIER(b, d_q_full, n), BARRIER(b, d_q_empty, n)};
+            const d_q_ring d_q = {b.d_q + n * CHUNK_BYTES, BARRIER(b, d_q_full, n), BARRIER(b, d_q_empty, n), 0};
             if (x.a.f.d_q.data)
                 add(x.a, d_q, at, n);
             else if (alone)

@@ -2,7 +2,8 @@
  * What Hopper's two backward kernels share, bwd_sm90.cu and bwd_sm90_wide.cu: which keys a block has and which tiles of rows it walks
  * over, what is not finite, and how d_q of a tile is added to memory, in turns. The including file has said before what these are:
  *
- *   BF16, DIM, BM, BN      dtype; dims, rows of a tile, keys of a block
+ *   BF16, DIM, BM, BN      dtype; dims, rows of a tile, keys
+ *   PAIR                   blocks that have these keys together, and a share of d_q each; 1 or 2
  *   CHUNKS, ROUND          how many buffers d_q of a tile fills one after the other, and which number of them an adder walks round
  */
 #ifndef ATTN_BWD_SM90_CUH
@@ -18,10 +19,12 @@ enum {
     WORDS = NT / 8, /* of 32 bits, one for each of a thread's elements */
     ROW = 128,      /* bytes of a row of a block of 64 columns */
     BLOCKS = DIM / ATTN_MAP_COLS,
-    KV_BYTES = BN * BLOCKS * ROW,
+    KEYS = BN / PAIR, /* of a block */
+    KV_BYTES = KEYS * BLOCKS * ROW,
     Q_BYTES = BM * BLOCKS * ROW,
-    D_S_BYTES = BN * BM * 2,
-    CHUNK_BYTES = BM * DIM * 4 / CHUNKS /* of d_q */
+    D_S_BYTES = KEYS * BM * 2,
+    SHARE = BM * DIM / PAIR,         /* numbers of d_q of a tile that a block makes */
+    CHUNK_BYTES = SHARE * 4 / CHUNKS /* of these */
 };
 
 /* A vote says nothing new, but tells ptxas that all lanes agree: what follows from it is in the registers that a warp has once. */
@@ -82,7 +85,8 @@ DEVICE bool find_place(const attn_cuda_args &a, place &at) {
     const int64_t left = (int64_t)a.p.batch * a.p.heads_kv - first;
     if (left <= 0) return false;
     const uint32_t size = left < a.group ? (uint32_t)left : (uint32_t)a.group;
-    const int32_t slot = (int32_t)(blockIdx.x / size), head = (int32_t)(first + blockIdx.x % size);
+    const uint32_t block = blockIdx.x / PAIR;
+    const int32_t slot = (int32_t)(block / size), head = (int32_t)(first + block % size);
     const int32_t group = a.p.heads_q / a.p.heads_kv;
     if (slot >= a.slots) return false;
     at.s = sequence(a, head / a.p.heads_kv);
@@ -239,13 +243,15 @@ DEVICE turn find_turn(const attn_cuda_args &a, const place &at, int32_t n) {
  */
 typedef struct d_q_ring {
     uint32_t at, full, empty;
+    uint32_t share; /* number of the block in its pair */
 } d_q_ring;
 
 /* d_q of a tile, from shared memory to what the block before has left, and the turn to the one after. One thread. */
 DEVICE void add_tile(const attn_cuda_args &a, const d_q_ring &d, const place &at, ring &r, int64_t index, const turn &t,
                      bool ordered) {
-    float *const to = (float *)a.part_o + index * (BM * DIM);
-    if (ordered && t.before >= 0) wait_acquire_gpu(a.turns + index, (uint32_t)t.before + 1);
+    float *const to = (float *)a.part_o + (index * PAIR + d.share) * SHARE;
+    uint32_t *const mine = a.turns + index * PAIR + d.share;
+    if (ordered && t.before >= 0) wait_acquire_gpu(mine, (uint32_t)t.before + 1);
 #pragma unroll 1
     for (int c = 0; c < CHUNKS; c++) {
         const uint32_t from = d.at + r.at * CHUNK_BYTES;
@@ -263,7 +269,7 @@ DEVICE void add_tile(const attn_cuda_args &a, const d_q_ring &d, const place &at
     if (!ordered || t.after < 0) return;
     cp_async_bulk_wait_group();
     fence_proxy_async_global();
-    st_release_gpu(a.turns + index, (uint32_t)(at.own / BN) + 1);
+    st_release_gpu(mine, (uint32_t)(at.own / BN) + 1);
 }
 
 /* Number 0 or 1 of two, which take every other tile. */

@@ -83,6 +83,7 @@ const attn_cuda_entry attn__cuda_entries[ATTN_ENTRIES] = {
                          .one = ONE_##side,                                                                                \
                          .by_keys = SIDE_##side,                                                                           \
                          .split = SIDE_##side && !ONE_##side && ATTN_BWD_SPLIT(own, w, most),                              \
+                         .blocks = 1,                                                                                      \
                          .arch = least,                                                                                    \
                          .dtype = ATTN_##type,                                                                             \
                          .dim_qk = most,                                                                                   \
@@ -109,6 +110,7 @@ const attn_cuda_entry attn__cuda_entries[ATTN_ENTRIES] = {
                          .dim_v = most,                                                                                    \
                          .bm = m,                                                                                          \
                          .bn = n,                                                                                          \
+                         .blocks = ATTN_BWD90_BLOCKS(most),                                                                \
                          .warps = ATTN_BWD90_WIDE(most) ? 16 : 12, /* three or two warpgroups, and the producers' four */  \
                          .takes = ATTN_TAKES_OWN,                                                                          \
                          .shared_bytes = ATTN_BWD90_BYTES(most, m, n, buffers)},
@@ -440,7 +442,7 @@ static attn_status lay_out_backward(attn_plan *plan) {
         if (entry < 0 || !attn__cuda_entries[entry].one) continue;
         const attn_cuda_entry *e = &attn__cuda_entries[entry];
         const int64_t tiles = attn__cuda_q_tiles(p, e->bm), floats = keeps_d_q(e, p) ? tiles * e->bm * e->dim : 0;
-        if (tiles + 1 > turns) turns = tiles + 1;
+        if (tiles * e->blocks + 1 > turns) turns = tiles * e->blocks + 1;
         if (floats > kept) kept = floats;
     }
     int64_t ranges = (int64_t)p->batch * p->flashmask_heads * attn__ceil_div(p->max_kv, ATTN_ANY_COLS);

@@ -65,6 +65,7 @@ typedef struct attn_cuda_entry {
     bool by_keys;     /* backward: keeps keys and makes d_k and d_v; otherwise d_q, and bm is of the rows that it keeps */
     bool split;       /* backward: blocks make either d_k or d_v */
     bool hopper;      /* of fwd_sm90.cu or bwd_sm90.cu: for its arch alone, given attn_cuda_args90 */
+    int32_t blocks;   /* backward: that share bn keys, and are a cluster if there are two */
     int32_t arch;     /* least compute capability, times ten */
     attn_dtype dtype; /* of tiles; ATTN_DTYPE_DEFAULT: every one (fwd_any), or no forward kernel at all */
     int32_t dim_qk;   /* largest one */
@@ -90,14 +91,16 @@ extern const attn_cuda_entry attn__cuda_entries[ATTN_ENTRIES];
 
 /*
  * Of a BWD90 line: K and V, two stages of Q and d_o, d_s, buffers of d_q in float; notes. For wide dims, of which warpgroups have products
- * of their own: two stages of Q and d_s, P in float, smaller buffers.
+ * of their own: two stages of Q and d_s, P in float, smaller buffers; with two blocks to the keys each has one half, a quarter of K
+ * besides, and the other one's d_s in the place of a stage.
  */
 #define ATTN_BWD90_WIDE(dim) ((dim) > 128)
 #define ATTN_BWD90_NARROW_BYTES(dim, rows, keys, buffers)                                                                  \
     ((size_t)2 * ((keys) + 2 * (size_t)(rows)) * (dim)*2 + (size_t)(keys) * (rows)*2 + (size_t)(buffers) * (rows) * (dim)*4)
 #define ATTN_BWD90_WIDE_BYTES(dim, rows, keys, buffers)                                                                    \
-    ((2 * (size_t)(keys) + (2 + ATTN_WIDE_O_STAGES(dim)) * (size_t)(rows)) * (dim)*2 + (size_t)8 * (keys) * (rows) +       \
-     (size_t)(buffers) * (rows) * (dim)*4 / ATTN_WIDE_CHUNKS(dim))
+    (((size_t)2 * (keys) / ATTN_BWD90_BLOCKS(dim) + (2 + ATTN_WIDE_O_STAGES(dim)) * (size_t)(rows)) * (dim)*2 +            \
+     (ATTN_BWD90_BLOCKS(dim) - 1) * (size_t)(keys) * (dim) / 2 + (size_t)8 * (keys) / ATTN_BWD90_BLOCKS(dim) * (rows) +    \
+     (size_t)(buffers) * (rows) * (dim)*4 / ATTN_WIDE_CHUNKS(dim) / ATTN_BWD90_BLOCKS(dim))
 #define ATTN_BWD90_BYTES(dim, rows, keys, buffers)                                                                         \
     ((ATTN_BWD90_WIDE(dim) ? ATTN_BWD90_WIDE_BYTES(dim, rows, keys, buffers)                                               \
                            : ATTN_BWD90_NARROW_BYTES(dim, rows, keys, buffers)) +                                          \
