@@ -169,7 +169,9 @@ TEST(cuda_backward_on_hopper) {
         {ATTN_BF16, 64, "bwd_sm90_bf16_d64", "bwd_sm80_bf16_d64"},
         {ATTN_BF16, 72, "bwd_sm90_bf16_d128", "bwd_sm80_bf16_d96"},
         {ATTN_BF16, 128, "bwd_sm90_bf16_d128", "bwd_sm80_bf16_d128_one"},
-        {ATTN_BF16, 136, "bwd_sm80_bf16_d192", "bwd_sm80_bf16_d192"},
+        {ATTN_BF16, 136, "bwd_sm90_bf16_d192", "bwd_sm80_bf16_d192"},
+        {ATTN_BF16, 256, "bwd_sm90_bf16_d256", "bwd_sm80_bf16_d256"},
+        {ATTN_BF16, 264, "bwd_any", "bwd_any"},
         {ATTN_F16, 128, "bwd_sm80_f16_d128", "bwd_sm80_f16_d128"},
     };
     stub_start();

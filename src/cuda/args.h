@@ -37,8 +37,7 @@ enum {
     ATTN_ANY_COLS = 32,              /* ... and keys that are masked or skipped together */
     ATTN_BWD_ANY_REALS = 4 * ATTN_ANY_ROWS * 576 + ATTN_ANY_COLS * 33, /* bwd_any: shared memory of a block */
     ATTN_ONE_ROWS = 64,                                                /* bwd_one.cu: rows of a tile */
-    ATTN_BWD90_KEYS = 128,                                             /* bwd_sm90.cu: keys of a block ... */
-    ATTN_BWD90_NOTES = 3072,  /* ... and bytes of its shared memory besides tiles */
+    ATTN_BWD90_NOTES = 3072,  /* bwd_sm90.cu: bytes of its shared memory besides tiles */
     ATTN_CAST_THREADS = 128,  /* bwd_cast: of a block */
     ATTN_DELTA_ROWS = 32,     /* bwd_delta: of a warp */
     ATTN_SINK_THREADS = 256,  /* bwd_sink: of a block */
@@ -61,6 +60,13 @@ enum {
  */
 #define ATTN_BWD_SUB(own, others, warps) ((others) < 64 * 16 * (warps) / (own) ? (others) : 64 * 16 * (warps) / (own))
 #define ATTN_BWD_SPLIT(own, warps, dim) ((own) / (warps) / 16 * (dim) > 160)
+
+/* Of a BWD90 line of a dim above 128 (bwd_sm90_wide.cu): buffers of d_o, and in how many parts a block's d_q of a tile leaves. */
+#define ATTN_WIDE_O_STAGES(dim) ((dim) > 192 ? 1 : 2)
+#define ATTN_WIDE_CHUNKS(dim) ((dim) > 192 ? 4 : (dim) / 64)
+
+/* Blocks that share a line's keys, and are launched as a cluster. */
+#define ATTN_BWD90_BLOCKS(dim) ((dim) > 192 ? 2 : 1)
 
 /* What a forward kernel takes, each with what comes before it: variants.def says what that is. */
 typedef enum attn_cuda_takes { ATTN_TAKES_PLAIN, ATTN_TAKES_OWN, ATTN_TAKES_ALL } attn_cuda_takes;

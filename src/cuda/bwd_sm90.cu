@@ -41,7 +41,6 @@
 #include <stddef.h>
 
 #include "device.cuh"
-#include "wgmma.cuh"
 
 /* ---- the line of the table ---- */
 
@@ -49,8 +48,8 @@
 #define FWD(...)
 #define FWD90(...)
 #define BWD(...)
-#define BWD90(name, dtype, dim, rows, buffers)                                                                             \
-    enum { name##_DTYPE = ATTN_##dtype, name##_DIM = dim, name##_BM = rows, name##_QBUF = buffers };
+#define BWD90(name, dtype, dim, rows, keys, buffers)                                                                       \
+    enum { name##_DTYPE = ATTN_##dtype, name##_DIM = dim, name##_BM = rows, name##_BN = keys, name##_QBUF = buffers };
 #include "variants.def"
 #undef PIECE
 #undef FWD
@@ -65,31 +64,30 @@ enum {
     BF16 = (int)K(DTYPE) == (int)ATTN_BF16,
     DIM = K(DIM),
     BM = K(BM),     /* rows of a tile */
-    QBUF = K(QBUF), /* buffers for d_q */
-    BN = ATTN_BWD90_KEYS,
+    BN = K(BN),     /* keys of a block */
+    QBUF = K(QBUF), /* buffers for d_q ... */
+    PAIR = 1,
+    CHUNKS = 1, /* ... each of a whole tile ... */
+    ROUND = 1   /* ... and for one adder */
+};
+
+#include "bwd_sm90.cuh"
+
+enum {
     CONSUMERS = 2,
     THREADS = 128 * CONSUMERS,
-    ADDERS = 2,
     STAGES = 2,
-    NT = BM / 8,  /* 8-column tiles of S and D, whose columns are rows */
-    DT = DIM / 8, /* of d_k and d_v */
-    STEPS = BM / 16,
     BY_ROWS = BM == 128,                     /* consumers share d_q by rows; else by dims */
     QN = (BY_ROWS ? (int)DIM : DIM / 2) / 8, /* 8-column tiles of a consumer's d_q */
     /* In registers, for P twice, as numbers and as an operand: d_s is made beneath d_v. Else that comes later. */
     HAS_ROOM = BM == 64,
-    EARLY = 4,      /* 8-column tiles whose lse is fetched while S is under way */
-    WORDS = NT / 8, /* of 32 bits, one for each of a thread's elements */
-    ROW = 128,      /* bytes of a row of a block of 64 columns */
-    BLOCKS = DIM / ATTN_MAP_COLS,
-    KV_BYTES = BN * BLOCKS * ROW,
-    Q_BYTES = BM * BLOCKS * ROW,
-    D_S_BYTES = BN * BM * 2,
-    D_Q_BYTES = BM * DIM * 4,
+    EARLY = 4, /* 8-column tiles whose lse is fetched while S is under way */
     PRODUCER_REGISTERS = 24,
     CONSUMER_REGISTERS = 240
 };
 static_assert(BM == 64 || BM == 128, "rows of d_q in whole warpgroups");
+static_assert(BN == 64 * CONSUMERS, "64 keys to a consumer");
+static_assert(QBUF == 2, "a buffer for each adder");
 static_assert(STAGES == 2, "the stage before is stage ^ 1");
 static_assert(QN <= NT, "d_q takes the place of D");
 static_assert(BY_ROWS ? DIM == 64 : DIM == 128, "want another way to share d_q");
@@ -103,39 +101,7 @@ enum {
     BARRIER_END = BARRIER_BAD + CONSUMERS
 };
 
-/* A vote says nothing new, but tells ptxas that all lanes agree: what follows from it is in the registers that a warp has once. */
-DEVICE bool says(bool x) { return __any_sync(~0u, x); }
-
-DEVICE uint32_t pack(float low, float high) { return BF16 ? cvt_rn_bf16x2(low, high) : cvt_rn_f16x2(low, high); }
-
-#include "product.cuh"
-
-/* ---- where a block works ---- */
-
-typedef struct place {
-    attn_seq s;
-    attn_mask mask;
-    int32_t kv_head;
-    int32_t own, count;     /* the first key, and how many there are */
-    int32_t first, last;    /* tiles of rows that may see them */
-    int32_t h, h_end;       /* query heads */
-    bool tail;              /* rows past the last one are in memory, and may hold anything */
-    bool masks;             /* may a pair be masked but by the end of the sequence? */
-    attn_flash_range range; /* FlashMask's, of the keys */
-} place;
-
 /* ---- shared memory: K, V, stages of Q and d_o, d_s, buffers of d_q; all but the last in blocks of 64 columns; notes ---- */
-
-/* Which of several buffers is at hand, and the parity of its `full` barrier: it changes at every round. */
-typedef struct ring {
-    uint32_t at, parity;
-} ring;
-DEVICE void turn_ring(ring &r, uint32_t size) {
-    if (++r.at == size) {
-        r.at = 0;
-        r.parity ^= 1;
-    }
-}
 
 /* Barriers, and what the tender tells of a stage. raw: Q and d_o before it has looked at them. */
 typedef struct shared_notes {
@@ -170,7 +136,7 @@ DEVICE buffers find_buffers(void) {
     b.o = b.q + STAGES * Q_BYTES;
     b.d_s = b.o + STAGES * Q_BYTES;
     b.d_q = b.d_s + D_S_BYTES;
-    b.notes = b.d_q + QBUF * D_Q_BYTES;
+    b.notes = b.d_q + QBUF * CHUNK_BYTES;
     return b;
 }
 
@@ -192,94 +158,7 @@ DEVICE void make_barriers(const buffers &b) {
     fence_mbarrier_init();
 }
 
-/* Address of a 16-byte piece of a tile of so many rows, as the accelerator writes it. */
-DEVICE uint32_t piece_at(uint32_t tile, int rows, int row, int chunk) {
-    return tile + chunk / 8 * rows * ROW + row * ROW + (((chunk & 7) ^ (row & 7)) << 4);
-}
-
-/* Of FlashMask, over the keys of a block from j0 on; it has some. */
-DEVICE attn_flash_range range_over(const attn_cuda_args &a, const place &at, int32_t j0) {
-    attn_flash_range all = *flash_range(a, at.s.b, at.kv_head, j0 / ATTN_ANY_COLS);
-    for (int32_t j = j0 + ATTN_ANY_COLS; j < attn__min32(j0 + BN, at.s.sk); j += ATTN_ANY_COLS) {
-        const attn_flash_range *one = flash_range(a, at.s.b, at.kv_head, j / ATTN_ANY_COLS);
-        for (int v = 0; v < 4; v++) {
-            all.min[v] = attn__min32(all.min[v], one->min[v]);
-            all.max[v] = attn__max32(all.max[v], one->max[v]);
-        }
-    }
-    return all;
-}
-
-/* As find_place of bwd.cuh: `group` heads at a time; among them the first keys, which see the most under a causal mask, come first. */
-DEVICE bool find_place(const attn_cuda_args &a, place &at) {
-    const int64_t first = (blockIdx.y + (int64_t)blockIdx.z * gridDim.y) * a.group;
-    const int64_t left = (int64_t)a.p.batch * a.p.heads_kv - first;
-    if (left <= 0) return false;
-    const uint32_t size = left < a.group ? (uint32_t)left : (uint32_t)a.group;
-    const int32_t slot = (int32_t)(blockIdx.x / size), head = (int32_t)(first + blockIdx.x % size);
-    const int32_t group = a.p.heads_q / a.p.heads_kv;
-    if (slot >= a.slots) return false;
-    at.s = sequence(a, head / a.p.heads_kv);
-    at.kv_head = head % a.p.heads_kv;
-    at.h = at.kv_head * group;
-    at.h_end = at.h + group;
-    at.own = slot * BN;
-    at.count = attn__min32(BN, at.s.sk - at.own);
-    if (at.count <= 0) return false;
-    at.mask = attn__seq_mask(&a.p, &at.s);
-    int32_t from, to;
-    attn__mask_cols(&at.mask, at.own, at.own + at.count, &from, &to);
-    at.first = from / BM;
-    at.last = to > from ? (to - 1) / BM : -1;
-    at.masks = (a.p.flags & (ATTN_CAUSAL | ATTN_WINDOW)) || a.ranges;
-    if (a.ranges) at.range = range_over(a, at, at.own);
-    at.tail = a.p.flags & ATTN_VARLEN_Q ? at.s.q_row + at.s.sq < a.p.total_q : at.s.sq < a.p.max_q;
-    return true;
-}
-
-/* What tile n of rows and the keys [j0, j1) of the block are to each other: ATTN_TILE_... */
-DEVICE int class_of(const attn_cuda_args &a, const place &at, int32_t n, int32_t j0, int32_t j1) {
-    return attn__mask_tile(&at.mask, n * BM, attn__min32(n * BM + BM, at.s.sq), j0, j1, a.ranges ? &at.range : NULL);
-}
-DEVICE bool hides(const attn_cuda_args &a, const place &at, int32_t n, int32_t j0, int32_t j1) {
-    return class_of(a, at, n, j0, j1) != ATTN_TILE_FULL;
-}
-/* Has the tender to look through the tile? Keys past the end get no gradient that could be spoilt. */
-DEVICE bool is_tended(const attn_cuda_args &a, const place &at, int32_t n) {
-    return (at.masks && hides(a, at, n, at.own, at.own + at.count)) || (at.tail && n * BM + BM > at.s.sq);
-}
-
-/* Where the walk over tiles of rows is. All warps walk alike, and FlashMask skips some. */
-typedef struct walk {
-    int32_t h, n;
-} walk;
-DEVICE walk find_tile(const attn_cuda_args &a, const place &at, walk w) {
-    for (; w.h < at.h_end; w.n--) {
-        if (w.n < at.first) {
-            w.n = at.last;
-            w.h++;
-            if (w.h == at.h_end) break;
-        }
-        if (!a.ranges || class_of(a, at, w.n, at.own, at.own + BN) != ATTN_TILE_SKIP) break;
-    }
-    return w;
-}
-DEVICE walk first_tile(const attn_cuda_args &a, const place &at) {
-    return find_tile(a, at, {at.last < at.first ? at.h_end : at.h, at.last});
-}
-DEVICE walk next_tile(const attn_cuda_args &a, const place &at, walk w) {
-    w.n--;
-    return find_tile(a, at, w);
-}
-
 /* ---- the loader: one thread ---- */
-
-DEVICE void fetch(const attn_tensor_map *map, uint32_t to, uint32_t full, int rows, int32_t row, int32_t head,
-                  int32_t batch) {
-#pragma unroll
-    for (int c = 0; c < BLOCKS; c++)
-        cp_async_bulk_tensor_5d_load(to + c * rows * ROW, map, full, c * ATTN_MAP_COLS, row, 0, head, batch);
-}
 
 DEVICE void load(const attn_cuda_args90 &x, const buffers &b, const place &at) {
     const attn_cuda_args &a = x.a;
@@ -310,65 +189,6 @@ DEVICE void load(const attn_cuda_args90 &x, const buffers &b, const place &at) {
 
 /* ---- the tender: one warp ---- */
 
-/* In one word of a tile: bit 0 for its low half, bit 1 for its high half. */
-DEVICE int nonfinite_word(uint32_t x) {
-    const uint32_t ones = BF16 ? 0x7f80 : 0x7c00;
-    return ((x & ones) == ones) | ((x >> 16 & ones) == ones) << 1;
-}
-DEVICE uint32_t most_of(uint32_t most, const uint4 &x) {
-    most = __vmaxu2(__vmaxu2(most, x.x & 0x7fff7fff), x.y & 0x7fff7fff);
-    return __vmaxu2(__vmaxu2(most, x.z & 0x7fff7fff), x.w & 0x7fff7fff);
-}
-
-/* Pieces [from, to) of a row: is there anything that is not finite? */
-DEVICE bool holds_nonfinite(uint32_t tile, int rows, int row, int from, int to) {
-    uint32_t most = 0;
-#pragma unroll 4
-    for (int c = from; c < to; c++) most = most_of(most, ld_shared_v4(piece_at(tile, rows, row, c)));
-    return nonfinite_word(most) != 0;
-}
-DEVICE void clear_row(uint32_t tile, int rows, int row, int from, int to) {
-#pragma unroll 1
-    for (int c = from; c < to; c++) st_shared_v4(piece_at(tile, rows, row, c), make_uint4(0, 0, 0, 0));
-}
-/* Only what is not finite. */
-DEVICE void clear_nonfinite(uint32_t tile, int rows, int row) {
-#pragma unroll 1
-    for (int n = 0; n < DIM / 2; n++) {
-        const uint32_t from = piece_at(tile, rows, row, n / 4) + n % 4 * 4, word = ld_shared_b32(from);
-        const int which = nonfinite_word(word);
-        if (which) st_shared_b32(from, word & ((which & 1 ? 0 : 0xffffu) | (which & 2 ? 0 : 0xffff0000u)));
-    }
-}
-
-/* A row of a tile with a mask; `empty`: it has no keys, or is none. */
-DEVICE void tend_row(const buffers &b, uint32_t stage, int row, bool empty) {
-    const uint32_t q = b.q + stage * Q_BYTES, o = b.o + stage * Q_BYTES;
-    if (empty || holds_nonfinite(q, BM, row, 0, DIM / 8)) {
-        clear_row(q, BM, row, 0, DIM / 8);
-        if (!empty) st_shared_b32(NOTE(b, lse) + (stage * BM + row) * 4, __float_as_uint(NAN));
-    }
-    if (empty) {
-        clear_row(o, BM, row, 0, DIM / 8);
-    } else if (holds_nonfinite(o, BM, row, 0, DIM / 8)) {
-        clear_nonfinite(o, BM, row);
-        st_shared_b32(NOTE(b, minus_delta) + (stage * BM + row) * 4, __float_as_uint(NAN));
-        st_shared_b32(NOTE(b, bad), 1);
-    }
-}
-
-/* lse and delta of a tile's rows, a lane to every 32nd, as bwd_delta has left them. */
-enum { EACH = BM / 32 };
-typedef struct stats {
-    alignas(8) float lse;
-    float delta;
-} stats;
-DEVICE void load_stats(const attn_cuda_args &a, const place &at, const walk &w, stats x[EACH]) {
-    const int32_t i = w.n * BM + (int32_t)(threadIdx.x & 31);
-    const stats *from = (const stats *)a.row_stats + attn__lse_index(&a.p, &at.s, i, w.h);
-#pragma unroll
-    for (int n = 0; n < EACH; n++) x[n] = i + n * 32 < at.s.sq ? from[n * 32] : stats{-INFINITY, 0};
-}
 /* For each consumer a bit: are some pairs of tile n masked? */
 DEVICE uint32_t partial_bits(const attn_cuda_args &a, const place &at, int32_t n) {
     if (n * BM + BM > at.s.sq) return 3; /* rows of zeros, and K may hold infinities */
@@ -403,7 +223,10 @@ DEVICE void tend(const attn_cuda_args &a, const buffers &b, const place &at) {
 #pragma unroll 1
             for (int n = 0; n < EACH; n++) {
                 const int row = n * 32 + lane;
-                tend_row(b, r.at, row, __uint_as_float(ld_shared_b32(NOTE(b, lse) + (r.at * BM + row) * 4)) == INFINITY);
+                const uint32_t lse_at = NOTE(b, lse) + (r.at * BM + row) * 4,
+                               delta_at = NOTE(b, minus_delta) + (r.at * BM + row) * 4;
+                tend_row(b.q + r.at * Q_BYTES, b.o + r.at * Q_BYTES, row,
+                         __uint_as_float(ld_shared_b32(lse_at)) == INFINITY, lse_at, delta_at, NOTE(b, bad));
             }
             fence_proxy_async();
             mbarrier_arrive(BARRIER(b, q_full, r.at));
@@ -412,88 +235,6 @@ DEVICE void tend(const attn_cuda_args &a, const buffers &b, const place &at) {
         mbarrier_arrive(BARRIER(b, stats_full, r.at));
         turn_ring(r, STAGES);
         w = next;
-    }
-}
-
-/* ---- the adders: a warp each ---- */
-
-/* Tiles of rows are counted over all sequences and heads, as in bwd_one.cu. bwd_cast goes by the same. */
-DEVICE int64_t tile_index(const attn_cuda_args &a, const place &at, const walk &w) {
-    const int64_t first =
-        a.p.flags & ATTN_VARLEN_Q ? at.s.q_row / BM + at.s.b : (int64_t)at.s.b * ((a.p.max_q + BM - 1) / BM);
-    return (first + w.n) * a.p.heads_q + w.h;
-}
-
-/* FlashMask: do the rows of tile n see any key of key tile m? */
-DEVICE bool meets(const attn_cuda_args &a, const place &at, int32_t n, int32_t m) {
-    if (m * BN >= at.s.sk) return false;
-    const attn_flash_range range = range_over(a, at, m * BN);
-    return attn__mask_tile(&at.mask, n * BM, attn__min32(n * BM + BM, at.s.sq), m * BN, m * BN + BN, &range) !=
-           ATTN_TILE_SKIP;
-}
-
-/* Who adds to the d_q of a tile of rows before and after this block: key tiles; -1: nobody. With FlashMask a warp looks at 32 at a time. */
-typedef struct turn {
-    int32_t before, after;
-} turn;
-DEVICE turn find_turn(const attn_cuda_args &a, const place &at, int32_t n) {
-    int32_t from, to;
-    attn__mask_rows(&at.mask, n * BM, attn__min32(n * BM + BM, at.s.sq), &from, &to);
-    const int32_t m = at.own / BN, first = from / BN, last = (to - 1) / BN, lane = threadIdx.x & 31;
-    if (!a.ranges) return {m > first ? m - 1 : -1, m < last ? m + 1 : -1};
-    turn t = {-1, -1};
-    for (int32_t x = m - 1; x >= first && t.before < 0; x -= 32) {
-        const uint32_t found = __ballot_sync(~0u, x - lane >= first && meets(a, at, n, x - lane));
-        if (found) t.before = x - (__ffs((int)found) - 1);
-    }
-    for (int32_t x = m + 1; x <= last && t.after < 0; x += 32) {
-        const uint32_t found = __ballot_sync(~0u, x + lane <= last && meets(a, at, n, x + lane));
-        if (found) t.after = x + __ffs((int)found) - 1;
-    }
-    return t;
-}
-
-/* d_q of a tile, from shared memory to what the block before has left, and the turn to the one after. One thread. */
-DEVICE void add_tile(const attn_cuda_args &a, const buffers &b, const place &at, const ring &r, int64_t index,
-                     const turn &t, bool ordered) {
-    const uint32_t from = b.d_q + r.at * D_Q_BYTES;
-    float *const to = (float *)a.part_o + index * (BM * DIM);
-    if (ordered && t.before >= 0) wait_acquire_gpu(a.turns + index, (uint32_t)t.before + 1);
-    mbarrier_wait_parity(BARRIER(b, d_q_full, r.at), r.parity);
-    fence_proxy_async_global();
-    if (t.before >= 0 || (!ordered && t.after >= 0))
-        cp_reduce_async_bulk_add_f32(to, from, D_Q_BYTES);
-    else
-        cp_async_bulk_store(to, from, D_Q_BYTES);
-    cp_async_bulk_commit_group();
-    cp_async_bulk_wait_group_read();
-    mbarrier_arrive(BARRIER(b, d_q_empty, r.at));
-    if (!ordered || t.after < 0) return;
-    cp_async_bulk_wait_group();
-    fence_proxy_async_global();
-    st_release_gpu(a.turns + index, (uint32_t)(at.own / BN) + 1);
-}
-
-DEVICE void add(const attn_cuda_args &a, const buffers &b, const place &at, int number) {
-    const bool nonsense = *a.overlap; /* lengths that make no sense: nobody waits for ever, and each stores what it has */
-    const bool ordered = nonsense || !(a.p.flags & ATTN_UNORDERED), alone = (threadIdx.x & 31) == 0;
-    ring r = {};
-    int mine = 0;
-    for (walk w = first_tile(a, at); says(w.h < at.h_end); w = next_tile(a, at, w), mine ^= 1, turn_ring(r, QBUF)) {
-        if (says(mine != number)) continue;
-        const turn t = nonsense ? turn{-1, -1} : find_turn(a, at, w.n);
-        if (alone) add_tile(a, b, at, r, tile_index(a, at, w), t, ordered);
-        __syncwarp();
-    }
-    if (alone) cp_async_bulk_wait_group();
-}
-/* Where nobody wants d_q. */
-DEVICE void drop(const attn_cuda_args &a, const buffers &b, const place &at) {
-    ring r = {};
-    for (walk w = first_tile(a, at); w.h < at.h_end; w = next_tile(a, at, w)) {
-        mbarrier_wait_parity(BARRIER(b, d_q_full, r.at), r.parity);
-        mbarrier_arrive(BARRIER(b, d_q_empty, r.at));
-        turn_ring(r, QBUF);
     }
 }
 
@@ -526,44 +267,6 @@ DEVICE bool tend_keys(const attn_cuda_args &a, const buffers &b, const place &at
     fence_proxy_async();
     bar_sync(BARRIER_KEYS, THREADS);
     return bar_red_or(BARRIER_BAD + me.number, 128, bad);
-}
-
-/*
- * A bit for each element: element e of 8-column tile nt is bit 4 (nt % 8) + e of word nt / 8. These are the columns below x of the first
- * key's, 8 nt and 8 nt + 1 of the thread's; the second key has theirs two bits further on.
- */
-DEVICE uint32_t bits_below(int32_t x) {
-    const uint32_t at = (uint32_t)attn__min32(attn__max32(x, 0), 64);
-    const uint32_t even = (uint32_t)((UINT64_C(1) << ((at + 7) / 8 * 4)) - 1) & 0x11111111;
-    const uint32_t odd = (uint32_t)((UINT64_C(1) << ((at + 6) / 8 * 4)) - 1) & 0x22222222;
-    return even | odd;
-}
-/* Rows [from, to), of those from `row` on; any numbers. */
-DEVICE uint32_t bits_between(int32_t from, int32_t to, int32_t row) {
-    return bits_below(attn__max32(to, 0) - row) & ~bits_below(attn__max32(from, 0) - row);
-}
-
-DEVICE void find_seen(const attn_cuda_args &a, const place &at, const consumer &me, int32_t n, uint32_t seen[WORDS]) {
-    const int32_t row = n * BM + (int32_t)(threadIdx.x & 3) * 2;
-#pragma unroll
-    for (int w = 0; w < WORDS; w++) seen[w] = 0;
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-        const int32_t key = at.own + my_key(me) + half * 8;
-        if (key >= at.own + at.count) continue;
-        int32_t first, end;
-        attn__mask_cols(&at.mask, key, key + 1, &first, &end);
-        attn_flash flash = {};
-        if (a.ranges) flash = attn__flash_load(&at.mask, attn__flash_at(&a.p, &a.f, at.s.b, at.kv_head, key));
-#pragma unroll
-        for (int w = 0; w < WORDS; w++) {
-            uint32_t bits = bits_between(first, attn__min32(end, at.s.sq), row + 64 * w);
-            if (a.ranges)
-                bits &= ~(bits_between(flash.v[0], flash.v[1], row + 64 * w) |
-                          bits_between(flash.v[2], flash.v[3], row + 64 * w));
-            seen[w] |= bits << 2 * half;
-        }
-    }
 }
 
 /* ---- the consumers: products ---- */
@@ -609,22 +312,9 @@ DEVICE void begin_d_q(float d_q[NT][4], const consumer &me) {
 
 /* ---- the consumers: from products to weights ---- */
 
-/* Of rows 2t, 2t + 1 of 8-column tile nt. */
-DEVICE void load_pair(float x[2], uint32_t of_rows, int nt) {
-    const uint2 two = ld_shared_v2(of_rows + (nt * 8 + (threadIdx.x & 3) * 2) * 4);
-    x[0] = __uint_as_float(two.x);
-    x[1] = __uint_as_float(two.y);
-}
-
 /* Is pair e of 8-column tile nt seen? all: every one is; a constant. */
 DEVICE bool sees(const uint32_t seen[WORDS], int nt, int e, bool all) {
     return all || (seen[nt / 8] >> (nt % 8 * 4 + e) & 1);
-}
-
-/* Two 8-column tiles as wgmma wants 16 columns of its left operand: as it leaves a product. */
-DEVICE void pack_weights(uint32_t w[4], const float x[2][4]) {
-#pragma unroll
-    for (int e = 0; e < 4; e++) w[e] = pack(x[e / 2][e % 2 * 2], x[e / 2][e % 2 * 2 + 1]);
 }
 
 /* s: products of q and k, becomes P; with HAS_ROOM it is packed too. */
@@ -678,16 +368,11 @@ DEVICE void put_d_s(const buffers &b, const consumer &me, const uint32_t w[STEPS
 
 /* d_q to shared memory as threads hold it, 16 bytes of each side by side. */
 DEVICE void put_d_q(const buffers &b, const consumer &me, const float d_q[NT][4]) {
-    const uint32_t to = b.d_q + me.out.at * D_Q_BYTES + (me.number * QN * 128 + (threadIdx.x & 127)) * 16;
+    const uint32_t to = b.d_q + me.out.at * CHUNK_BYTES + (me.number * QN * 128 + (threadIdx.x & 127)) * 16;
 #pragma unroll
     for (int n = 0; n < QN; n++)
         st_shared_v4(to + n * 128 * 16, make_uint4(__float_as_uint(d_q[n][0]), __float_as_uint(d_q[n][1]),
                                                    __float_as_uint(d_q[n][2]), __float_as_uint(d_q[n][3])));
-}
-
-/* A barrier that waits for all warps of the consumers. */
-DEVICE void arrive_by_warps(uint32_t empty) {
-    if ((threadIdx.x & 31) == 0) mbarrier_arrive(empty);
 }
 
 /* What a consumer has of a tile. Arrays by themselves: in a struct they would live in memory. */
@@ -736,7 +421,7 @@ DEVICE void make_p(const attn_cuda_args &a, const buffers &b, const place &at, c
             scale[0] = __uint_as_float(ld_shared_b32(scales));
             scale[1] = __uint_as_float(ld_shared_b32(scales + 32));
         }
-        find_seen(a, at, me, t.n, t.seen);
+        find_seen(a, at, my_key(me), t.n, t.seen);
         weigh(s, p, scale, early, lse, t.seen, false);
     } else {
         const float scale[2] = {a.scale_log2, a.scale_log2};
@@ -831,8 +516,8 @@ DEVICE void walk_rows(const attn_cuda_args &a, const buffers &b, const place &at
 /* ---- results ---- */
 
 /* Keys of d_k or d_v, a warp's 16: through shared memory, the place of a tile that nobody reads any more, so that rows leave in whole. */
-DEVICE void store_keys(const attn_cuda_args &a, uint32_t tile, const place &at, const consumer &me, const attn_tensor &to,
-                       const float sum[DT][4], int32_t dim, float factor) {
+DEVICE void send_keys(const attn_cuda_args &a, uint32_t tile, const place &at, const consumer &me, const attn_tensor &to,
+                      const float sum[DT][4], int32_t dim, float factor) {
     if (!to.data) return;
     const int lane = (int)(threadIdx.x & 31), first = me.number * 64 + (int)(threadIdx.x >> 5 & 3) * 16;
     const uint32_t from = piece_at(tile, BN, first + lane % 16, lane / 16);
@@ -867,27 +552,6 @@ DEVICE void store_keys(const attn_cuda_args &a, uint32_t tile, const place &at, 
     }
 }
 
-/*
- * What the tender took out of d_o, added to d_v of the keys that its rows see: p * d_o = d_o for any p > 0. Rare, so slow: threads stand
- * along the columns, and look at d_o in memory again. Tiles without a mask add theirs twice, which changes nothing.
- */
-static __device__ __noinline__ void add_nonfinite(const attn_cuda_args &a, const place &at) {
-    const int32_t c = threadIdx.x;
-    if (c >= a.p.dim_v || !a.f.d_v.data) return;
-    for (walk w = first_tile(a, at); w.h < at.h_end; w = next_tile(a, at, w))
-        for (int32_t i = w.n * BM; i < attn__min32(w.n * BM + BM, at.s.sq); i++) {
-            const float x =
-                (float)attn__load(a.p.out_dtype, a.f.d_o.data, attn__q_offset(&a.p, &a.f.d_o, &at.s, i, w.h) + c);
-            if (fabsf(x) < INFINITY) continue;
-            for (int32_t j = at.own; j < at.own + at.count; j++) {
-                const int32_t *flash = a.ranges ? attn__flash_at(&a.p, &a.f, at.s.b, at.kv_head, j) : NULL;
-                if (!attn__mask_allowed(&at.mask, i, j, flash)) continue;
-                const int64_t to = attn__kv_offset(&a.p, &a.f, &a.f.d_v, &at.s, at.s.leftpad + j, at.kv_head) + c;
-                attn__store(a.p.kv_dtype, a.f.d_v.data, to, attn__load(a.p.kv_dtype, a.f.d_v.data, to) + x);
-            }
-        }
-}
-
 DEVICE void consume(const attn_cuda_args &a, const buffers &b, const place &at) {
     float d_k[DT][4] = {}, d_v[DT][4] = {};
     consumer me = {};
@@ -903,10 +567,10 @@ DEVICE void consume(const attn_cuda_args &a, const buffers &b, const place &at) 
         walk_rows(a, b, at, me, d_k, d_v);
     else
         bar_sync(BARRIER_FREE + me.number, THREADS);
-    store_keys(a, b.k, at, me, a.f.d_k, d_k, a.p.dim_qk, (float)a.p.scale);
-    store_keys(a, b.v, at, me, a.f.d_v, d_v, a.p.dim_v, 1);
+    send_keys(a, b.k, at, me, a.f.d_k, d_k, a.p.dim_qk, (float)a.p.scale);
+    send_keys(a, b.v, at, me, a.f.d_v, d_v, a.p.dim_v, 1);
     bar_sync(BARRIER_END, THREADS);
-    if (ld_shared_b32(NOTE(b, bad))) add_nonfinite(a, at);
+    if (ld_shared_b32(NOTE(b, bad))) add_nonfinite(a, at, threadIdx.x);
 }
 
 KERNEL __launch_bounds__(THREADS + 128, 1) VARIANT(const __grid_constant__ attn_cuda_args90 x) {
@@ -929,10 +593,13 @@ KERNEL __launch_bounds__(THREADS + 128, 1) VARIANT(const __grid_constant__ attn_
             if (alone) load(x, b, at);
         } else if (warp == 1) {
             tend(x.a, b, at);
-        } else if (x.a.f.d_q.data) {
-            add(x.a, b, at, warp - 2);
-        } else if (alone && warp == 2) {
-            drop(x.a, b, at);
+        } else {
+            const int n = warp - 2;
+            const d_q_ring d_q = {b.d_q + n * CHUNK_BYTES, BARRIER(b, d_q_full, n), BARRIER(b, d_q_empty, n), 0};
+            if (x.a.f.d_q.data)
+                add(x.a, d_q, at, n);
+            else if (alone)
+                drop(x.a, d_q, at, n);
         }
     } else {
         setmaxnreg_inc(CONSUMER_REGISTERS);

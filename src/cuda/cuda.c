@@ -83,6 +83,7 @@ const attn_cuda_entry attn__cuda_entries[ATTN_ENTRIES] = {
                          .one = ONE_##side,                                                                                \
                          .by_keys = SIDE_##side,                                                                           \
                          .split = SIDE_##side && !ONE_##side && ATTN_BWD_SPLIT(own, w, most),                              \
+                         .blocks = 1,                                                                                      \
                          .arch = least,                                                                                    \
                          .dtype = ATTN_##type,                                                                             \
                          .dim_qk = most,                                                                                   \
@@ -94,7 +95,7 @@ const attn_cuda_entry attn__cuda_entries[ATTN_ENTRIES] = {
                          .warps = w,                                                                                       \
                          .takes = ATTN_TAKES_ALL,                                                                          \
                          .shared_bytes = ATTN_BWD_BYTES(SIDE_##side, ONE_##side, most, own, others, stages)},
-#define BWD90(id, type, most, m, buffers)                                                                                  \
+#define BWD90(id, type, most, m, n, buffers)                                                                               \
     [ATTN_ENTRY_##id] = {.name = #id,                                                                                      \
                          .file = #id,                                                                                      \
                          .op = ATTN_BACKWARD,                                                                              \
@@ -108,10 +109,11 @@ const attn_cuda_entry attn__cuda_entries[ATTN_ENTRIES] = {
                          .dim = most,                                                                                      \
                          .dim_v = most,                                                                                    \
                          .bm = m,                                                                                          \
-                         .bn = ATTN_BWD90_KEYS,                                                                            \
-                         .warps = 12, /* two consumers, and the producers' four */                                         \
+                         .bn = n,                                                                                          \
+                         .blocks = ATTN_BWD90_BLOCKS(most),                                                                \
+                         .warps = ATTN_BWD90_WIDE(most) ? 16 : 12, /* three or two warpgroups, and the producers' four */  \
                          .takes = ATTN_TAKES_OWN,                                                                          \
-                         .shared_bytes = ATTN_BWD90_BYTES(most, m, buffers)},
+                         .shared_bytes = ATTN_BWD90_BYTES(most, m, n, buffers)},
 #define PIECE(...)
 #include "variants.def"
 #undef FWD
@@ -160,13 +162,13 @@ static const attn_kernel kernels[] = {
      .cols = own},
 #define BWD_ROWS(...) /* comes with the line before it */
 #define BWD_BOTH BWD_KEYS
-#define BWD90(id, type, most, m, ...)                                                                                      \
+#define BWD90(id, type, most, m, n, ...)                                                                                   \
     {.name = #id,                                                                                                          \
      .needs = "sm_90a",                                                                                                    \
      .op = ATTN_BACKWARD,                                                                                                  \
      .impl = &attn__cuda_entries[ATTN_ENTRY_##id],                                                                         \
      .rows = m,                                                                                                            \
-     .cols = ATTN_BWD90_KEYS},
+     .cols = n},
 #define PIECE(...)
 #include "variants.def"
 #undef FWD
@@ -440,7 +442,7 @@ static attn_status lay_out_backward(attn_plan *plan) {
         if (entry < 0 || !attn__cuda_entries[entry].one) continue;
         const attn_cuda_entry *e = &attn__cuda_entries[entry];
         const int64_t tiles = attn__cuda_q_tiles(p, e->bm), floats = keeps_d_q(e, p) ? tiles * e->bm * e->dim : 0;
-        if (tiles + 1 > turns) turns = tiles + 1;
+        if (tiles * e->blocks + 1 > turns) turns = tiles * e->blocks + 1;
         if (floats > kept) kept = floats;
     }
     int64_t ranges = (int64_t)p->batch * p->flashmask_heads * attn__ceil_div(p->max_kv, ATTN_ANY_COLS);

@@ -65,6 +65,7 @@ typedef struct attn_cuda_entry {
     bool by_keys;     /* backward: keeps keys and makes d_k and d_v; otherwise d_q, and bm is of the rows that it keeps */
     bool split;       /* backward: blocks make either d_k or d_v */
     bool hopper;      /* of fwd_sm90.cu or bwd_sm90.cu: for its arch alone, given attn_cuda_args90 */
+    int32_t blocks;   /* backward: that share bn keys, and are a cluster if there are two */
     int32_t arch;     /* least compute capability, times ten */
     attn_dtype dtype; /* of tiles; ATTN_DTYPE_DEFAULT: every one (fwd_any), or no forward kernel at all */
     int32_t dim_qk;   /* largest one */
@@ -88,10 +89,22 @@ extern const attn_cuda_entry attn__cuda_entries[ATTN_ENTRIES];
     (2 * ((size_t)(own) + (size_t)(stages) * (others)) * (dim)*2 + ((is_keys) ? (size_t)(stages) * (others)*8 : 0) +       \
      ((is_one) ? (size_t)4 * (own) * (others) : 0))
 
-/* Of a BWD90 line: K and V, two stages of Q and d_o, d_s, buffers of d_q in float; notes. */
-#define ATTN_BWD90_BYTES(dim, rows, buffers)                                                                               \
-    ((size_t)2 * (ATTN_BWD90_KEYS + 2 * (size_t)(rows)) * (dim)*2 + (size_t)ATTN_BWD90_KEYS * (rows)*2 +                   \
-     (size_t)(buffers) * (rows) * (dim)*4 + ATTN_BWD90_NOTES)
+/*
+ * Of a BWD90 line: K and V, two stages of Q and d_o, d_s, buffers of d_q in float; notes. For wide dims, of which warpgroups have products
+ * of their own: two stages of Q and d_s, P in float, smaller buffers; with two blocks to the keys each has one half, a quarter of K
+ * besides, and the other one's d_s in the place of a stage.
+ */
+#define ATTN_BWD90_WIDE(dim) ((dim) > 128)
+#define ATTN_BWD90_NARROW_BYTES(dim, rows, keys, buffers)                                                                  \
+    ((size_t)2 * ((keys) + 2 * (size_t)(rows)) * (dim)*2 + (size_t)(keys) * (rows)*2 + (size_t)(buffers) * (rows) * (dim)*4)
+#define ATTN_BWD90_WIDE_BYTES(dim, rows, keys, buffers)                                                                    \
+    (((size_t)2 * (keys) / ATTN_BWD90_BLOCKS(dim) + (2 + ATTN_WIDE_O_STAGES(dim)) * (size_t)(rows)) * (dim)*2 +            \
+     (ATTN_BWD90_BLOCKS(dim) - 1) * (size_t)(keys) * (dim) / 2 + (size_t)8 * (keys) / ATTN_BWD90_BLOCKS(dim) * (rows) +    \
+     (size_t)(buffers) * (rows) * (dim)*4 / ATTN_WIDE_CHUNKS(dim) / ATTN_BWD90_BLOCKS(dim))
+#define ATTN_BWD90_BYTES(dim, rows, keys, buffers)                                                                         \
+    ((ATTN_BWD90_WIDE(dim) ? ATTN_BWD90_WIDE_BYTES(dim, rows, keys, buffers)                                               \
+                           : ATTN_BWD90_NARROW_BYTES(dim, rows, keys, buffers)) +                                          \
+     ATTN_BWD90_NOTES)
 
 /* args.scale_log2; 0 where the scale is too small for a float. */
 static inline float attn__scale_log2(const attn_problem *p) { return (float)(p->scale * ATTN_LOG2E); }

@@ -169,6 +169,11 @@ attn_status attn__cuda_forward(const attn_cuda_run *run, const attn_plan *plan, 
 
 /* ---- backward ---- */
 
+/* One for each tile of rows and head, and for each block that adds to it at the same time. */
+static int64_t turns_of(const attn_cuda_entry *e, const attn_problem *p) {
+    return attn__cuda_q_tiles(p, e->bm) * e->blocks;
+}
+
 static attn_cuda_args make_backward(const attn_cuda_run *run, const attn_plan *plan, const attn_buffers *f) {
     const attn_problem *p = &plan->problem;
     attn_cuda_args a;
@@ -180,7 +185,7 @@ static attn_cuda_args make_backward(const attn_cuda_run *run, const attn_plan *p
     if (run->entries[run->forward].one && f->d_q.data) {
         a.part_o = attn__part(plan, f, CUDA_D_Q);
         a.turns = attn__part(plan, f, CUDA_TURNS);
-        a.overlap = a.turns + attn__cuda_q_tiles(p, run->entries[run->forward].bm);
+        a.overlap = a.turns + turns_of(&run->entries[run->forward], p);
     }
     if (p->flashmask_vectors) {
         a.ranges = attn__part(plan, f, CUDA_RANGES);
@@ -236,8 +241,8 @@ static attn_status launch_gradient(const attn_cuda_run *run, int entry, attn_cud
         x.o = run->map_o;
         x.a = a;
     }
-    return attn__cuda_launch(run, entry, a.group * (int64_t)a.slots, attn__ceil_div(heads, a.group), 32 * e->warps,
-                             e->shared_bytes, e->hopper ? (const void *)&x : (const void *)&a);
+    return attn__cuda_launch(run, entry, a.group * (int64_t)a.slots * e->blocks, attn__ceil_div(heads, a.group),
+                             32 * e->warps, e->shared_bytes, e->hopper ? (const void *)&x : (const void *)&a);
 }
 
 /* The floats that bwd_sm90.cu has left become d_q: a block for each tile of rows and head. */
@@ -254,7 +259,8 @@ static attn_status launch_cast(const attn_cuda_run *run, attn_cuda_args a) {
 static attn_status clear_turns(const attn_cuda_run *run, const attn_cuda_args *a) {
     const attn_cuda_entry *e = &run->entries[run->forward];
     const size_t tiles = (size_t)attn__cuda_q_tiles(&a->p, e->bm);
-    RETURN_IF_DRIVER(run->driver, cuMemsetD32Async, ((attn_cu_pointer)(uintptr_t)a->turns, 0, tiles + 1, run->stream));
+    const size_t turns = (size_t)turns_of(e, &a->p) + 1;
+    RETURN_IF_DRIVER(run->driver, cuMemsetD32Async, ((attn_cu_pointer)(uintptr_t)a->turns, 0, turns, run->stream));
     if (!e->hopper || !(a->p.flags & ATTN_UNORDERED) || tiles == 0) return ATTN_OK;
     RETURN_IF_DRIVER(run->driver, cuMemsetD32Async,
                      ((attn_cu_pointer)(uintptr_t)a->part_o, 0, tiles * (size_t)e->bm * (size_t)e->dim, run->stream));

@@ -100,7 +100,7 @@ void attn__cuda_map(attn_cuda_run *run, const attn_plan *plan, const attn_buffer
     if (!e->hopper) return;
     view_all(plan, f, views);
     bool may_q = views[VIEW_Q].dtype == e->dtype, may_o = views[VIEW_O].dtype == e->dtype;
-    run->box = rows_of_box(e->bn, plan->problem.page_size);
+    run->box = rows_of_box(e->op == ATTN_BACKWARD ? e->bn / e->blocks : e->bn, plan->problem.page_size);
     bool may_kv = views[VIEW_K].dtype == e->dtype && run->box % 8 == 0; /* the swizzle repeats every 8 rows */
     const bool may_whole = e->op == ATTN_FORWARD && e->takes != ATTN_TAKES_PLAIN,
                whole_box = may_whole && run->box == e->bn;

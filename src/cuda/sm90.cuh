@@ -47,6 +47,26 @@ PTX bool bar_red_or(int barrier, int threads, bool x) {
     return any;
 }
 
+/* ---- clusters: blocks that run at the same time and reach each other's shared memory ---- */
+
+PTX uint32_t cluster_rank(void) {
+    uint32_t rank;
+    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+/* As __syncthreads for all threads of the cluster. */
+PTX void cluster_sync(void) { asm volatile("barrier.cluster.arrive.release; barrier.cluster.wait.acquire;" ::: "memory"); }
+/* The same address in the shared memory of block `rank`. */
+PTX uint32_t mapa(uint32_t at, uint32_t rank) {
+    uint32_t there;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(at), "r"(rank));
+    return there;
+}
+/* At a barrier of another block, as mapa gives it. */
+PTX void mbarrier_arrive_remote(uint32_t barrier) {
+    asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
 /* ---- tensor memory accelerator ---- */
 
 /* The box at these coordinates (column, row, block, head, batch) to shared memory; its bytes complete on the barrier. */
@@ -55,6 +75,20 @@ PTX void cp_async_bulk_tensor_5d_load(uint32_t to, const attn_tensor_map *map, u
     asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], "
                  "[%1, {%3,%4,%5,%6,%7}], [%2];" ::"r"(to),
                  "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w), "r"(v)
+                 : "memory");
+}
+/* The same to these addresses of every block of the cluster whose bit is set; each has its own barrier there. */
+PTX void cp_async_bulk_tensor_5d_load_multicast(uint32_t to, const attn_tensor_map *map, uint32_t barrier, int x, int y,
+                                                int z, int w, int v, uint16_t mask) {
+    asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
+                 "[%1, {%3,%4,%5,%6,%7}], [%2], %8;" ::"r"(to),
+                 "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w), "r"(v), "h"(mask)
+                 : "memory");
+}
+/* So many bytes of shared memory to that of another block, where they complete on its barrier; both as mapa gives them. */
+PTX void cp_async_bulk_to_block(uint32_t to, uint32_t from, uint32_t bytes, uint32_t barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+                 "r"(from), "r"(bytes), "r"(barrier)
                  : "memory");
 }
 /* The other way; parts of the box outside the tensor are not written. */

@@ -49,7 +49,8 @@ for kernel in $(sed -n 's/^BWD(\([a-z0-9_]*\),.*/\1/p' src/cuda/variants.def); d
     compile "$kernel.o" $fwd "-DVARIANT=$kernel" -c src/cuda/$source
 done
 for kernel in $(sed -n 's/^BWD90(\([a-z0-9_]*\),.*/\1/p' src/cuda/variants.def); do
-    compile "$kernel.o" $fwd "-DVARIANT=$kernel" -c src/cuda/bwd_sm90.cu
+    case $kernel in *_d192 | *_d256) source=bwd_sm90_wide.cu ;; *) source=bwd_sm90.cu ;; esac
+    compile "$kernel.o" $fwd "-DVARIANT=$kernel" -c src/cuda/$source
 done
 kernels=$objects
 compile hopper_test.o $fwd -DVARIANT=none -c tests/emulate/hopper_test.cu

@@ -55,12 +55,14 @@ static const struct {
     const char *name;
     void (*run)(const void *args);
     const void *is_there;
+    unsigned cluster; /* blocks */
 } kernels[] = {
-#define ROW(entry) {#entry, run_##entry, (const void *)(uintptr_t)entry},
+#define CLUSTERS(entry, blocks) {#entry, run_##entry, (const void *)(uintptr_t)entry, blocks},
+#define ROW(entry) CLUSTERS(entry, 1)
 #define FWD(entry, ...) ROW(entry)
 #define FWD90(entry, ...) ROW(entry)
 #define BWD(entry, ...) ROW(entry)
-#define BWD90(entry, ...) ROW(entry)
+#define BWD90(entry, type, dim, ...) CLUSTERS(entry, ATTN_BWD90_BLOCKS(dim))
 #define PIECE(entry, file) ROW(entry)
 #include "cuda/tune.def"
 #include "cuda/variants.def"
@@ -113,7 +115,8 @@ EXPORT int cuLaunchKernel(attn_cu_function function, unsigned grid_x, unsigned g
     (void)stream, (void)extra;
     if (block_y != 1 || block_z != 1 || !parameters) return 1; /* CUDA_ERROR_INVALID_VALUE */
     pthread_mutex_lock(&launching);
-    emulate_launch(kernels[(uintptr_t)function - 1].run, parameters[0], grid_x, grid_y, grid_z, block_x, shared_bytes);
+    emulate_launch(kernels[(uintptr_t)function - 1].run, parameters[0], grid_x, grid_y, grid_z, block_x, shared_bytes,
+                   kernels[(uintptr_t)function - 1].cluster);
     pthread_mutex_unlock(&launching);
     return 0;
 }

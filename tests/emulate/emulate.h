@@ -2,7 +2,7 @@
  * CUDA C on the CPU: threads, shared memory, the exchanges of a warp and, in ptx.h and sm90.h, the instructions of ptx.cuh,
  * sm90.cuh and wgmma.cuh: enough to run the kernels of src/cuda, unchanged, where there is no GPU. Force-included (-include)
  * before each .cu file, which g++ compiles as C++. A block's threads are fibers that are switched at barriers and exchanges
- * only, and blocks run one after the other; so shared memory can be static. What is checked besides the results:
+ * only, and blocks (or clusters of them) run one after the other; so shared memory can be static. What is checked besides the results:
  *
  *   - every lane comes to each exchange, and no threads wait for each other at different barriers (fibers.c);
  *   - an address in shared memory is aligned and within what the launch asked for, a cp.async reads from a multiple of 16, and
@@ -28,6 +28,7 @@
 #define __forceinline__ inline
 #define __grid_constant__
 #define __launch_bounds__(...)
+#define __cluster_dims__(...) /* driver.c knows */
 #define __noinline__ __attribute__((noinline))
 #define __align__(bytes) __attribute__((aligned(bytes)))
 #ifdef VARIANT /* a forward kernel: shared memory is dynamic, a global array of fibers.c */

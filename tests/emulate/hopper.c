@@ -30,13 +30,15 @@ typedef struct copy {
     int is_store, is_committed;
     unsigned thread;        /* store */
     int barrier;            /* load */
-    const emulate_map *map; /* NULL: a store of so many bytes without one */
+    const emulate_map *map; /* NULL: of so many bytes, without one */
     uint8_t *to;
     uint32_t bytes;
     int adds; /* floats */
     uint32_t shared;
+    unsigned rank; /* load of another block's shared memory, from there */
+    uint32_t from;
     int at[EMULATE_RANK];
-    uint8_t data[MOST_BYTES]; /* store: what it has read */
+    uint8_t data[MOST_BYTES]; /* store, or of another block: what it has read */
 } copy;
 
 /* Which load has filled a line of shared memory: so many phases of the barrier must be over. 0: none. */
@@ -47,23 +49,27 @@ typedef struct line {
 
 int emulate_tracks_writes;
 
-static mbarrier barriers[MOST_BARRIERS];
-static int barrier_count;
-static copy copies[MOST_COPIES];
-static int copy_count;
-static line lines[LINES];
-static unsigned waited[WARPS][MOST_BARRIERS]; /* phases that a lane of the warp has seen to be over */
-static unsigned fenced[WARPS][MOST_BARRIERS]; /* the same at its last fence: it may pass that on */
-static unsigned passed_on[MOST_BARRIERS]
-                         [MOST_BARRIERS]; /* by those that arrived at this mbarrier, to those that wait for it */
-static struct named {
-    int arrived, threads;
-    unsigned generation;
-    int votes[2]; /* was there a yes in this generation, and in the one before? by its parity */
-} named[NAMED];
-static uint32_t written[EMULATE_SHARED_BYTES / 4]; /* who wrote a word, and the thread's count of fences then; 0: fenced */
-static uint32_t fences[MOST_THREADS];
-static int registers[MOST_THREADS / 128];
+/* All that there is of a block. */
+static struct world {
+    mbarrier barriers[MOST_BARRIERS];
+    int barrier_count;
+    copy copies[MOST_COPIES];
+    int copy_count;
+    line lines[LINES];
+    unsigned waited[WARPS][MOST_BARRIERS]; /* phases that a lane of the warp has seen to be over */
+    unsigned fenced[WARPS][MOST_BARRIERS]; /* the same at its last fence: it may pass that on */
+    unsigned passed_on[MOST_BARRIERS]
+                      [MOST_BARRIERS]; /* by those that arrived at this mbarrier, to those that wait for it */
+    struct named {
+        int arrived, threads;
+        unsigned generation;
+        int votes[2]; /* was there a yes in this generation, and in the one before? by its parity */
+    } named[NAMED];
+    uint32_t written[EMULATE_SHARED_BYTES / 4]; /* who wrote a word, and the thread's count of fences then; 0: fenced */
+    uint32_t fences[MOST_THREADS];
+    int registers[MOST_THREADS / 128];
+    int is_used; /* there were barriers */
+} worlds[EMULATE_CLUSTER], *now = worlds;
 static unsigned block_threads;
 
 static uint8_t *shared_at(uint32_t at, uint32_t bytes) {
@@ -74,29 +80,29 @@ static uint8_t *shared_at(uint32_t at, uint32_t bytes) {
 
 /* ---- who wrote what ---- */
 
-static uint32_t mark_of(unsigned thread) { return (thread + 1) | fences[thread] << 11; }
+static uint32_t mark_of(unsigned thread) { return (thread + 1) | now->fences[thread] << 11; }
 
 void emulate_wrote(uint32_t to, uint32_t bytes) {
     uint32_t offset = to - EMULATE_SHARED_BASE;
-    for (uint32_t n = offset / 4; n < (offset + bytes + 3) / 4; n++) written[n] = mark_of(threadIdx.x);
-    lines[offset / EMULATE_LINE_BYTES].phases = 0;
+    for (uint32_t n = offset / 4; n < (offset + bytes + 3) / 4; n++) now->written[n] = mark_of(threadIdx.x);
+    now->lines[offset / EMULATE_LINE_BYTES].phases = 0;
 }
 
 void emulate_check_fenced(uint32_t at, const char *who) {
     uint32_t first = (at - EMULATE_SHARED_BASE) / EMULATE_LINE_BYTES * EMULATE_LINE_BYTES / 4;
     for (uint32_t n = first; n < first + EMULATE_LINE_BYTES / 4; n++) {
-        if (!written[n] || n * 4 >= emulate_shared_bytes) continue;
-        unsigned writer = (written[n] & 2047) - 1;
-        if (written[n] == mark_of(writer))
+        if (!now->written[n] || n * 4 >= emulate_shared_bytes) continue;
+        unsigned writer = (now->written[n] & 2047) - 1;
+        if (now->written[n] == mark_of(writer))
             emulate_fail("%s meets byte %u of shared memory, which thread %u wrote without fence_proxy_async after it", who,
                          n * 4, writer);
-        written[n] = 0; /* fenced since */
+        now->written[n] = 0; /* fenced since */
     }
 }
 
 void emulate_fence_proxy_async(void) {
-    fences[threadIdx.x]++;
-    memcpy(fenced[threadIdx.x / 32], waited[threadIdx.x / 32], sizeof fenced[0]);
+    now->fences[threadIdx.x]++;
+    memcpy(now->fenced[threadIdx.x / 32], now->waited[threadIdx.x / 32], sizeof now->fenced[0]);
 }
 
 static void take_over(unsigned *into, const unsigned *from) {
@@ -110,7 +116,7 @@ static int find_barrier(uint32_t at) {
     uint32_t word[2];
     if (at % 8) emulate_fail("an mbarrier at %u, which is no multiple of 8", at);
     memcpy(word, shared_at(at, 8), 8);
-    if (word[0] != COOKIE || word[1] >= (uint32_t)barrier_count || barriers[word[1]].at != at)
+    if (word[0] != COOKIE || word[1] >= (uint32_t)now->barrier_count || now->barriers[word[1]].at != at)
         emulate_fail("there is no mbarrier at byte %u of shared memory: never made, or overwritten",
                      at - EMULATE_SHARED_BASE);
     return (int)word[1];
@@ -121,19 +127,19 @@ void emulate_mbarrier_init(uint32_t at, int arrivals) {
     if (at % 8) emulate_fail("an mbarrier at %u, which is no multiple of 8", at);
     memcpy(word, shared_at(at, 8), 8);
     if (word[0] == COOKIE) emulate_fail("mbarrier_init of the mbarrier at byte %u again", at - EMULATE_SHARED_BASE);
-    if (barrier_count == MOST_BARRIERS) emulate_fail("more than %d mbarriers", MOST_BARRIERS);
+    if (now->barrier_count == MOST_BARRIERS) emulate_fail("more than %d mbarriers", MOST_BARRIERS);
     if (arrivals < 1 || arrivals > (1 << 20) - 1) emulate_fail("mbarrier_init: arrivals=%d", arrivals);
-    mbarrier *b = &barriers[barrier_count];
+    mbarrier *b = &now->barriers[now->barrier_count];
     *b = (mbarrier){.at = at, .arrivals = arrivals, .missing = arrivals, .thread = threadIdx.x};
     word[0] = COOKIE;
-    word[1] = (uint32_t)barrier_count++;
+    word[1] = (uint32_t)now->barrier_count++;
     memcpy(shared_at(at, 8), word, 8);
-    emulate_tracks_writes = 1;
+    emulate_tracks_writes = now->is_used = 1;
 }
 
 void emulate_fence_mbarrier_init(void) {
-    for (int n = 0; n < barrier_count; n++)
-        if (barriers[n].thread == threadIdx.x) barriers[n].is_fenced = 1;
+    for (int n = 0; n < now->barrier_count; n++)
+        if (now->barriers[n].thread == threadIdx.x) now->barriers[n].is_fenced = 1;
 }
 
 static int64_t bytes_of(const emulate_map *m) {
@@ -142,10 +148,12 @@ static int64_t bytes_of(const emulate_map *m) {
     return bytes;
 }
 
+static int64_t bytes_of_copy(const copy *c) { return c->map ? bytes_of(c->map) : c->bytes; }
+
 static int64_t bytes_under_way(int barrier) {
     int64_t bytes = 0;
-    for (int n = 0; n < copy_count; n++)
-        if (!copies[n].is_store && copies[n].barrier == barrier) bytes += bytes_of(copies[n].map);
+    for (int n = 0; n < now->copy_count; n++)
+        if (!now->copies[n].is_store && now->copies[n].barrier == barrier) bytes += bytes_of_copy(&now->copies[n]);
     return bytes;
 }
 
@@ -155,17 +163,44 @@ static void end_phase(mbarrier *b) {
     b->bytes = 0;
 }
 
-void emulate_mbarrier_arrive(uint32_t at, int arrivals, int bytes) {
+static void arrive(uint32_t at, int arrivals, int bytes) {
     int n = find_barrier(at);
-    mbarrier *b = &barriers[n];
+    mbarrier *b = &now->barriers[n];
     if (bytes < 0 || b->bytes + bytes >= 1 << 20) emulate_fail("mbarrier %d: %d bytes more are too many", n, bytes);
     if (b->missing < arrivals)
         emulate_fail("mbarrier %d (at byte %u): all %d arrivals of phase %u have come, and nobody has waited for its bytes",
                      n, at - EMULATE_SHARED_BASE, b->arrivals, b->phase);
     b->bytes += bytes;
     b->missing -= arrivals;
-    take_over(passed_on[n], fenced[threadIdx.x / 32]);
     if (b->missing == 0 && b->bytes == 0 && bytes_under_way(n) == 0) end_phase(b);
+}
+
+void emulate_mbarrier_arrive(uint32_t at, int arrivals, int bytes) {
+    take_over(now->passed_on[find_barrier(at)], now->fenced[threadIdx.x / 32]);
+    arrive(at, arrivals, bytes);
+    emulate_pause();
+}
+
+/* ---- addresses in the cluster: that in the block, and above it the block's number plus 1 ---- */
+
+enum { RANK_SHIFT = 24 };
+
+uint32_t emulate_mapa(uint32_t at, unsigned rank) {
+    shared_at(at, 1);
+    return at | (rank + 1) << RANK_SHIFT;
+}
+static unsigned rank_of(uint32_t at) {
+    if (!(at >> RANK_SHIFT)) emulate_fail("%u is no address in the cluster: want one of mapa", at);
+    return (at >> RANK_SHIFT) - 1;
+}
+static uint32_t within(uint32_t at) { return at & ((1u << RANK_SHIFT) - 1); }
+
+/* What those who wait there may read is not followed: it is what others have brought. */
+void emulate_mbarrier_arrive_remote(uint32_t at) {
+    const unsigned mine = emulate_rank;
+    emulate_enter(rank_of(at));
+    arrive(within(at), 1, 0);
+    emulate_enter(mine);
     emulate_pause();
 }
 
@@ -173,20 +208,20 @@ static void land(int barrier);
 
 static int is_phase_over(const emulate_wait *w) {
     int n = find_barrier(w->what);
-    mbarrier *b = &barriers[n];
+    mbarrier *b = &now->barriers[n];
     if ((b->phase & 1) == w->until && b->missing == 0 && b->bytes == bytes_under_way(n)) {
         land(n);
         end_phase(b);
     }
     if ((b->phase & 1) == w->until) return 0;
-    waited[threadIdx.x / 32][n] = b->phase;
-    take_over(waited[threadIdx.x / 32], passed_on[n]);
+    now->waited[threadIdx.x / 32][n] = b->phase;
+    take_over(now->waited[threadIdx.x / 32], now->passed_on[n]);
     return 1;
 }
 
 static void describe_phase(const emulate_wait *w, char *text, size_t bytes) {
     int n = find_barrier(w->what);
-    const mbarrier *b = &barriers[n];
+    const mbarrier *b = &now->barriers[n];
     snprintf(
         text, bytes,
         "wait for parity %u of mbarrier %d (at byte %u), which is in phase %u: %d of %d arrivals are missing, %lld bytes "
@@ -203,10 +238,10 @@ void emulate_mbarrier_wait(uint32_t at, uint32_t parity) {
 
 /* ---- named barriers ---- */
 
-static int is_named_over(const emulate_wait *w) { return named[w->what].generation != w->until; }
+static int is_named_over(const emulate_wait *w) { return now->named[w->what].generation != w->until; }
 
 static void describe_named(const emulate_wait *w, char *text, size_t bytes) {
-    const struct named *b = &named[w->what];
+    const struct named *b = &now->named[w->what];
     snprintf(text, bytes, "wait at barrier %u, to which %d of %d threads have come", w->what, b->arrived, b->threads);
 }
 
@@ -215,7 +250,7 @@ static struct named *come_to(int barrier, int threads, int vote) {
         emulate_fail("barrier %d: want 1 to %d; 0 is that of __syncthreads", barrier, NAMED - 1);
     if (threads < 32 || threads % 32 || (unsigned)threads > block_threads)
         emulate_fail("barrier %d of %d threads: want whole warps of the block", barrier, threads);
-    struct named *b = &named[barrier];
+    struct named *b = &now->named[barrier];
     if (b->arrived && b->threads != threads)
         emulate_fail("barrier %d of %d threads here, of %d elsewhere", barrier, threads, b->threads);
     b->threads = threads;
@@ -234,7 +269,7 @@ void emulate_bar_arrive(int barrier, int threads) {
 }
 
 int emulate_bar_sync(int barrier, int threads, int vote) {
-    unsigned generation = barrier >= 0 && barrier < NAMED ? named[barrier].generation : 0;
+    unsigned generation = barrier >= 0 && barrier < NAMED ? now->named[barrier].generation : 0;
     const struct named *b = come_to(barrier, threads, vote);
     emulate_wait_for((emulate_wait){is_named_over, describe_named, (uint32_t)barrier, generation});
     if (b->generation != generation + 1) emulate_fail("barrier %d was over twice before this thread had left it", barrier);
@@ -295,13 +330,13 @@ static uint8_t *line_of(const copy *c, uint32_t n, int *from, int *to) {
 
 static copy *new_copy(const emulate_map *map, uint32_t at_shared, const int at[EMULATE_RANK], const char *who) {
     int64_t bytes = bytes_of(map);
-    if (copy_count == MOST_COPIES) emulate_fail("more than %d copies under way", MOST_COPIES);
+    if (now->copy_count == MOST_COPIES) emulate_fail("more than %d copies under way", MOST_COPIES);
     if (bytes > MOST_BYTES) emulate_fail("a copy of %lld bytes: the emulation has no room for it", (long long)bytes);
     if (at_shared % EMULATE_LINE_BYTES)
         emulate_fail("%s: its address in shared memory, %u, is no multiple of 128", who, at_shared);
     shared_at(at_shared, (uint32_t)bytes);
     for (int64_t n = 0; n < bytes; n += EMULATE_LINE_BYTES) emulate_check_fenced(at_shared + (uint32_t)n, who);
-    copy *c = &copies[copy_count++];
+    copy *c = &now->copies[now->copy_count++];
     c->map = map;
     c->shared = at_shared;
     c->is_store = c->is_committed = 0;
@@ -316,24 +351,54 @@ static uint32_t swizzled_offset(const copy *c, uint32_t n, int x) {
     return emulate_swizzled(at) - c->shared;
 }
 
-void emulate_tensor_load(uint32_t to, const void *map, uint32_t barrier, const int at[EMULATE_RANK]) {
+static void begin_load(copy *c, uint32_t barrier) {
     int n = find_barrier(barrier);
-    if (!barriers[n].is_fenced) emulate_fail("mbarrier %d: no fence_mbarrier_init since it was made", n);
-    copy *c = new_copy(checked_map(map), to, at, "a load");
-    size_t bytes = (size_t)bytes_of(c->map);
+    if (!now->barriers[n].is_fenced) emulate_fail("mbarrier %d: no fence_mbarrier_init since it was made", n);
+    size_t bytes = (size_t)bytes_of_copy(c);
     c->barrier = n;
-    memset(shared_at(to, (uint32_t)bytes), 0xff, bytes);
+    memset(shared_at(c->shared, (uint32_t)bytes), 0xff, bytes);
     for (size_t k = 0; k < bytes / EMULATE_LINE_BYTES; k++)
-        lines[(to - EMULATE_SHARED_BASE) / EMULATE_LINE_BYTES + k] = (line){n, barriers[n].phase + 1};
+        now->lines[(c->shared - EMULATE_SHARED_BASE) / EMULATE_LINE_BYTES + k] = (line){n, now->barriers[n].phase + 1};
+}
+
+void emulate_tensor_load(uint32_t to, const void *map, uint32_t barrier, const int at[EMULATE_RANK]) {
+    begin_load(new_copy(checked_map(map), to, at, "a load"), barrier);
     emulate_pause();
 }
 
+void emulate_tensor_load_multicast(uint32_t to, const void *map, uint32_t barrier, const int at[EMULATE_RANK],
+                                   unsigned mask) {
+    const unsigned mine = emulate_rank;
+    for (unsigned rank = 0; mask >> rank; rank++) {
+        if (!(mask >> rank & 1)) continue;
+        emulate_enter(rank);
+        begin_load(new_copy(checked_map(map), to, at, "a load"), barrier);
+    }
+    emulate_enter(mine);
+    emulate_pause();
+}
+
+/* From another block, which must not have changed it since. */
+static void land_from_block(const copy *c, uint8_t *target) {
+    const unsigned mine = emulate_rank;
+    emulate_enter(c->rank);
+    if (memcmp(c->data, shared_at(c->from, c->bytes), c->bytes))
+        emulate_fail("shared memory from byte %u on was written while a copy to another block was reading it",
+                     c->from - EMULATE_SHARED_BASE);
+    emulate_enter(mine);
+    memcpy(target, c->data, c->bytes);
+}
+
 static void land_one(const copy *c) {
-    uint8_t *target = shared_at(c->shared, (uint32_t)bytes_of(c->map));
-    for (int64_t n = 0; n < bytes_of(c->map); n++)
+    uint8_t *target = shared_at(c->shared, (uint32_t)bytes_of_copy(c));
+    for (int64_t n = 0; n < bytes_of_copy(c); n++)
         if (target[n] != 0xff)
             emulate_fail("byte %u of shared memory was written under a load that was under way there",
                          (unsigned)(c->shared - EMULATE_SHARED_BASE + n));
+    if (!c->map) {
+        land_from_block(c, target);
+        return;
+    }
     memset(target, 0, (size_t)bytes_of(c->map));
     for (uint32_t n = 0; n < bytes_of(c->map) / EMULATE_LINE_BYTES; n++) {
         int from, to;
@@ -346,22 +411,22 @@ static void land_one(const copy *c) {
 /* The loads of the barrier's phase arrive. */
 static void land(int barrier) {
     int left = 0;
-    for (int n = 0; n < copy_count; n++) {
-        if (!copies[n].is_store && copies[n].barrier == barrier)
-            land_one(&copies[n]);
+    for (int n = 0; n < now->copy_count; n++) {
+        if (!now->copies[n].is_store && now->copies[n].barrier == barrier)
+            land_one(&now->copies[n]);
         else if (left++ != n)
-            copies[left - 1] = copies[n];
+            now->copies[left - 1] = now->copies[n];
     }
-    copy_count = left;
+    now->copy_count = left;
 }
 
 void emulate_check_waited(uint32_t at) {
-    const line *l = &lines[(at - EMULATE_SHARED_BASE) / EMULATE_LINE_BYTES];
-    if (l->phases && waited[threadIdx.x / 32][l->barrier] < l->phases)
+    const line *l = &now->lines[(at - EMULATE_SHARED_BASE) / EMULATE_LINE_BYTES];
+    if (l->phases && now->waited[threadIdx.x / 32][l->barrier] < l->phases)
         emulate_fail(
             "byte %u of shared memory is read, which a load fills, and this warp has not waited for phase %u of mbarrier "
             "%d (at byte %u)",
-            at - EMULATE_SHARED_BASE, l->phases - 1, l->barrier, barriers[l->barrier].at - EMULATE_SHARED_BASE);
+            at - EMULATE_SHARED_BASE, l->phases - 1, l->barrier, now->barriers[l->barrier].at - EMULATE_SHARED_BASE);
 }
 
 void emulate_tensor_store(const void *map, uint32_t from, const int at[EMULATE_RANK]) {
@@ -371,27 +436,51 @@ void emulate_tensor_store(const void *map, uint32_t from, const int at[EMULATE_R
     memcpy(c->data, shared_at(from, (uint32_t)bytes), bytes);
 }
 
-void emulate_bulk_store(void *to, uint32_t from, uint32_t bytes, int adds) {
-    if ((uintptr_t)to % 16 || from % 16 || bytes % 16)
-        emulate_fail("cp.async.bulk of %u bytes from %u to %p: want multiples of 16", bytes, from, to);
-    if (copy_count == MOST_COPIES) emulate_fail("more than %d copies under way", MOST_COPIES);
+/* Of so many bytes, without a map. */
+static copy *new_bytes(uint32_t at_shared, uint32_t bytes, const char *who) {
+    if (at_shared % 16 || bytes % 16)
+        emulate_fail("cp.async.bulk of %u bytes at %u: want multiples of 16", bytes, at_shared);
+    if (now->copy_count == MOST_COPIES) emulate_fail("more than %d copies under way", MOST_COPIES);
     if (bytes > MOST_BYTES) emulate_fail("a copy of %u bytes: the emulation has no room for it", bytes);
-    for (uint32_t n = 0; n < bytes; n += EMULATE_LINE_BYTES) emulate_check_fenced(from + n, "a store");
-    copy *c = &copies[copy_count++];
+    for (uint32_t n = 0; n < bytes; n += EMULATE_LINE_BYTES) emulate_check_fenced(at_shared + n, who);
+    copy *c = &now->copies[now->copy_count++];
     c->map = NULL;
-    c->to = to;
     c->bytes = bytes;
-    c->adds = adds;
-    c->shared = from;
-    c->is_store = 1;
-    c->is_committed = 0;
+    c->shared = at_shared;
+    c->is_store = c->is_committed = 0;
     c->thread = threadIdx.x;
+    return c;
+}
+
+void emulate_bulk_store(void *to, uint32_t from, uint32_t bytes, int adds) {
+    if ((uintptr_t)to % 16) emulate_fail("cp.async.bulk to %p: want a multiple of 16", to);
+    copy *c = new_bytes(from, bytes, "a store");
+    c->to = to;
+    c->adds = adds;
+    c->is_store = 1;
     memcpy(c->data, shared_at(from, bytes), bytes);
 }
 
+void emulate_bulk_to_block(uint32_t to, uint32_t from, uint32_t bytes, uint32_t barrier) {
+    static uint8_t data[MOST_BYTES];
+    const unsigned mine = emulate_rank;
+    if (rank_of(to) != rank_of(barrier)) emulate_fail("a copy to one block, and its mbarrier in another");
+    if (from % 16 || bytes > MOST_BYTES) emulate_fail("cp.async.bulk of %u bytes from %u", bytes, from);
+    for (uint32_t n = 0; n < bytes; n += EMULATE_LINE_BYTES) emulate_check_fenced(from + n, "a copy to another block");
+    memcpy(data, shared_at(from, bytes), bytes);
+    emulate_enter(rank_of(to));
+    copy *c = new_bytes(within(to), bytes, "a copy from another block");
+    c->rank = mine;
+    c->from = from;
+    memcpy(c->data, data, bytes);
+    begin_load(c, within(barrier));
+    emulate_enter(mine);
+    emulate_pause();
+}
+
 void emulate_bulk_commit(void) {
-    for (int n = 0; n < copy_count; n++)
-        if (copies[n].is_store && copies[n].thread == threadIdx.x) copies[n].is_committed = 1;
+    for (int n = 0; n < now->copy_count; n++)
+        if (now->copies[n].is_store && now->copies[n].thread == threadIdx.x) now->copies[n].is_committed = 1;
 }
 
 /* A store without a map. */
@@ -426,19 +515,19 @@ static void finish_store(const copy *c) {
 void emulate_bulk_wait(int only_read) {
     int left = 0;
     (void)only_read;
-    for (int n = 0; n < copy_count; n++) {
-        if (copies[n].is_store && copies[n].is_committed && copies[n].thread == threadIdx.x)
-            finish_store(&copies[n]);
+    for (int n = 0; n < now->copy_count; n++) {
+        if (now->copies[n].is_store && now->copies[n].is_committed && now->copies[n].thread == threadIdx.x)
+            finish_store(&now->copies[n]);
         else if (left++ != n)
-            copies[left - 1] = copies[n];
+            now->copies[left - 1] = now->copies[n];
     }
-    copy_count = left;
+    now->copy_count = left;
 }
 
 /* ---- registers ---- */
 
 void emulate_setmaxnreg(int count, int grows) {
-    int own = REGISTERS / (int)block_threads / 8 * 8, *mine = &registers[threadIdx.x / 128];
+    int own = REGISTERS / (int)block_threads / 8 * 8, *mine = &now->registers[threadIdx.x / 128];
     if (count < 24 || count > 256 || count % 8)
         emulate_fail("setmaxnreg of %d: want a multiple of 8 from 24 to 256", count);
     if (*mine && *mine != count) emulate_fail("setmaxnreg of %d, after %d in the same warpgroup", count, *mine);
@@ -450,33 +539,39 @@ void emulate_setmaxnreg(int count, int grows) {
 static void check_registers(void) {
     int own = REGISTERS / (int)block_threads / 8 * 8, groups = (int)block_threads / 128, sum = 0;
     if (block_threads % 128) return;
-    for (int n = 0; n < groups; n++) sum += registers[n] ? registers[n] : own;
+    for (int n = 0; n < groups; n++) sum += now->registers[n] ? now->registers[n] : own;
     if (sum > groups * own)
         emulate_fail("setmaxnreg: %d registers for one thread of each warpgroup, there are %d", sum, groups * own);
 }
 
 /* ---- a block ---- */
 
+void emulate_hopper_enter(unsigned rank) {
+    now = &worlds[rank];
+    emulate_products_enter(rank);
+}
+
 void emulate_hopper_begin(unsigned threads) {
-    if (emulate_tracks_writes) { /* the block before had barriers; what it left must not be found */
-        memset(lines, 0, sizeof lines);
-        memset(waited, 0, sizeof waited);
-        memset(fenced, 0, sizeof fenced);
-        memset(passed_on, 0, sizeof passed_on);
-        memset(written, 0, sizeof written);
-        memset(fences, 0, sizeof fences);
+    if (now->is_used) { /* the block before had barriers; what it left must not be found */
+        memset(now->lines, 0, sizeof now->lines);
+        memset(now->waited, 0, sizeof now->waited);
+        memset(now->fenced, 0, sizeof now->fenced);
+        memset(now->passed_on, 0, sizeof now->passed_on);
+        memset(now->written, 0, sizeof now->written);
+        memset(now->fences, 0, sizeof now->fences);
     }
-    memset(named, 0, sizeof named);
-    memset(registers, 0, sizeof registers);
-    emulate_tracks_writes = barrier_count = copy_count = 0;
+    memset(now->named, 0, sizeof now->named);
+    memset(now->registers, 0, sizeof now->registers);
+    if (now == worlds) emulate_tracks_writes = 0;
+    now->is_used = now->barrier_count = now->copy_count = 0;
     block_threads = threads;
     emulate_products_begin();
 }
 
 void emulate_hopper_end(void) {
-    if (copy_count)
+    if (now->copy_count)
         emulate_fail("the block ends with a %s under way that nobody has waited for",
-                     copies[0].is_store ? "store" : "load");
+                     now->copies[0].is_store ? "store" : "load");
     check_registers();
     emulate_products_end(block_threads);
 }

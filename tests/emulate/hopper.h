@@ -37,6 +37,8 @@ int emulate_map_encode(void *map, int type, uint32_t rank, void *base, const uin
 /* Around each block, by fibers.c. */
 void emulate_hopper_begin(unsigned threads);
 void emulate_hopper_end(void);
+/* What follows is of this block of the cluster. */
+void emulate_hopper_enter(unsigned rank);
 
 /* Addresses are those of cvta_shared. */
 void emulate_mbarrier_init(uint32_t barrier, int arrivals);
@@ -48,6 +50,12 @@ int emulate_bar_sync(int barrier, int threads, int vote); /* did any thread vote
 void emulate_tensor_load(uint32_t to, const void *map, uint32_t barrier, const int at[EMULATE_RANK]);
 void emulate_tensor_store(const void *map, uint32_t from, const int at[EMULATE_RANK]);
 void emulate_bulk_store(void *to, uint32_t from, uint32_t bytes, int adds); /* adds: floats to those that are there */
+/* A load into several blocks of the cluster, a bit for each; an address of another block's shared memory; and what goes there. */
+void emulate_tensor_load_multicast(uint32_t to, const void *map, uint32_t barrier, const int at[EMULATE_RANK],
+                                   unsigned mask);
+uint32_t emulate_mapa(uint32_t at, unsigned rank);
+void emulate_mbarrier_arrive_remote(uint32_t barrier);
+void emulate_bulk_to_block(uint32_t to, uint32_t from, uint32_t bytes, uint32_t barrier);
 void emulate_bulk_commit(void);
 void emulate_bulk_wait(int only_read);
 void emulate_fence_proxy_async(void);
@@ -76,6 +84,7 @@ void emulate_wgmma(emulate_product p);
 void emulate_wgmma_fence(void);
 void emulate_wgmma_commit(void);
 void emulate_wgmma_wait(int left);
+void emulate_products_enter(unsigned rank);
 void emulate_products_begin(void);
 void emulate_products_end(unsigned threads);
 

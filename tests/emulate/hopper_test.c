@@ -82,7 +82,7 @@ static void test_one_copy(int number, int rows, int blocks, const int from[5], c
     memcpy(x.at_out, to, sizeof x.at_out);
     x.rows = rows * blocks;
     x.raw = raw;
-    emulate_launch(run_test_copy, &x, 1, 1, 1, 128, SHARED);
+    emulate_launch(run_test_copy, &x, 1, 1, 1, 128, SHARED, 1);
     int same_raw = 1, same_out = 1;
     static uint16_t want[TENSOR];
     for (int n = 0; n < TENSOR; n++) want[n] = 0x5555;
@@ -142,7 +142,7 @@ static void test_phases(void) {
     }
     judge(encode(x.in, in, dims, strides, TEST_ROWS, 1) == 0, "map", 0);
     x.d = sums;
-    emulate_launch(run_test_ring, &x, 1, 1, 1, 160, SHARED);
+    emulate_launch(run_test_ring, &x, 1, 1, 1, 160, SHARED, 1);
     judge(memcmp(sums, want, sizeof want) == 0, "loads through a ring of buffers", 0);
 }
 
@@ -163,7 +163,7 @@ static void test_one_product(int columns, int is_bf16, int from_registers) {
     x.columns = columns;
     x.is_bf16 = is_bf16;
     x.from_registers = from_registers;
-    emulate_launch(run_test_product, &x, 1, 1, 1, 128, SHARED);
+    emulate_launch(run_test_product, &x, 1, 1, 1, 128, SHARED, 1);
     int close = 1;
     for (int i = 0; i < 64; i++)
         for (int j = 0; j < columns; j++) {
@@ -212,7 +212,7 @@ static int run_and_listen(const test_args *x, char *said, size_t bytes) {
     pid_t child = fork();
     if (child == 0) {
         dup2(ends[1], 2);
-        emulate_launch(relays ? run_test_relay : run_test_fault, x, 1, 1, 1, relays ? 160 : 128, SHARED);
+        emulate_launch(relays ? run_test_relay : run_test_fault, x, 1, 1, 1, relays ? 160 : 128, SHARED, 1);
         _exit(0);
     }
     close(ends[1]);
@@ -267,11 +267,11 @@ static void test_faults(void) {
         if (!ok) printf("  it %s, and said: %s\n", ended ? "failed" : "did not fail", said);
     }
     x->fault = FAULT_NONE;
-    emulate_launch(run_test_fault, x, 1, 1, 1, 128, SHARED);
+    emulate_launch(run_test_fault, x, 1, 1, 1, 128, SHARED, 1);
     int finite = 1, nan = 1;
     for (int n = 0; n < 128; n++) finite &= isfinite(x->d[n]) != 0;
     x->fault = FAULT_EARLY_READ;
-    emulate_launch(run_test_fault, x, 1, 1, 1, 128, SHARED);
+    emulate_launch(run_test_fault, x, 1, 1, 1, 128, SHARED, 1);
     for (int n = 0; n < 128; n++) nan &= isnan(x->d[n]) != 0;
     judge(finite, "nothing is wrong with the kernel of the faults but its faults", 0);
     judge(nan, "accumulators that are read early are NaN", 0);
@@ -284,7 +284,7 @@ static void test_relays(void) {
     int close = 1;
     x->fault = FAULT_NONE;
     memset(x->d, 0xff, 128 * sizeof *x->d);
-    emulate_launch(run_test_relay, x, 1, 1, 1, 160, SHARED);
+    emulate_launch(run_test_relay, x, 1, 1, 1, 160, SHARED, 1);
     for (int thread = 0; thread < 128; thread++) {
         int row = thread / 32 * 16 + thread % 32 / 4, column = 64 + thread % 4 * 2;
         double want = 0;

@@ -55,7 +55,7 @@ typedef struct warpgroup {
     unsigned waits;    /* that are over */
 } warpgroup;
 
-static warpgroup warpgroups[WARPGROUPS];
+static warpgroup all_warpgroups[EMULATE_CLUSTER][WARPGROUPS], *warpgroups = all_warpgroups[0];
 
 static warpgroup *my_group(void) { return &warpgroups[threadIdx.x / LANES]; }
 static unsigned my_lane(void) { return threadIdx.x % LANES; }
@@ -315,6 +315,8 @@ void emulate_wgmma_wait(int left) {
 }
 
 /* ---- a block ---- */
+
+void emulate_products_enter(unsigned rank) { warpgroups = all_warpgroups[rank]; }
 
 void emulate_products_begin(void) {
     for (int n = 0; n < WARPGROUPS; n++) {

@@ -23,6 +23,21 @@ PTX void bar_sync(int barrier, int threads) { emulate_bar_sync(barrier, threads,
 PTX void bar_arrive(int barrier, int threads) { emulate_bar_arrive(barrier, threads); }
 PTX bool bar_red_or(int barrier, int threads, bool x) { return emulate_bar_sync(barrier, threads, x); }
 
+/* ---- clusters ---- */
+
+PTX uint32_t cluster_rank(void) { return emulate_rank; }
+PTX void cluster_sync(void) { emulate_cluster_barrier(); }
+PTX uint32_t mapa(uint32_t at, uint32_t rank) { return emulate_mapa(at, rank); }
+PTX void mbarrier_arrive_remote(uint32_t barrier) { emulate_mbarrier_arrive_remote(barrier); }
+PTX void cp_async_bulk_tensor_5d_load_multicast(uint32_t to, const void *map, uint32_t barrier, int x, int y, int z, int w,
+                                                int v, uint16_t mask) {
+    const int at[EMULATE_RANK] = {x, y, z, w, v};
+    emulate_tensor_load_multicast(to, map, barrier, at, mask);
+}
+PTX void cp_async_bulk_to_block(uint32_t to, uint32_t from, uint32_t bytes, uint32_t barrier) {
+    emulate_bulk_to_block(to, from, bytes, barrier);
+}
+
 /* ---- tensor memory accelerator: a map is attn_tensor_map to the kernel ---- */
 
 PTX void cp_async_bulk_tensor_5d_load(uint32_t to, const void *map, uint32_t barrier, int x, int y, int z, int w, int v) {

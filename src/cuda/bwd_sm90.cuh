@@ -1,0 +1,421 @@
+/*
+ * What Hopper's two backward kernels share, bwd_sm90.cu and bwd_sm90_wide.cu: which keys a block has and which tiles of rows it walks
+ * over, what is not finite, and how d_q of a tile is added to memory, in turns. The including file has said before what these are:
+ *
+ *   BF16, DIM, BM, BN      dtype; dims, rows of a tile, keys
+ *   PAIR                   blocks that have these keys together, and a share of d_q each; 1 or 2
+ *   CHUNKS, ROUND          how many buffers d_q of a tile fills one after the other, and which number of them an adder walks round
+ */
+#ifndef ATTN_BWD_SM90_CUH
+#define ATTN_BWD_SM90_CUH
+
+#include "device.cuh"
+#include "wgmma.cuh"
+
+enum {
+    NT = BM / 8,  /* 8-column tiles of S and D, whose columns are rows */
+    DT = DIM / 8, /* of d_k and d_v */
+    STEPS = BM / 16,
+    WORDS = NT / 8, /* of 32 bits, one for each of a thread's elements */
+    ROW = 128,      /* bytes of a row of a block of 64 columns */
+    BLOCKS = DIM / ATTN_MAP_COLS,
+    KEYS = BN / PAIR, /* of a block */
+    KV_BYTES = KEYS * BLOCKS * ROW,
+    Q_BYTES = BM * BLOCKS * ROW,
+    D_S_BYTES = KEYS * BM * 2,
+    SHARE = BM * DIM / PAIR,         /* numbers of d_q of a tile that a block makes */
+    CHUNK_BYTES = SHARE * 4 / CHUNKS /* of these */
+};
+
+/* A vote says nothing new, but tells ptxas that all lanes agree: what follows from it is in the registers that a warp has once. */
+DEVICE bool says(bool x) { return __any_sync(~0u, x); }
+
+DEVICE uint32_t pack(float low, float high) { return BF16 ? cvt_rn_bf16x2(low, high) : cvt_rn_f16x2(low, high); }
+
+#include "product.cuh"
+
+/* ---- where a block works ---- */
+
+typedef struct place {
+    attn_seq s;
+    attn_mask mask;
+    int32_t kv_head;
+    int32_t own, count;     /* the first key, and how many there are */
+    int32_t first, last;    /* tiles of rows that may see them */
+    int32_t h, h_end;       /* query heads */
+    bool tail;              /* rows past the last one are in memory, and may hold anything */
+    bool masks;             /* may a pair be masked but by the end of the sequence? */
+    attn_flash_range range; /* FlashMask's, of the keys */
+} place;
+
+/* ---- shared memory: tiles in blocks of 64 columns ---- */
+
+/* Which of several buffers is at hand, and the parity of its `full` barrier: it changes at every round. */
+typedef struct ring {
+    uint32_t at, parity;
+} ring;
+DEVICE void turn_ring(ring &r, uint32_t size) {
+    if (++r.at == size) {
+        r.at = 0;
+        r.parity ^= 1;
+    }
+}
+
+/* Address of a 16-byte piece of a tile of so many rows, as the accelerator writes it. */
+DEVICE uint32_t piece_at(uint32_t tile, int rows, int row, int chunk) {
+    return tile + chunk / 8 * rows * ROW + row * ROW + (((chunk & 7) ^ (row & 7)) << 4);
+}
+
+/* Of FlashMask, over the keys of a block from j0 on; it has some. */
+DEVICE attn_flash_range range_over(const attn_cuda_args &a, const place &at, int32_t j0) {
+    attn_flash_range all = *flash_range(a, at.s.b, at.kv_head, j0 / ATTN_ANY_COLS);
+    for (int32_t j = j0 + ATTN_ANY_COLS; j < attn__min32(j0 + BN, at.s.sk); j += ATTN_ANY_COLS) {
+        const attn_flash_range *one = flash_range(a, at.s.b, at.kv_head, j / ATTN_ANY_COLS);
+        for (int v = 0; v < 4; v++) {
+            all.min[v] = attn__min32(all.min[v], one->min[v]);
+            all.max[v] = attn__max32(all.max[v], one->max[v]);
+        }
+    }
+    return all;
+}
+
+/* As find_place of bwd.cuh: `group` heads at a time; among them the first keys, which see the most under a causal mask, come first. */
+DEVICE bool find_place(const attn_cuda_args &a, place &at) {
+    const int64_t first = (blockIdx.y + (int64_t)blockIdx.z * gridDim.y) * a.group;
+    const int64_t left = (int64_t)a.p.batch * a.p.heads_kv - first;
+    if (left <= 0) return false;
+    const uint32_t size = left < a.group ? (uint32_t)left : (uint32_t)a.group;
+    const uint32_t block = blockIdx.x / PAIR;
+    const int32_t slot = (int32_t)(block / size), head = (int32_t)(first + block % size);
+    const int32_t group = a.p.heads_q / a.p.heads_kv;
+    if (slot >= a.slots) return false;
+    at.s = sequence(a, head / a.p.heads_kv);
+    at.kv_head = head % a.p.heads_kv;
+    at.h = at.kv_head * group;
+    at.h_end = at.h + group;
+    at.own = slot * BN;
+    at.count = attn__min32(BN, at.s.sk - at.own);
+    if (at.count <= 0) return false;
+    at.mask = attn__seq_mask(&a.p, &at.s);
+    int32_t from, to;
+    attn__mask_cols(&at.mask, at.own, at.own + at.count, &from, &to);
+    at.first = from / BM;
+    at.last = to > from ? (to - 1) / BM : -1;
+    at.masks = (a.p.flags & (ATTN_CAUSAL | ATTN_WINDOW)) || a.ranges;
+    if (a.ranges) at.range = range_over(a, at, at.own);
+    at.tail = a.p.flags & ATTN_VARLEN_Q ? at.s.q_row + at.s.sq < a.p.total_q : at.s.sq < a.p.max_q;
+    return true;
+}
+
+/* What tile n of rows and the keys [j0, j1) of the block are to each other: ATTN_TILE_... */
+DEVICE int class_of(const attn_cuda_args &a, const place &at, int32_t n, int32_t j0, int32_t j1) {
+    return attn__mask_tile(&at.mask, n * BM, attn__min32(n * BM + BM, at.s.sq), j0, j1, a.ranges ? &at.range : NULL);
+}
+DEVICE bool hides(const attn_cuda_args &a, const place &at, int32_t n, int32_t j0, int32_t j1) {
+    return class_of(a, at, n, j0, j1) != ATTN_TILE_FULL;
+}
+/* Has the tender to look through the tile? Keys past the end get no gradient that could be spoilt. */
+DEVICE bool is_tended(const attn_cuda_args &a, const place &at, int32_t n) {
+    return (at.masks && hides(a, at, n, at.own, at.own + at.count)) || (at.tail && n * BM + BM > at.s.sq);
+}
+
+/* Where the walk over tiles of rows is. All warps walk alike, and FlashMask skips some. */
+typedef struct walk {
+    int32_t h, n;
+} walk;
+DEVICE walk find_tile(const attn_cuda_args &a, const place &at, walk w) {
+    for (; w.h < at.h_end; w.n--) {
+        if (w.n < at.first) {
+            w.n = at.last;
+            w.h++;
+            if (w.h == at.h_end) break;
+        }
+        if (!a.ranges || class_of(a, at, w.n, at.own, at.own + BN) != ATTN_TILE_SKIP) break;
+    }
+    return w;
+}
+DEVICE walk first_tile(const attn_cuda_args &a, const place &at) {
+    return find_tile(a, at, {at.last < at.first ? at.h_end : at.h, at.last});
+}
+DEVICE walk next_tile(const attn_cuda_args &a, const place &at, walk w) {
+    w.n--;
+    return find_tile(a, at, w);
+}
+
+/* ---- the loader ---- */
+
+DEVICE void fetch(const attn_tensor_map *map, uint32_t to, uint32_t full, int rows, int32_t row, int32_t head,
+                  int32_t batch) {
+#pragma unroll
+    for (int c = 0; c < BLOCKS; c++)
+        cp_async_bulk_tensor_5d_load(to + c * rows * ROW, map, full, c * ATTN_MAP_COLS, row, 0, head, batch);
+}
+
+/* ---- the tender ---- */
+
+/* lse and delta of a tile's rows, a lane to every 32nd, as bwd_delta has left them. */
+enum { EACH = BM / 32 };
+typedef struct stats {
+    alignas(8) float lse;
+    float delta;
+} stats;
+DEVICE void load_stats(const attn_cuda_args &a, const place &at, const walk &w, stats x[EACH]) {
+    const int32_t i = w.n * BM + (int32_t)(threadIdx.x & 31);
+    const stats *from = (const stats *)a.row_stats + attn__lse_index(&a.p, &at.s, i, w.h);
+#pragma unroll
+    for (int n = 0; n < EACH; n++) x[n] = i + n * 32 < at.s.sq ? from[n * 32] : stats{-INFINITY, 0};
+}
+
+/* ---- what is not finite ---- */
+
+/* In one word of a tile: bit 0 for its low half, bit 1 for its high half. */
+DEVICE int nonfinite_word(uint32_t x) {
+    const uint32_t ones = BF16 ? 0x7f80 : 0x7c00;
+    return ((x & ones) == ones) | ((x >> 16 & ones) == ones) << 1;
+}
+DEVICE uint32_t most_of(uint32_t most, const uint4 &x) {
+    most = __vmaxu2(__vmaxu2(most, x.x & 0x7fff7fff), x.y & 0x7fff7fff);
+    return __vmaxu2(__vmaxu2(most, x.z & 0x7fff7fff), x.w & 0x7fff7fff);
+}
+
+/* Pieces [from, to) of a row: is there anything that is not finite? */
+DEVICE bool holds_nonfinite(uint32_t tile, int rows, int row, int from, int to) {
+    uint32_t most = 0;
+#pragma unroll 4
+    for (int c = from; c < to; c++) most = most_of(most, ld_shared_v4(piece_at(tile, rows, row, c)));
+    return nonfinite_word(most) != 0;
+}
+DEVICE void clear_row(uint32_t tile, int rows, int row, int from, int to) {
+#pragma unroll 1
+    for (int c = from; c < to; c++) st_shared_v4(piece_at(tile, rows, row, c), make_uint4(0, 0, 0, 0));
+}
+/* Only what is not finite. */
+DEVICE void clear_nonfinite(uint32_t tile, int rows, int row) {
+#pragma unroll 1
+    for (int n = 0; n < DIM / 2; n++) {
+        const uint32_t from = piece_at(tile, rows, row, n / 4) + n % 4 * 4, word = ld_shared_b32(from);
+        const int which = nonfinite_word(word);
+        if (which) st_shared_b32(from, word & ((which & 1 ? 0 : 0xffffu) | (which & 2 ? 0 : 0xffff0000u)));
+    }
+}
+
+/* A row of a tile with a mask; `empty`: it has no keys, or is none. The last three: where its lse and delta are, and the note of bad ones. */
+DEVICE void tend_row(uint32_t q, uint32_t o, int row, bool empty, uint32_t lse, uint32_t delta, uint32_t bad) {
+    if (empty || holds_nonfinite(q, BM, row, 0, DIM / 8)) {
+        clear_row(q, BM, row, 0, DIM / 8);
+        if (!empty) st_shared_b32(lse, __float_as_uint(NAN));
+    }
+    if (empty) {
+        clear_row(o, BM, row, 0, DIM / 8);
+    } else if (holds_nonfinite(o, BM, row, 0, DIM / 8)) {
+        clear_nonfinite(o, BM, row);
+        st_shared_b32(delta, __float_as_uint(NAN));
+        st_shared_b32(bad, 1);
+    }
+}
+
+/* ---- the adders: a warp each ---- */
+
+/* Tiles of rows are counted over all sequences and heads, as in bwd_one.cu. bwd_cast goes by the same. */
+DEVICE int64_t tile_index(const attn_cuda_args &a, const place &at, const walk &w) {
+    const int64_t first =
+        a.p.flags & ATTN_VARLEN_Q ? at.s.q_row / BM + at.s.b : (int64_t)at.s.b * ((a.p.max_q + BM - 1) / BM);
+    return (first + w.n) * a.p.heads_q + w.h;
+}
+
+/* FlashMask: do the rows of tile n see any key of key tile m? */
+DEVICE bool meets(const attn_cuda_args &a, const place &at, int32_t n, int32_t m) {
+    if (m * BN >= at.s.sk) return false;
+    const attn_flash_range range = range_over(a, at, m * BN);
+    return attn__mask_tile(&at.mask, n * BM, attn__min32(n * BM + BM, at.s.sq), m * BN, m * BN + BN, &range) !=
+           ATTN_TILE_SKIP;
+}
+
+/* Who adds to the d_q of a tile of rows before and after this block: key tiles; -1: nobody. With FlashMask a warp looks at 32 at a time. */
+typedef struct turn {
+    int32_t before, after;
+} turn;
+DEVICE turn find_turn(const attn_cuda_args &a, const place &at, int32_t n) {
+    int32_t from, to;
+    attn__mask_rows(&at.mask, n * BM, attn__min32(n * BM + BM, at.s.sq), &from, &to);
+    const int32_t m = at.own / BN, first = from / BN, last = (to - 1) / BN, lane = threadIdx.x & 31;
+    if (!a.ranges) return {m > first ? m - 1 : -1, m < last ? m + 1 : -1};
+    turn t = {-1, -1};
+    for (int32_t x = m - 1; x >= first && t.before < 0; x -= 32) {
+        const uint32_t found = __ballot_sync(~0u, x - lane >= first && meets(a, at, n, x - lane));
+        if (found) t.before = x - (__ffs((int)found) - 1);
+    }
+    for (int32_t x = m + 1; x <= last && t.after < 0; x += 32) {
+        const uint32_t found = __ballot_sync(~0u, x + lane <= last && meets(a, at, n, x + lane));
+        if (found) t.after = x + __ffs((int)found) - 1;
+    }
+    return t;
+}
+
+/*
+ * What an adder takes d_q from: ROUND buffers in shared memory, one after the other, and of each the two barriers. It has to see every phase
+ * of its `full` ones, so that adders share none of them.
+ */
+typedef struct d_q_ring {
+    uint32_t at, full, empty;
+    uint32_t share; /* number of the block in its pair */
+} d_q_ring;
+
+/* d_q of a tile, from shared memory to what the block before has left, and the turn to the one after. One thread. */
+DEVICE void add_tile(const attn_cuda_args &a, const d_q_ring &d, const place &at, ring &r, int64_t index, const turn &t,
+                     bool ordered) {
+    float *const to = (float *)a.part_o + (index * PAIR + d.share) * SHARE;
+    uint32_t *const mine = a.turns + index * PAIR + d.share;
+    if (ordered && t.before >= 0) wait_acquire_gpu(mine, (uint32_t)t.before + 1);
+#pragma unroll 1
+    for (int c = 0; c < CHUNKS; c++) {
+        const uint32_t from = d.at + r.at * CHUNK_BYTES;
+        mbarrier_wait_parity(d.full + 8 * r.at, r.parity);
+        fence_proxy_async_global();
+        if (t.before >= 0 || (!ordered && t.after >= 0))
+            cp_reduce_async_bulk_add_f32(to + c * (CHUNK_BYTES / 4), from, CHUNK_BYTES);
+        else
+            cp_async_bulk_store(to + c * (CHUNK_BYTES / 4), from, CHUNK_BYTES);
+        cp_async_bulk_commit_group();
+        cp_async_bulk_wait_group_read();
+        mbarrier_arrive(d.empty + 8 * r.at);
+        turn_ring(r, ROUND);
+    }
+    if (!ordered || t.after < 0) return;
+    cp_async_bulk_wait_group();
+    fence_proxy_async_global();
+    st_release_gpu(mine, (uint32_t)(at.own / BN) + 1);
+}
+
+/* Number 0 or 1 of two, which take every other tile. */
+DEVICE void add(const attn_cuda_args &a, const d_q_ring &d, const place &at, int number) {
+    const bool nonsense = *a.overlap; /* lengths that make no sense: nobody waits for ever, and each stores what it has */
+    const bool ordered = nonsense || !(a.p.flags & ATTN_UNORDERED), alone = (threadIdx.x & 31) == 0;
+    ring r = {};
+    int mine = 0;
+    for (walk w = first_tile(a, at); says(w.h < at.h_end); w = next_tile(a, at, w), mine ^= 1) {
+        if (says(mine != number)) continue;
+        const turn t = nonsense ? turn{-1, -1} : find_turn(a, at, w.n);
+        if (alone) add_tile(a, d, at, r, tile_index(a, at, w), t, ordered);
+        __syncwarp();
+    }
+    if (alone) cp_async_bulk_wait_group();
+}
+/* The same where nobody wants d_q. One thread. */
+DEVICE void drop(const attn_cuda_args &a, const d_q_ring &d, const place &at, int number) {
+    ring r = {};
+    int mine = 0;
+    for (walk w = first_tile(a, at); w.h < at.h_end; w = next_tile(a, at, w), mine ^= 1)
+#pragma unroll 1
+        for (int c = 0; c < CHUNKS && mine == number; c++) {
+            mbarrier_wait_parity(d.full + 8 * r.at, r.parity);
+            mbarrier_arrive(d.empty + 8 * r.at);
+            turn_ring(r, ROUND);
+        }
+}
+
+/* ---- the consumers ---- */
+
+/*
+ * A bit for each element: element e of 8-column tile nt is bit 4 (nt % 8) + e of word nt / 8. These are the columns below x of the first
+ * key's, 8 nt and 8 nt + 1 of the thread's; the second key has theirs two bits further on.
+ */
+DEVICE uint32_t bits_below(int32_t x) {
+    const uint32_t at = (uint32_t)attn__min32(attn__max32(x, 0), 64);
+    const uint32_t even = (uint32_t)((UINT64_C(1) << ((at + 7) / 8 * 4)) - 1) & 0x11111111;
+    const uint32_t odd = (uint32_t)((UINT64_C(1) << ((at + 6) / 8 * 4)) - 1) & 0x22222222;
+    return even | odd;
+}
+/* Rows [from, to), of those from `row` on; any numbers. */
+DEVICE uint32_t bits_between(int32_t from, int32_t to, int32_t row) {
+    return bits_below(attn__max32(to, 0) - row) & ~bits_below(attn__max32(from, 0) - row);
+}
+
+/* Which pairs of the thread's two keys (my_key: the first one in the block) and the rows of tile n are seen. */
+DEVICE void find_seen(const attn_cuda_args &a, const place &at, int32_t my_key, int32_t n, uint32_t seen[WORDS]) {
+    const int32_t row = n * BM + (int32_t)(threadIdx.x & 3) * 2;
+#pragma unroll
+    for (int w = 0; w < WORDS; w++) seen[w] = 0;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const int32_t key = at.own + my_key + half * 8;
+        if (key >= at.own + at.count) continue;
+        int32_t first, end;
+        attn__mask_cols(&at.mask, key, key + 1, &first, &end);
+        attn_flash flash = {};
+        if (a.ranges) flash = attn__flash_load(&at.mask, attn__flash_at(&a.p, &a.f, at.s.b, at.kv_head, key));
+#pragma unroll
+        for (int w = 0; w < WORDS; w++) {
+            uint32_t bits = bits_between(first, attn__min32(end, at.s.sq), row + 64 * w);
+            if (a.ranges)
+                bits &= ~(bits_between(flash.v[0], flash.v[1], row + 64 * w) |
+                          bits_between(flash.v[2], flash.v[3], row + 64 * w));
+            seen[w] |= bits << 2 * half;
+        }
+    }
+}
+
+/* Of rows 2t, 2t + 1 of 8-column tile nt. */
+DEVICE void load_pair(float x[2], uint32_t of_rows, int nt) {
+    const uint2 two = ld_shared_v2(of_rows + (nt * 8 + (threadIdx.x & 3) * 2) * 4);
+    x[0] = __uint_as_float(two.x);
+    x[1] = __uint_as_float(two.y);
+}
+
+/* Two 8-column tiles as wgmma wants 16 columns of its left operand: as it leaves a product. */
+DEVICE void pack_weights(uint32_t w[4], const float x[2][4]) {
+#pragma unroll
+    for (int e = 0; e < 4; e++) w[e] = pack(x[e / 2][e % 2 * 2], x[e / 2][e % 2 * 2 + 1]);
+}
+
+/* A barrier that waits for all warps of the consumers. */
+DEVICE void arrive_by_warps(uint32_t empty) {
+    if ((threadIdx.x & 31) == 0) mbarrier_arrive(empty);
+}
+
+/* ---- results ---- */
+
+/* Of the thread's two keys; first: the first one in the block. */
+DEVICE void store_keys(const attn_cuda_args &a, const place &at, int32_t first, const attn_tensor &to,
+                       const float sum[DT][4], int32_t dim, float factor) {
+    if (!to.data) return;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const int32_t key = at.own + first + half * 8;
+        const int32_t column = (int32_t)(threadIdx.x & 3) * 2;
+        if (key >= at.own + at.count) continue;
+        uint8_t *row =
+            (uint8_t *)to.data + (attn__kv_offset(&a.p, &a.f, &to, &at.s, at.s.leftpad + key, at.kv_head) + column) * 2;
+        const bool pairs = (uint64_t)row % 4 == 0 && dim % 2 == 0;
+#pragma unroll
+        for (int dt = 0; dt < DT; dt++) {
+            const uint32_t pair = pack(sum[dt][2 * half] * factor, sum[dt][2 * half + 1] * factor);
+            const int32_t left = dim - dt * 8 - column;
+            if (pairs && left > 0) *(uint32_t *)(row + dt * 16) = pair;
+            if (!pairs && left > 0) *(uint16_t *)(row + dt * 16) = (uint16_t)pair;
+            if (!pairs && left > 1) *(uint16_t *)(row + dt * 16 + 2) = (uint16_t)(pair >> 16);
+        }
+    }
+}
+
+/*
+ * What the tender took out of d_o, added to d_v of the keys that its rows see: p * d_o = d_o for any p > 0. Rare, so slow: a thread has a
+ * column, and looks at d_o in memory again. Tiles without a mask add theirs twice, which changes nothing.
+ */
+static __device__ __noinline__ void add_nonfinite(const attn_cuda_args &a, const place &at, int32_t c) {
+    if (c >= a.p.dim_v || !a.f.d_v.data) return;
+    for (walk w = first_tile(a, at); w.h < at.h_end; w = next_tile(a, at, w))
+        for (int32_t i = w.n * BM; i < attn__min32(w.n * BM + BM, at.s.sq); i++) {
+            const float x =
+                (float)attn__load(a.p.out_dtype, a.f.d_o.data, attn__q_offset(&a.p, &a.f.d_o, &at.s, i, w.h) + c);
+            if (fabsf(x) < INFINITY) continue;
+            for (int32_t j = at.own; j < at.own + at.count; j++) {
+                const int32_t *flash = a.ranges ? attn__flash_at(&a.p, &a.f, at.s.b, at.kv_head, j) : NULL;
+                if (!attn__mask_allowed(&at.mask, i, j, flash)) continue;
+                const int64_t to = attn__kv_offset(&a.p, &a.f, &a.f.d_v, &at.s, at.s.leftpad + j, at.kv_head) + c;
+                attn__store(a.p.kv_dtype, a.f.d_v.data, to, attn__load(a.p.kv_dtype, a.f.d_v.data, to) + x);
+            }
+        }
+}
+
+#endif
