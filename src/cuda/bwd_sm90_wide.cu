@@ -104,9 +104,10 @@ typedef struct buffers {
 #define NOTE(b, field) ((b).notes + (uint32_t)offsetof(shared_notes, field))
 #define BARRIER(b, field, n) (NOTE(b, field) + 8 * (n))
 
-DEVICE buffers find_buffers(void) {
+/* start: of shared memory. In a cluster it is not the same number for every block. */
+DEVICE buffers find_buffers(uint32_t start) {
     buffers b;
-    b.k = shared_start();
+    b.k = start;
     b.v = b.k + KV_BYTES;
     b.q = b.v + KV_BYTES;
     b.o = b.q + STAGES * Q_BYTES;
@@ -534,11 +535,11 @@ DEVICE void produce(const attn_cuda_args90 &x, const buffers &b, const place &at
 KERNEL __cluster_dims__(PAIR, 1, 1) __launch_bounds__(THREADS + 128, 1)
     VARIANT(const __grid_constant__ attn_cuda_args90 x) {
     extern __shared__ __align__(1024) uint8_t shared[];
-    const buffers b = find_buffers();
+    const buffers b = find_buffers(PAIR == 1 ? shared_start() : cvta_shared(shared));
     shared_notes &notes = *(shared_notes *)(shared + (b.notes - b.k));
     const place &at = notes.at;
     const int group = (int)threadIdx.x / 128;
-    if (cvta_shared(shared) != shared_start()) __trap();
+    if (PAIR == 1 && cvta_shared(shared) != shared_start()) __trap();
     if (threadIdx.x == 0) {
         make_barriers(b);
         notes.is_there = find_place(x.a, notes.at);

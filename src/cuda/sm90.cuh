@@ -62,9 +62,9 @@ PTX uint32_t mapa(uint32_t at, uint32_t rank) {
     asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(at), "r"(rank));
     return there;
 }
-/* At a barrier of another block, as mapa gives it. */
+/* At a barrier of another block, as mapa gives it; of what this thread has read or multiplied, not written (.release.cluster is a fence). */
 PTX void mbarrier_arrive_remote(uint32_t barrier) {
-    asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
 /* ---- tensor memory accelerator ---- */
