@@ -497,11 +497,15 @@ DEVICE void walk_rows(const attn_cuda_args &a, const buffers &b, const place &at
         wgmma_wait_group(1);
         leave_tile(b, me, stage);
         put_d_q(b, me, d);
-        prepare_d(b, me, d);
-        pass_d_q(b, me);
+        if (HAS_ROOM) {
+            prepare_d(b, me, d);
+            pass_d_q(b, me);
+        }
         wgmma_wait_group(0); /* for d_k: registers of d_s, which S wants */
         begin_product(s, me.k, b.q + me.in.at * Q_BYTES, false);
+        if (!HAS_ROOM) prepare_d(b, me, d);
         begin_d(b, me, d);
+        if (!HAS_ROOM) pass_d_q(b, me);
         make_p(a, b, at, me, s, p, d_v, t, false);
     }
     begin_gradients(b, me, s, d, p, d_v, d_s, d_k, t);
