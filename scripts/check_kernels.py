@@ -49,14 +49,14 @@ def read_table():
             entries[words[0]] = (words[0], 32 * warps, shared, limit, blocks, None)
             continue
         if match[1] == "BWD90":
-            dim, rows, keys, buffers = map(int, words[2:6])
-            if dim > 128:  # ATTN_BWD90_WIDE_BYTES
-                blocks, stages, columns = (2, 3, 32) if dim > 192 else (1, 4, 64)
+            dim, rows, keys, blocks, buffers = map(int, words[2:7])
+            if blocks:  # ATTN_BWD90_WIDE_BYTES
                 keys //= blocks
-                shared = (2 * keys + stages * rows) * dim * 2 + (blocks - 1) * keys * dim + 8 * keys * rows + buffers * rows * columns * 4
+                shared = (2 * keys + (3 if dim > 192 else 4) * rows) * dim * 2 + (blocks - 1) * keys * dim + 8 * keys * rows
+                shared += buffers * rows * (64 if dim == 192 else 32) * 4
             else:  # ATTN_BWD90_NARROW_BYTES
                 shared = 2 * (keys + 2 * rows) * dim * 2 + keys * rows * 2 + buffers * rows * dim * 4
-            entries[words[0]] = (words[0], 512 if dim > 128 else 384, shared + NOTES_BWD, SHARED[90], 1, "90a")
+            entries[words[0]] = (words[0], 512 if blocks else 384, shared + NOTES_BWD, SHARED[90], 1, "90a")
             continue
         if match[1] == "FWD90":
             dim, _, dim_v, bn, consumers, stages, qbuf = map(int, words[2:9])

@@ -172,7 +172,10 @@ TEST(cuda_backward_on_hopper) {
         {ATTN_BF16, 136, "bwd_sm90_bf16_d192", "bwd_sm80_bf16_d192"},
         {ATTN_BF16, 256, "bwd_sm90_bf16_d256", "bwd_sm80_bf16_d256"},
         {ATTN_BF16, 264, "bwd_any", "bwd_any"},
-        {ATTN_F16, 128, "bwd_sm80_f16_d128", "bwd_sm80_f16_d128"},
+        {ATTN_F16, 56, "bwd_sm90_f16_d64", "bwd_sm80_f16_d64"},
+        {ATTN_F16, 128, "bwd_sm90_f16_d128", "bwd_sm80_f16_d128"},
+        {ATTN_F16, 136, "bwd_sm90_f16_d192", "bwd_sm80_f16_d192"},
+        {ATTN_F16, 256, "bwd_sm90_f16_d256", "bwd_sm80_f16_d256"},
     };
     stub_start();
     stub.arch[0] = 90;
@@ -218,6 +221,31 @@ TEST(cuda_backward_on_hopper_launches) {
         CHECK_SAY(strcmp(launches_of(plan, f), "bwd_delta bwd_sm80_bf16_d128_one ") == 0, "%s", launches_of(plan, f));
         attn_plan_destroy(plan);
     }
+    attn_context_destroy(context);
+    CHECK(stub_live() == 0);
+    stub_stop();
+    rig_free(&r);
+}
+
+/* At dim 256 the blocks of a tile of keys are a pair; float16 has its sizes looked up before, whatever is wanted. */
+TEST(cuda_backward_on_hopper_in_pairs) {
+    rig r = {.p = problem(ATTN_F16, 2, 4, 2, 70, 300, 256)};
+    attn_plan *plan;
+    stub_start();
+    stub.arch[0] = 90;
+    stub.shared_bytes[0] = 232448;
+    r.p.op = ATTN_BACKWARD;
+    if (!rig_make_on(&r, 0)) return;
+    attn_context *context = cuda_context();
+    if (!CHECK_OK(attn_plan_create(&plan, context, &r.p))) return;
+    attn_buffers f = rig_backward_buffers(&r);
+    CHECK_SAY(strcmp(launches_of(plan, f), "bwd_delta bwd_fit bwd_sm90_f16_d256 bwd_cast ") == 0, "%s",
+              launches_of(plan, f));
+    CHECK(stub_calls("cuMemsetD32Async") == 2);
+    CHECK(stub_launch_at(2)->block[0] == 512 && stub_launch_at(2)->grid[0] == 24 && stub_launch_at(3)->grid[0] == 16);
+    f.d_q.data = NULL;
+    CHECK(strcmp(launches_of(plan, f), "bwd_delta bwd_fit bwd_sm90_f16_d256 ") == 0);
+    attn_plan_destroy(plan);
     attn_context_destroy(context);
     CHECK(stub_live() == 0);
     stub_stop();

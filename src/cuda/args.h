@@ -15,8 +15,9 @@
  *
  *   bwd_delta  always           lse and delta of each row -> row_stats                     bwd_rows.cu
  *   ranges     FlashMask        as above                                                   ranges.cu
+ *   bwd_fit    float16, Hopper  sizes of d_o, v and delta -> fits                          bwd_rows.cu
  *   bwd_..._q  d_q              not in one pass                                            bwd.cu, bwd_any.cu
- *   bwd_...    d_k or d_v       in one pass d_q too                                        bwd_sm90.cu, bwd_one.cu, bwd.cu, bwd_any.cu
+ *   bwd_...    d_k or d_v       in one pass d_q too                                        bwd_sm90.cu, bwd_sm90_wide.cu, bwd_one.cu, bwd.cu, bwd_any.cu
  *   bwd_cast   d_q              after bwd_sm90.cu: its floats become d_q                   bwd_rows.cu
  *   bwd_bias   d_bias                                                                      bwd_any.cu
  *   bwd_sink   d_sink           from row_stats                                             bwd_rows.cu
@@ -39,7 +40,8 @@ enum {
     ATTN_ONE_ROWS = 64,                                                /* bwd_one.cu: rows of a tile */
     ATTN_BWD90_NOTES = 3072,  /* bwd_sm90.cu: bytes of its shared memory besides tiles */
     ATTN_CAST_THREADS = 128,  /* bwd_cast: of a block */
-    ATTN_DELTA_ROWS = 32,     /* bwd_delta: of a warp */
+    ATTN_DELTA_ROWS = 32,     /* bwd_delta and bwd_fit: of a warp */
+    ATTN_FITS = 3,            /* numbers of args.fits for each sequence and KV head */
     ATTN_SINK_THREADS = 256,  /* bwd_sink: of a block */
     ATTN_MERGE_PARTS = 48,    /* parts that one launch of merge takes */
     ATTN_MAP_COLS = 64,       /* columns of a tensor map's box: 128 bytes, which its swizzle is over */
@@ -61,12 +63,9 @@ enum {
 #define ATTN_BWD_SUB(own, others, warps) ((others) < 64 * 16 * (warps) / (own) ? (others) : 64 * 16 * (warps) / (own))
 #define ATTN_BWD_SPLIT(own, warps, dim) ((own) / (warps) / 16 * (dim) > 160)
 
-/* Of a BWD90 line of a dim above 128 (bwd_sm90_wide.cu): buffers of d_o, and in how many parts a block's d_q of a tile leaves. */
+/* Of a BWD90 line of bwd_sm90_wide.cu: buffers of d_o, and dims of d_q that leave at a time. */
 #define ATTN_WIDE_O_STAGES(dim) ((dim) > 192 ? 1 : 2)
-#define ATTN_WIDE_CHUNKS(dim) ((dim) > 192 ? 4 : (dim) / 64)
-
-/* Blocks that share a line's keys, and are launched as a cluster. */
-#define ATTN_BWD90_BLOCKS(dim) ((dim) > 192 ? 2 : 1)
+#define ATTN_WIDE_CHUNK(dim) ((dim) == 192 ? 64 : 32)
 
 /* What a forward kernel takes, each with what comes before it: variants.def says what that is. */
 typedef enum attn_cuda_takes { ATTN_TAKES_PLAIN, ATTN_TAKES_OWN, ATTN_TAKES_ALL } attn_cuda_takes;
@@ -133,6 +132,11 @@ typedef struct attn_cuda_args {
      * bwd_delta then writes zeros to d_q, for rows that no block comes by.
      */
     uint32_t *turns;
+    /*
+     * Hopper's backward in float16: of each sequence and KV head, the largest |d_o|, |v| and |delta| that are finite and that some pair has to do
+     * with, as bits: bwd_fit makes them; fit_of (fit.cuh) is the power of two that d_s is multiplied by. NULL: none.
+     */
+    uint32_t *fits;
     uint32_t *
         overlap; /* not 0: cu_q is not ascending, so packed sequences share tiles; bwd_delta says so, and nobody waits for a turn */
 } attn_cuda_args;

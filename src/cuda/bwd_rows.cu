@@ -2,10 +2,12 @@
  * The small kernels around a backward: what it needs to know of each row before, and what nobody else writes after.
  *
  *   bwd_delta   lse and delta = rowsum(d_o * o) - d_lse of each row, as args.h says (row_stats)
+ *   bwd_fit     how large d_o, v and delta are, for Hopper's float16
  *   bwd_sink    d_sink: a sink is a key without a value, so its gradient is a sum over rows, of -exp(sink - lse) * delta
  *   bwd_fill    C4: rows of d_q, d_k and d_v that no sequence covers become 0
  *   bwd_cast    d_q of the sums that bwd_sm90.cu has left
  */
+#include "fit.cuh"
 #include "warp.cuh"
 
 /* ---- delta ---- */
@@ -158,6 +160,81 @@ KERNEL bwd_delta(const __grid_constant__ attn_cuda_args a) {
     }
 }
 
+/* ---- sizes ---- */
+
+/* The largest of the lane's part of a row, as the bits of its size; pieces with numbers that are not finite do not count. */
+DEVICE uint32_t largest_part(const attn_cuda_args &a, const attn_tensor &t, int64_t row, const stand &at) {
+    const uint16_t *from = (const uint16_t *)t.data + row;
+    uint32_t most = 0;
+    for (int32_t x = at.lane * 8; x < a.p.dim_v; x += at.lanes * 8) {
+        uint32_t part = 0;
+        if (x + 8 <= a.p.dim_v && (uint64_t)(from + x) % 16 == 0) {
+            const uint4 four = *(const uint4 *)(from + x);
+            const uint32_t ones = 0x7fff7fff;
+            part = __vmaxu2(__vmaxu2(four.x & ones, four.y & ones), __vmaxu2(four.z & ones, four.w & ones));
+            part = (uint32_t)attn__max32((int32_t)(part & 0xffff), (int32_t)(part >> 16));
+        } else {
+            for (int32_t n = x; n < attn__min32(x + 8, a.p.dim_v); n++)
+                part = (uint32_t)attn__max32((int32_t)part, from[n] & 0x7fff);
+        }
+        if (part < 0x7c00 && part > most) most = part;
+    }
+    return most;
+}
+
+/* Maximum over the lanes into *to. Most warps find there what is enough. */
+DEVICE void raise_to(uint32_t *to, uint32_t x) {
+    const uint32_t most = (uint32_t)__reduce_max_sync(ALL_LANES, (int32_t)x);
+    if (lane_index() == 0 && most > *(volatile uint32_t *)to) atomicMax(to, most);
+}
+
+/* Does any row see the key? */
+DEVICE bool is_seen(const attn_cuda_args &a, const attn_seq &s, const attn_mask &mask, int32_t kv_head, int32_t key) {
+    int32_t row, end;
+    attn__mask_cols(&mask, key, key + 1, &row, &end);
+    end = attn__min32(end, s.sq);
+    if (a.p.flashmask_vectors) {
+        const attn_flash flash = attn__flash_load(&mask, attn__flash_at(&a.p, &a.f, s.b, kv_head, key));
+        for (int n = 0; n < 4; n++) /* past one interval, past the other, and again */
+            if (row >= flash.v[n % 2 * 2] && row < flash.v[n % 2 * 2 + 1]) row = flash.v[n % 2 * 2 + 1];
+    }
+    return row < end;
+}
+
+/* Warps: ATTN_DELTA_ROWS rows of a sequence and head, [batch][heads_q][tiles of max_q], then keys likewise. Of what is 16 bits wide. */
+KERNEL bwd_fit(const __grid_constant__ attn_cuda_args a) {
+    const int64_t tiles = (a.p.max_q + ATTN_DELTA_ROWS - 1) / ATTN_DELTA_ROWS, all = a.p.batch * a.p.heads_q * tiles;
+    const int64_t key_tiles = (a.p.max_kv + ATTN_DELTA_ROWS - 1) / ATTN_DELTA_ROWS, warp = warp_index();
+    const bool keys = warp >= all;
+    const int64_t n = keys ? warp - all : warp, each = keys ? key_tiles : tiles;
+    const int32_t heads = keys ? a.p.heads_kv : a.p.heads_q;
+    if (each == 0 || n >= a.p.batch * heads * each) return;
+    const int32_t h = (int32_t)(n / each % heads), b = (int32_t)(n / each / heads),
+                  first = (int32_t)(n % each) * ATTN_DELTA_ROWS;
+    const attn_seq s = sequence(a, b);
+    const attn_mask mask = attn__seq_mask(&a.p, &s);
+    const int32_t kv_head = keys ? h : h / (a.p.heads_q / a.p.heads_kv), count = keys ? s.sk : s.sq;
+    const stand at = stand_of(a);
+    uint32_t most = 0, delta = 0;
+    for (int32_t i = first + lane_index() / at.lanes; i < attn__min32(first + ATTN_DELTA_ROWS, count); i += 32 / at.lanes) {
+        uint32_t part = 0;
+        if (keys) {
+            if (is_seen(a, s, mask, h, i))
+                part = largest_part(a, a.f.v, attn__kv_offset(&a.p, &a.f, &a.f.v, &s, s.leftpad + i, h), at);
+        } else {
+            const float *stats = (const float *)a.row_stats + 2 * attn__lse_index(&a.p, &s, i, h);
+            const uint32_t size = attn__bits(stats[1]) & 0x7fffffff;
+            if (stats[0] == -INFINITY) continue;
+            part = largest_part(a, a.f.d_o, attn__q_offset(&a.p, &a.f.d_o, &s, i, h), at);
+            if (size < 0x7f800000 && size > delta) delta = size;
+        }
+        if (part > most) most = part;
+    }
+    uint32_t *to = a.fits + ((int64_t)b * a.p.heads_kv + kv_head) * ATTN_FITS;
+    raise_to(to + keys, most);
+    if (!keys) raise_to(to + 2, delta);
+}
+
 /* ---- d_sink ---- */
 
 /* What row n of lse adds. */
@@ -247,7 +324,7 @@ DEVICE void transpose_quad(uint32_t x[4]) {
     }
 }
 
-/* Columns [column, column + 8) of a row, as pairs of bfloat16; fewer where there are no more. */
+/* Columns [column, column + 8) of a row, as pairs; fewer where there are no more. */
 DEVICE void store_piece(const attn_cuda_args &a, int64_t row, int32_t column, const uint32_t x[4]) {
     uint16_t *const to = (uint16_t *)a.f.d_q.data + row + column;
     if (column + 8 <= a.p.dim_qk && (uint64_t)to % 16 == 0) {
@@ -259,14 +336,15 @@ DEVICE void store_piece(const attn_cuda_args &a, int64_t row, int32_t column, co
     }
 }
 
-DEVICE uint32_t two_bf16(uint32_t low, uint32_t high, float scale) {
-    return attn__to_bf16(__uint_as_float(low) * scale) | (uint32_t)attn__to_bf16(__uint_as_float(high) * scale) << 16;
+DEVICE uint32_t two_halves(uint32_t low, uint32_t high, float scale, bool bf16) {
+    const float x = __uint_as_float(low) * scale, y = __uint_as_float(high) * scale;
+    return bf16 ? attn__to_bf16(x) | (uint32_t)attn__to_bf16(y) << 16 : attn__to_f16(x) | (uint32_t)attn__to_f16(y) << 16;
 }
 
 /*
  * Blocks: [batch][row_tiles][heads_q]. A tile is as the threads of two warpgroups held it: [2][8-column tile][thread] of four floats, of
- * rows g and g + 8 of a warp's 16 two columns each. The warpgroups have 64 rows each of a tile of 128, or one half of the dims each. In
- * bfloat16, as all that bwd_sm90.cu does. Four 8-column tiles at a time: a quad has 32 columns of a row then, each lane eight of them.
+ * rows g and g + 8 of a warp's 16 two columns each. The warpgroups have 64 rows each of a tile of 128, or one half of the dims each. Four
+ * 8-column tiles at a time: a quad has 32 columns of a row then, each lane eight of them.
  */
 KERNEL __launch_bounds__(ATTN_CAST_THREADS) bwd_cast(const __grid_constant__ attn_cuda_args a) {
     const int64_t block = block_index();
@@ -279,8 +357,9 @@ KERNEL __launch_bounds__(ATTN_CAST_THREADS) bwd_cast(const __grid_constant__ att
     const bool by_rows = rows == 128;
     const int32_t tiles = (by_rows ? dim : dim / 2) / 8; /* a multiple of 4 */
     const uint4 *from = (const uint4 *)((const float *)a.part_o + ((first + n) * a.p.heads_q + h) * rows * dim) + thread;
-    const float scale = (float)a.p.scale;
+    const float scale = (float)a.p.scale / fit_of(a, s.b, h / (a.p.heads_q / a.p.heads_kv));
     const attn_mask mask = attn__seq_mask(&a.p, &s);
+    const bool bf16 = a.p.dtype == ATTN_BF16;
     for (int32_t group = 0; group < 2; group++) {
         const int32_t i = n * rows + (by_rows ? group * 64 : 0) + thread / 32 * 16 + thread / 4 % 8;
         const int64_t to = attn__q_offset(&a.p, &a.f.d_q, &s, i, h);
@@ -298,8 +377,8 @@ KERNEL __launch_bounds__(ATTN_CAST_THREADS) bwd_cast(const __grid_constant__ att
             for (int k = 0; k < 4; k++) x[k] = from[(group * tiles + t + k) * ATTN_CAST_THREADS];
 #pragma unroll
             for (int k = 0; k < 4; k++) {
-                low[k] = seen[0] ? two_bf16(x[k].x, x[k].y, scale) : 0;
-                high[k] = seen[1] ? two_bf16(x[k].z, x[k].w, scale) : 0;
+                low[k] = seen[0] ? two_halves(x[k].x, x[k].y, scale, bf16) : 0;
+                high[k] = seen[1] ? two_halves(x[k].z, x[k].w, scale, bf16) : 0;
             }
             transpose_quad(low);
             transpose_quad(high);

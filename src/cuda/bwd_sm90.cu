@@ -48,7 +48,7 @@
 #define FWD(...)
 #define FWD90(...)
 #define BWD(...)
-#define BWD90(name, dtype, dim, rows, keys, buffers)                                                                       \
+#define BWD90(name, dtype, dim, rows, keys, blocks, buffers)                                                               \
     enum { name##_DTYPE = ATTN_##dtype, name##_DIM = dim, name##_BM = rows, name##_BN = keys, name##_QBUF = buffers };
 #include "variants.def"
 #undef PIECE

@@ -375,9 +375,9 @@ DEVICE void arrive_by_warps(uint32_t empty) {
 
 /* ---- results ---- */
 
-/* Of the thread's two keys; first: the first one in the block. */
+/* Of the thread's two keys; first: the first one in the block. factor: of each. */
 DEVICE void store_keys(const attn_cuda_args &a, const place &at, int32_t first, const attn_tensor &to,
-                       const float sum[DT][4], int32_t dim, float factor) {
+                       const float sum[DT][4], int32_t dim, const float factor[2]) {
     if (!to.data) return;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
@@ -389,13 +389,18 @@ DEVICE void store_keys(const attn_cuda_args &a, const place &at, int32_t first, 
         const bool pairs = (uint64_t)row % 4 == 0 && dim % 2 == 0;
 #pragma unroll
         for (int dt = 0; dt < DT; dt++) {
-            const uint32_t pair = pack(sum[dt][2 * half] * factor, sum[dt][2 * half + 1] * factor);
+            const uint32_t pair = pack(sum[dt][2 * half] * factor[half], sum[dt][2 * half + 1] * factor[half]);
             const int32_t left = dim - dt * 8 - column;
             if (pairs && left > 0) *(uint32_t *)(row + dt * 16) = pair;
             if (!pairs && left > 0) *(uint16_t *)(row + dt * 16) = (uint16_t)pair;
             if (!pairs && left > 1) *(uint16_t *)(row + dt * 16 + 2) = (uint16_t)(pair >> 16);
         }
     }
+}
+DEVICE void store_keys(const attn_cuda_args &a, const place &at, int32_t first, const attn_tensor &to,
+                       const float sum[DT][4], int32_t dim, float factor) {
+    const float both[2] = {factor, factor};
+    store_keys(a, at, first, to, sum, dim, both);
 }
 
 /*

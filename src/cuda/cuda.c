@@ -95,7 +95,7 @@ const attn_cuda_entry attn__cuda_entries[ATTN_ENTRIES] = {
                          .warps = w,                                                                                       \
                          .takes = ATTN_TAKES_ALL,                                                                          \
                          .shared_bytes = ATTN_BWD_BYTES(SIDE_##side, ONE_##side, most, own, others, stages)},
-#define BWD90(id, type, most, m, n, buffers)                                                                               \
+#define BWD90(id, type, most, m, n, pair, buffers)                                                                         \
     [ATTN_ENTRY_##id] = {.name = #id,                                                                                      \
                          .file = #id,                                                                                      \
                          .op = ATTN_BACKWARD,                                                                              \
@@ -110,10 +110,10 @@ const attn_cuda_entry attn__cuda_entries[ATTN_ENTRIES] = {
                          .dim_v = most,                                                                                    \
                          .bm = m,                                                                                          \
                          .bn = n,                                                                                          \
-                         .blocks = ATTN_BWD90_BLOCKS(most),                                                                \
-                         .warps = ATTN_BWD90_WIDE(most) ? 16 : 12, /* three or two warpgroups, and the producers' four */  \
+                         .blocks = (pair) ? (pair) : 1,                                                                    \
+                         .warps = (pair) ? 16 : 12, /* three or two warpgroups, and the producers' four */                 \
                          .takes = ATTN_TAKES_OWN,                                                                          \
-                         .shared_bytes = ATTN_BWD90_BYTES(most, m, n, buffers)},
+                         .shared_bytes = ATTN_BWD90_BYTES(most, m, n, pair, buffers)},
 #define PIECE(...)
 #include "variants.def"
 #undef FWD
@@ -442,7 +442,8 @@ static attn_status lay_out_backward(attn_plan *plan) {
         if (entry < 0 || !attn__cuda_entries[entry].one) continue;
         const attn_cuda_entry *e = &attn__cuda_entries[entry];
         const int64_t tiles = attn__cuda_q_tiles(p, e->bm), floats = keeps_d_q(e, p) ? tiles * e->bm * e->dim : 0;
-        if (tiles * e->blocks + 1 > turns) turns = tiles * e->blocks + 1;
+        const int64_t fits = e->hopper && e->dtype == ATTN_F16 ? (int64_t)p->batch * p->heads_kv * ATTN_FITS : 0;
+        if (tiles * e->blocks + 1 + fits > turns) turns = tiles * e->blocks + 1 + fits;
         if (floats > kept) kept = floats;
     }
     int64_t ranges = (int64_t)p->batch * p->flashmask_heads * attn__ceil_div(p->max_kv, ATTN_ANY_COLS);
@@ -492,6 +493,7 @@ static attn_status load_backward(attn_plan *plan, uint32_t gpus) {
     if (p->flags & ATTN_SINK) pieces[count++] = ATTN_ENTRY_bwd_sink;
     if (p->flags & ATTN_OWN_LENGTHS) pieces[count++] = ATTN_ENTRY_bwd_fill;
     if (has_hopper(plan)) pieces[count++] = ATTN_ENTRY_bwd_cast;
+    if (has_hopper(plan) && p->dtype == ATTN_F16) pieces[count++] = ATTN_ENTRY_bwd_fit;
     RETURN_IF_ERROR(attn__cuda_load(cuda, pieces, count, gpus));
     for (int32_t n = 0; n < 2 * cuda->state->gpus; n++) {
         const int entry = plan->gpu_kernel[n / 2][n % 2], kernel[] = {entry, entry + 1};

@@ -90,20 +90,19 @@ extern const attn_cuda_entry attn__cuda_entries[ATTN_ENTRIES];
      ((is_one) ? (size_t)4 * (own) * (others) : 0))
 
 /*
- * Of a BWD90 line: K and V, two stages of Q and d_o, d_s, buffers of d_q in float; notes. For wide dims, of which warpgroups have products
- * of their own: two stages of Q and d_s, P in float, smaller buffers; with two blocks to the keys each has one half, a quarter of K
- * besides, and the other one's d_s in the place of a stage.
+ * Of a BWD90 line: K and V, two stages of Q and d_o, d_s, buffers of d_q in float; notes. In bwd_sm90_wide.cu (blocks > 0): two stages of Q
+ * and d_s, P in float, smaller buffers; two blocks have one half of the keys each, a quarter of K besides, and the other one's d_s in
+ * the place of a stage.
  */
-#define ATTN_BWD90_WIDE(dim) ((dim) > 128)
 #define ATTN_BWD90_NARROW_BYTES(dim, rows, keys, buffers)                                                                  \
     ((size_t)2 * ((keys) + 2 * (size_t)(rows)) * (dim)*2 + (size_t)(keys) * (rows)*2 + (size_t)(buffers) * (rows) * (dim)*4)
-#define ATTN_BWD90_WIDE_BYTES(dim, rows, keys, buffers)                                                                    \
-    (((size_t)2 * (keys) / ATTN_BWD90_BLOCKS(dim) + (2 + ATTN_WIDE_O_STAGES(dim)) * (size_t)(rows)) * (dim)*2 +            \
-     (ATTN_BWD90_BLOCKS(dim) - 1) * (size_t)(keys) * (dim) / 2 + (size_t)8 * (keys) / ATTN_BWD90_BLOCKS(dim) * (rows) +    \
-     (size_t)(buffers) * (rows) * (dim)*4 / ATTN_WIDE_CHUNKS(dim) / ATTN_BWD90_BLOCKS(dim))
-#define ATTN_BWD90_BYTES(dim, rows, keys, buffers)                                                                         \
-    ((ATTN_BWD90_WIDE(dim) ? ATTN_BWD90_WIDE_BYTES(dim, rows, keys, buffers)                                               \
-                           : ATTN_BWD90_NARROW_BYTES(dim, rows, keys, buffers)) +                                          \
+#define ATTN_BWD90_WIDE_BYTES(dim, rows, each, blocks, buffers)                                                            \
+    (((size_t)2 * (each) + (2 + ATTN_WIDE_O_STAGES(dim)) * (size_t)(rows)) * (dim)*2 +                                     \
+     ((blocks) == 2 ? (size_t)(each) * (dim) : 0) + (size_t)8 * (each) * (rows) +                                          \
+     (size_t)(buffers) * (rows)*ATTN_WIDE_CHUNK(dim) * 4)
+#define ATTN_BWD90_BYTES(dim, rows, keys, blocks, buffers)                                                                 \
+    (((blocks) ? ATTN_BWD90_WIDE_BYTES(dim, rows, (keys) / ((blocks) + !(blocks)), blocks, buffers)                        \
+               : ATTN_BWD90_NARROW_BYTES(dim, rows, keys, buffers)) +                                                      \
      ATTN_BWD90_NOTES)
 
 /* args.scale_log2; 0 where the scale is too small for a float. */

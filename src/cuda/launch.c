@@ -182,10 +182,12 @@ static attn_cuda_args make_backward(const attn_cuda_run *run, const attn_plan *p
     a.f = *f;
     a.status = run->status;
     a.row_stats = attn__part(plan, f, CUDA_ROWS);
-    if (run->entries[run->forward].one && f->d_q.data) {
+    const attn_cuda_entry *e = &run->entries[run->forward];
+    if (e->hopper && e->dtype == ATTN_F16) a.fits = (uint32_t *)attn__part(plan, f, CUDA_TURNS) + turns_of(e, p) + 1;
+    if (e->one && f->d_q.data) {
         a.part_o = attn__part(plan, f, CUDA_D_Q);
         a.turns = attn__part(plan, f, CUDA_TURNS);
-        a.overlap = a.turns + turns_of(&run->entries[run->forward], p);
+        a.overlap = a.turns + turns_of(e, p);
     }
     if (p->flashmask_vectors) {
         a.ranges = attn__part(plan, f, CUDA_RANGES);
@@ -267,6 +269,18 @@ static attn_status clear_turns(const attn_cuda_run *run, const attn_cuda_args *a
     return ATTN_OK;
 }
 
+/* Float16 on Hopper: how large d_o, v and delta are. */
+static attn_status launch_fit(const attn_cuda_run *run, const attn_cuda_args *a) {
+    const attn_problem *p = &a->p;
+    const int64_t count = (int64_t)p->batch * p->heads_kv * ATTN_FITS;
+    if (count == 0) return ATTN_OK;
+    RETURN_IF_DRIVER(run->driver, cuMemsetD32Async, ((attn_cu_pointer)(uintptr_t)a->fits, 0, (size_t)count, run->stream));
+    return launch_warps(run, ATTN_ENTRY_bwd_fit,
+                        (int64_t)p->batch * p->heads_q * attn__ceil_div(p->max_q, ATTN_DELTA_ROWS) +
+                            (int64_t)p->batch * p->heads_kv * attn__ceil_div(p->max_kv, ATTN_DELTA_ROWS),
+                        a);
+}
+
 /* d_bias has one element along a dim whose stride is 0. */
 static attn_status launch_bias(const attn_cuda_run *run, const attn_cuda_args *a) {
     const attn_problem *p = &a->p;
@@ -301,6 +315,7 @@ attn_status attn__cuda_backward(const attn_cuda_run *run, const attn_plan *plan,
         launch_warps(run, ATTN_ENTRY_bwd_delta, heads * p->heads_q * attn__ceil_div(rows, ATTN_DELTA_ROWS), &a));
     if (a.ranges)
         RETURN_IF_ERROR(launch_warps(run, ATTN_ENTRY_ranges, (int64_t)p->batch * p->flashmask_heads * a.range_tiles, &a));
+    if (a.fits) RETURN_IF_ERROR(launch_fit(run, &a));
     const bool one = run->entries[run->forward].one;
     if (f->d_q.data && !one) RETURN_IF_ERROR(launch_gradient(run, run->forward + 1, a));
     if (f->d_k.data || f->d_v.data || (f->d_q.data && one)) RETURN_IF_ERROR(launch_gradient(run, run->forward, a));

@@ -23,8 +23,8 @@
 
 /* What each is given: attn_cuda_args, but for two. */
 typedef attn_cuda_args args_append, args_rotate_q, args_ranges, args_fold, args_fill, args_probs, args_fwd_any;
-typedef attn_cuda_args args_bwd_delta, args_bwd_sink, args_bwd_cast, args_bwd_fill, args_bwd_any, args_bwd_any_q,
-    args_bwd_bias;
+typedef attn_cuda_args args_bwd_delta, args_bwd_fit, args_bwd_sink, args_bwd_cast, args_bwd_fill, args_bwd_any,
+    args_bwd_any_q, args_bwd_bias;
 typedef attn_cuda_merge args_merge;
 typedef attn_cuda_rotary args_rotary;
 
@@ -62,7 +62,7 @@ static const struct {
 #define FWD(entry, ...) ROW(entry)
 #define FWD90(entry, ...) ROW(entry)
 #define BWD(entry, ...) ROW(entry)
-#define BWD90(entry, type, dim, ...) CLUSTERS(entry, ATTN_BWD90_BLOCKS(dim))
+#define BWD90(entry, type, dim, rows, keys, blocks, buffers) CLUSTERS(entry, blocks ? blocks : 1)
 #define PIECE(entry, file) ROW(entry)
 #include "cuda/tune.def"
 #include "cuda/variants.def"

@@ -80,6 +80,12 @@ static inline uint32_t atomicAdd(uint32_t *at, uint32_t x) {
     return before;
 }
 
+static inline uint32_t atomicMax(uint32_t *at, uint32_t x) {
+    uint32_t before = *at;
+    if (x > before) *at = x;
+    return before;
+}
+
 static inline unsigned __ballot_sync(unsigned, int is_set) {
     uint32_t mine = is_set != 0;
     const emulate_words *all = emulate_exchange(&mine, 1);

@@ -279,6 +279,7 @@ void emulate_launch(void (*kernel)(const void *args), const void *args, unsigned
     emulate_shared_bytes = shared_bytes;
     block_threads = threads;
     cluster_blocks = cluster;
+    if (cluster > 1) map_shared(0); /* blocks are entered from here on */
     body = kernel;
     body_args = args;
     gridDim.x = grid_x;
