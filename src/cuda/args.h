@@ -121,7 +121,14 @@ typedef struct attn_cuda_args {
     int64_t work; /* Hopper: places [groups of heads][slot][head] that blocks share; the last group may be short of heads */
     int32_t box;  /* Hopper: rows of a box of k and v: those of a tile, or as many as fit into both a tile and a page */
     int32_t tma;  /* Hopper: ATTN_TMA_...: which of the maps in attn_cuda_args90 can be used */
-    uint32_t *counter; /* Hopper: 0 before the launch; places taken besides the first of each block. NULL: in turn */
+    union {
+        uint32_t *counter; /* Hopper: 0 before the launch; places taken besides the first of each block. NULL: in turn */
+        /*
+         * Hopper's backward in float16: of each sequence and KV head, the largest |d_o|, |v| and |delta| that are finite and that some pair has to
+         * do with, as bits: bwd_fit makes them; fit_of (fit.cuh) is the power of two that d_s is multiplied by. NULL: none.
+         */
+        uint32_t *fits;
+    };
     /*
      * Backward: of each row, in the order of lse, lse and delta = rowsum(d_o * o) - d_lse; floats, for F64 doubles. Rows without
      * keys and those that no sequence covers have -inf and 0, whatever the caller's arrays hold there.
@@ -132,11 +139,6 @@ typedef struct attn_cuda_args {
      * bwd_delta then writes zeros to d_q, for rows that no block comes by.
      */
     uint32_t *turns;
-    /*
-     * Hopper's backward in float16: of each sequence and KV head, the largest |d_o|, |v| and |delta| that are finite and that some pair has to do
-     * with, as bits: bwd_fit makes them; fit_of (fit.cuh) is the power of two that d_s is multiplied by. NULL: none.
-     */
-    uint32_t *fits;
     uint32_t *
         overlap; /* not 0: cu_q is not ascending, so packed sequences share tiles; bwd_delta says so, and nobody waits for a turn */
 } attn_cuda_args;

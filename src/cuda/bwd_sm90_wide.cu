@@ -311,7 +311,7 @@ DEVICE void hand_on(uint32_t barrier) {
     __syncwarp();
     arrive_by_warps(barrier);
 }
-/* A buffer that is empty: for both blocks, where both fill it. */
+/* A buffer that is empty: for both blocks, where both fill it. After a product, or __syncwarp. */
 DEVICE void give_back(const buffers &b, uint32_t barrier) {
     arrive_by_warps(barrier);
     if (PAIR == 2 && (threadIdx.x & 31) == 1) mbarrier_arrive_remote(mapa(barrier, b.rank ^ 1));
@@ -423,6 +423,7 @@ DEVICE void score(const attn_cuda_args &a, const buffers &b, const place &at) {
         more = says(word & 2);
         wgmma_wait_group(0);
         make_p(a, b, at, s, p, q.at, word, bad_keys);
+        __syncwarp(); /* all lanes have read lse */
         give_back(b, BARRIER(b, q_empty, q.at));
         mbarrier_wait_parity(NOTE(b, p_empty), parity);
 #pragma unroll

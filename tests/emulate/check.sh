@@ -76,6 +76,8 @@ EMULATE_ORDER=random "$build/attn" check --backend cuda --op forward --dtype bf1
 EMULATE_ORDER=reverse EMULATE_GUARD=before "$build/attn" check --backend cuda --op forward --dtype f16 --cases 150 --seed 4
 EMULATE_ORDER=random "$build/attn" check --backend cuda --op backward --dtype bf16 --cases 100 --seed 8
 EMULATE_ORDER=reverse EMULATE_GUARD=before "$build/attn" check --backend cuda --op backward --dtype bf16 --feature flashmask --cases 30 --seed 6
+EMULATE_ORDER=random "$build/attn" check --backend cuda --op backward --dtype f16 --cases 100 --seed 8
+EMULATE_ORDER=reverse "$build/attn" check --backend cuda --op backward --dtype f16 --feature flashmask --cases 30 --seed 6
 export EMULATE_ARCH=80
 "$out/pieces"
 ATTN_TEST_BACKEND=cuda "$build/attn-tests" c1_ c4_empty s01_ s09_inf c5_unused c5_align c5_varlen_short c5_s03
