@@ -42,6 +42,7 @@ typedef attn_cuda_rotary args_rotary;
 #define FWD90(entry, ...) ENTRY(entry, attn_cuda_args90)
 #define BWD(entry, ...) ENTRY(entry, attn_cuda_args)
 #define BWD90(entry, ...) ENTRY(entry, attn_cuda_args90)
+#define DECODE(entry, ...) ENTRY(entry, attn_cuda_decode)
 #define PIECE(entry, file) ENTRY(entry, args_##entry)
 #include "cuda/tune.def"
 #include "cuda/variants.def"
@@ -61,6 +62,7 @@ static const struct {
 #define FWD90(entry, ...) ROW(entry)
 #define BWD(entry, ...) ROW(entry)
 #define BWD90(entry, ...) ROW(entry)
+#define DECODE(entry, ...) ROW(entry)
 #define PIECE(entry, file) ROW(entry)
 #include "cuda/tune.def"
 #include "cuda/variants.def"
