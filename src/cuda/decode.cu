@@ -77,11 +77,19 @@ static_assert(KEYS * PIECES % 32 == 0, "lanes share the pieces of a warp's rows 
 
 #define HUGE_SCORE 4194304.0f /* as in rows.cuh */
 
-/* What warps tell each other. */
+/* A row of the item at hand. */
+typedef struct row_notes {
+    int32_t i, h;       /* query row, -1: there is none; and head */
+    int32_t first, end; /* keys that it sees */
+    float scale, raw, slope, least; /* as tile_place has them: rows.cuh */
+} row_notes;
+
+/* What threads tell each other. */
 typedef struct shared_notes {
-    float most[WARPS][ROWS], sum[WARPS][ROWS]; /* of each row: of the warp's keys */
-    int64_t work[WARPS];                       /* start_walk */
-    int64_t before;                            /* start_walk: units before sequence b */
+    row_notes row[ROWS];
+    float number[WARPS][ROWS]; /* of a row: maximum or sum over the warp's keys */
+    int64_t work[WARPS];       /* start_walk */
+    int64_t before;            /* start_walk: units before sequence b */
     int32_t b;
     int32_t last; /* is_last */
 } shared_notes;
@@ -152,8 +160,11 @@ DEVICE void see_sequence(const attn_cuda_args &a, walk &w, int32_t b) {
 /* Units of a sequence. */
 DEVICE int64_t work_of(const attn_cuda_args &a, const walk &w) { return (int64_t)units_of(w) * w.blocks * a.p.heads_kv; }
 
-/* From the item at hand on, the first of which the block has a part. Is there one? */
-DEVICE bool find_part(const attn_cuda_args &a, walk &w, const share &mine) {
+/*
+ * From the item at hand on, the first of which the block has a part. Is there one? By itself, as it is seldom called: walks then are in
+ * memory and not in registers.
+ */
+static __device__ __noinline__ bool find_part(const attn_cuda_args &a, walk &w, const share &mine) {
     for (;;) {
         if (w.blocks) {
             const int64_t from = mine.from - w.before, to = mine.to - w.before;
@@ -187,7 +198,7 @@ DEVICE bool next_part(const attn_cuda_args &a, walk &w, const share &mine) {
  * Counts the work of all sequences, and finds that with which the block begins. A thread has some that follow each other. Is there
  * anything to do?
  */
-DEVICE bool start_walk(const attn_cuda_args &a, walk &w, share &mine, shared_notes &notes) {
+static __device__ __noinline__ bool start_walk(const attn_cuda_args &a, walk &w, share &mine, shared_notes &notes) {
     const int32_t lane = (int32_t)threadIdx.x & 31, warp = (int32_t)threadIdx.x >> 5, batch = a.p.batch;
     int64_t before = 0;
     int32_t b = 0;
@@ -247,84 +258,126 @@ DEVICE bool start_walk(const attn_cuda_args &a, walk &w, share &mine, shared_not
 /* ---- tiles of K and V to shared memory, a few ahead of the work ---- */
 
 typedef struct fetcher {
-    walk w;
-    int32_t tile, end; /* of the part at hand, counted as w.tiles */
-    bool more;
-    int32_t page;   /* of the lane's row of the tile, as it stands in the table */
-    uint32_t stage; /* where the tile goes */
+    walk *w;              /* where it is, ahead of the work */
+    int32_t left;         /* tiles of the part at hand */
+    int32_t at;           /* cache position of the lane's row of the tile: it finds out where that is for all */
+    int32_t from, to;     /* cache positions that are read */
+    int64_t k, v;         /* element offsets of the sequence (of no page) and head */
+    const int32_t *table; /* its pages */
+    int32_t page;         /* of the lane's row, as it stands there */
+    uint32_t stage;       /* where the tile goes */
 } fetcher;
 
-/* The lane's row of a tile: it finds out where that is for all. */
-DEVICE int32_t row_of_lane(const fetcher &f) {
-    return f.w.first * SPAN + f.tile * BN + (int32_t)(threadIdx.x >> 5) * KEYS + (int32_t)(threadIdx.x & 31) % KEYS;
+DEVICE int64_t start_of(const attn_cuda_args &a, const attn_tensor &t, const walk &w) {
+    if (a.p.page_size) return w.head * t.stride[2];
+    return attn__kv_offset(&a.p, &a.f, &t, &w.s, 0, w.head);
 }
+
+/* A part, from its first tile on. */
+DEVICE void see_part(const attn_cuda_args &a, fetcher &f) {
+    const walk &w = *f.w;
+    const int32_t tile = w.span * SPAN_TILES, end = attn__min32(w.span_end * SPAN_TILES, w.tiles);
+    f.left = end - tile;
+    f.from = w.s.leftpad + w.from;
+    f.to = w.s.leftpad + w.to;
+    f.at = w.s.leftpad + w.first * SPAN + tile * BN + (int32_t)(threadIdx.x >> 5) * KEYS +
+           (int32_t)(threadIdx.x & 31) % KEYS;
+    f.k = start_of(a, a.f.k, w);
+    f.v = start_of(a, a.f.v, w);
+    if (a.p.page_size) f.table = a.f.page_table + w.s.slot * attn__pages_per_slot(&a.p, &a.f);
+}
+
+DEVICE bool is_read(const fetcher &f) { return f.at >= f.from && f.at < f.to; }
 
 /* Goes on to a part that has tiles, and asks for the pages of the first one. */
 DEVICE void look_ahead(const attn_cuda_args &a, fetcher &f, const share &mine) {
-    while (f.more && f.tile >= f.end) {
-        f.more = next_part(a, f.w, mine);
-        f.tile = f.w.span * SPAN_TILES;
-        f.end = attn__min32(f.w.span_end * SPAN_TILES, f.w.tiles);
+    while (f.left == 0) {
+        f.left = -1; /* no more */
+        if (next_part(a, *f.w, mine)) see_part(a, f);
     }
-    if (!f.more || !a.p.page_size) return;
-    const int32_t j = row_of_lane(f);
-    if (j >= f.w.from && j < f.w.to) f.page = page_in_table(a, f.w.s, f.w.s.leftpad + j);
+    if (f.left > 0 && a.p.page_size && is_read(f)) f.page = f.table[attn__divide((uint32_t)f.at, a.by_page)];
 }
 
-DEVICE fetcher start_fetch(const attn_cuda_args &a, const walk &w, const share &mine) {
+DEVICE fetcher start_fetch(const attn_cuda_args &a, walk &w, const share &mine) {
     fetcher f;
-    f.w = w;
-    f.tile = w.span * SPAN_TILES;
-    f.end = attn__min32(w.span_end * SPAN_TILES, w.tiles);
-    f.more = true;
+    f.w = &w;
     f.page = 0;
+    f.table = NULL;
     f.stage = 0;
+    see_part(a, f);
     look_ahead(a, f, mine);
     return f;
 }
 
-/* Element offset of cache position `at`, of which the page is known. */
-DEVICE int64_t offset_of(const attn_cuda_args &a, const attn_tensor &t, const walk &w, int32_t at, int32_t page) {
-    if (!a.p.page_size) return attn__kv_offset(&a.p, &a.f, &t, &w.s, at, w.head);
-    const int32_t row = at - (int32_t)attn__divide((uint32_t)at, a.by_page) * a.p.page_size;
-    return page * t.stride[0] + row * t.stride[1] + w.head * t.stride[2];
+/* Element offset of the lane's row; page: of it, where there are any, and its row there. */
+DEVICE int64_t offset_of(const attn_cuda_args &a, const attn_tensor &t, int64_t start, int32_t page, int32_t row) {
+    return start + (a.p.page_size ? page * t.stride[0] : 0) + row * t.stride[1];
 }
 
-/* One piece of a row at any address. */
-static __device__ __noinline__ void copy_elements(uint32_t to, const uint16_t *from, int count) {
-    uint32_t word[4] = {0, 0, 0, 0};
-    for (int x = 0; x < count; x++) word[x / 2] |= (uint32_t)from[x] << (x % 2 * 16);
-    st_shared_v4(to, make_uint4(word[0], word[1], word[2], word[3]));
+/* Elements of piece n of the warp's rows that are there; rows that nobody sees are not read and become zero, as do columns past the dim. */
+DEVICE int count_of(uint32_t there, int row, int piece, int32_t dim) {
+    return there >> row & 1 ? attn__max32(0, attn__min32(8, dim - piece * 8)) : 0;
 }
 
-/* The warp's rows of one tile. Rows that nobody sees are not read and become zero, as do columns past the dim. */
-DEVICE void fetch_rows(const attn_cuda_args &a, const void *data, int64_t offset, uint32_t there, int32_t dim, uint32_t to) {
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+/* The warp's rows of one tile, at any address. */
+static __device__ __noinline__ void copy_rows(const uint16_t *data, int64_t offset, uint32_t there, int32_t dim, uint32_t to) {
+    const int lane = threadIdx.x & 31;
+#pragma unroll 1
+    for (int n = lane; n < KEYS * PIECES; n += 32) {
+        const int row = n / PIECES, piece = n % PIECES, count = count_of(there, row, piece, dim);
+        const uint16_t *from = data + (int64_t)__shfl_sync(~0u, (uint64_t)offset, row) + piece * 8;
+        uint32_t word[4] = {0, 0, 0, 0};
 #pragma unroll
+        for (int x = 0; x < 8; x++)
+            if (x < count) word[x / 2] |= (uint32_t)from[x] << (x % 2 * 16);
+        st_shared_v4(piece_at(to, row, piece, PIECES), make_uint4(word[0], word[1], word[2], word[3]));
+    }
+}
+
+/* The same at multiples of 16 bytes, which arrive later. Most tiles are whole. `to` is a multiple of 8 rows. */
+DEVICE void fetch_rows(const void *data, int64_t offset, uint32_t there, int32_t dim, uint32_t to) {
+    const int lane = here(threadIdx.x & 31);
+    if (there == ~0u && dim == DIM) {
+#pragma unroll
+        for (int n = 0; n < KEYS * PIECES / 32; n++) {
+            const int row = (n * 32 + lane) / PIECES, piece = (n * 32 + lane) % PIECES;
+            const uint16_t *from = (const uint16_t *)data + (int64_t)__shfl_sync(~0u, (uint64_t)offset, row);
+            cp_async_cg(piece_at(to, row, piece, PIECES), from + piece * 8);
+        }
+        return;
+    }
+#pragma unroll 2
     for (int n = 0; n < KEYS * PIECES / 32; n++) {
         const int row = (n * 32 + lane) / PIECES, piece = (n * 32 + lane) % PIECES;
-        const uint16_t *from = (const uint16_t *)data + (int64_t)__shfl_sync(~0u, (uint64_t)offset, row) + piece * 8;
-        const int count = there >> row & 1 ? attn__max32(0, attn__min32(8, dim - piece * 8)) : 0;
-        const uint32_t where = piece_at(to, warp * KEYS + row, piece, PIECES);
-        if (a.vector_ok)
-            cp_async_cg_zfill(where, count ? from : data, count * 2);
-        else
-            copy_elements(where, from, count);
+        const uint16_t *from = (const uint16_t *)data + (int64_t)__shfl_sync(~0u, (uint64_t)offset, row);
+        const int count = count_of(there, row, piece, dim);
+        cp_async_cg_zfill(piece_at(to, row, piece, PIECES), count ? from + piece * 8 : data, count * 2);
     }
 }
 
 /* The next tile, if there is one; a group of copies in any case. */
 DEVICE void fetch_tile(const attn_cuda_args &a, fetcher &f, const share &mine, uint32_t shared_tiles) {
-    if (f.more) {
-        const int32_t j = row_of_lane(f), at = f.w.s.leftpad + j;
-        const bool is_there = j >= f.w.from && j < f.w.to;
-        const int32_t page = is_there && a.p.page_size ? checked_page(a, f.w.s, f.page) : 0;
+    if (f.left > 0) {
+        const bool is_there = is_read(f);
         const uint32_t there = __ballot_sync(~0u, is_there);
-        const uint32_t to = shared_tiles + f.stage;
-        fetch_rows(a, a.f.k.data, is_there ? offset_of(a, a.f.k, f.w, at, page) : 0, there, a.p.dim_qk, to);
-        fetch_rows(a, a.f.v.data, is_there ? offset_of(a, a.f.v, f.w, at, page) : 0, there, a.p.dim_v, to + TILE_BYTES);
+        const uint32_t to = shared_tiles + f.stage + (threadIdx.x >> 5) * KEYS * PIECES * 16; /* the warp's rows */
+        int32_t page = 0, row = f.at;
+        if (is_there && a.p.page_size) {
+            page = clamped(a, f.page, 0, a.p.num_pages - 1, ATTN_FLAW_PAGE_TABLE, f.w->s.b);
+            row -= (int32_t)attn__divide((uint32_t)f.at, a.by_page) * a.p.page_size;
+        }
+        const int64_t k = is_there ? offset_of(a, a.f.k, f.k, page, row) : 0;
+        const int64_t v = is_there ? offset_of(a, a.f.v, f.v, page, row) : 0;
+        if (a.vector_ok) {
+            fetch_rows(a.f.k.data, k, there, a.p.dim_qk, to);
+            fetch_rows(a.f.v.data, v, there, a.p.dim_v, to + TILE_BYTES);
+        } else {
+            copy_rows((const uint16_t *)a.f.k.data, k, there, a.p.dim_qk, to);
+            copy_rows((const uint16_t *)a.f.v.data, v, there, a.p.dim_v, to + TILE_BYTES);
+        }
         f.stage = f.stage == (STAGES - 1) * 2 * TILE_BYTES ? 0 : f.stage + 2 * TILE_BYTES;
-        f.tile++;
+        f.at += BN;
+        f.left--;
         look_ahead(a, f, mine);
     }
     cp_async_commit_group();
@@ -332,72 +385,73 @@ DEVICE void fetch_tile(const attn_cuda_args &a, fetcher &f, const share &mine, u
 
 /* ---- rows of an item ---- */
 
-/* What a lane knows of its two rows, g and g + 8. */
+/* What every thread knows of them; what each row has is in the notes: a lane has the rows g and g + 8. */
 typedef struct rows {
-    int32_t i[2], h[2];       /* query row, sq: there is none; and head */
-    int32_t first[2], end[2]; /* keys that it sees */
-    float scale[2], raw[2], slope[2], least[2]; /* as tile_place has them for a head: rows.cuh */
-    int32_t count;                              /* of rows of the item */
-    int32_t all_from, all_to;                   /* keys that all of them see */
+    int32_t count;
+    int32_t all_from, all_to; /* keys that all of them see */
 } rows;
 
+DEVICE const row_notes &row_at(const shared_notes &notes, int half) { return notes.row[(threadIdx.x >> 2 & 7) + 8 * half]; }
+
 /* As find_features of features.cuh. */
-DEVICE void find_scale(const attn_cuda_args &a, rows &r, int32_t b, int half) {
+DEVICE void find_scale(const attn_cuda_args &a, row_notes &r, int32_t b) {
     const bool has_alibi = a.p.flags & ATTN_ALIBI;
     const double scale = a.p.scale;
-    const float slope = has_alibi ? a.f.alibi[b * a.f.alibi_stride + r.h[half]] : 0;
+    const float slope = has_alibi ? a.f.alibi[b * a.f.alibi_stride + r.h] : 0;
     const float divided = has_alibi ? (float)(slope / scale) : 0;
     const bool in_base_e = a.p.softcap > 0 || (has_alibi && !(scale > 1e-30 && fabsf(divided) < 1e28f));
-    r.scale[half] = in_base_e ? (float)scale : a.scale_log2;
-    r.raw[half] = 1;
-    if (in_base_e || !(r.scale[half] > 0)) {
-        r.raw[half] = r.scale[half];
-        r.scale[half] = in_base_e ? (float)ATTN_LOG2E : 1;
+    r.scale = in_base_e ? (float)scale : a.scale_log2;
+    r.raw = 1;
+    if (in_base_e || !(r.scale > 0)) {
+        r.raw = r.scale;
+        r.scale = in_base_e ? (float)ATTN_LOG2E : 1;
     }
-    r.slope[half] = in_base_e ? slope : divided;
-    r.least[half] = r.scale[half] > 1 ? -FLT_MAX / r.scale[half] : -FLT_MAX;
+    r.slope = in_base_e ? slope : divided;
+    r.least = r.scale > 1 ? -FLT_MAX / r.scale : -FLT_MAX;
 }
 
-DEVICE rows see_rows(const attn_cuda_args &a, const walk &w) {
-    const int32_t group = a.p.heads_q / a.p.heads_kv, g = (int32_t)(threadIdx.x >> 2 & 7);
+/* Two barriers of the block: nobody reads the notes of the item before, and everybody sees those of this one. */
+DEVICE rows see_rows(const attn_cuda_args &a, const walk &w, shared_notes &notes) {
+    const int32_t group = a.p.heads_q / a.p.heads_kv, number = w.block * ROWS;
     const attn_mask mask = attn__seq_mask(&a.p, &w.s);
-    rows r;
-    r.count = attn__min32(ROWS, w.s.sq * group - w.block * ROWS);
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-        const int32_t row = g + 8 * half, number = w.block * ROWS + row;
-        r.i[half] = row < r.count ? (int32_t)attn__divide((uint32_t)number, a.by_share) : w.s.sq;
-        r.h[half] = row < r.count ? w.head * group + number - r.i[half] * group : w.head * group;
-        r.first[half] = r.end[half] = 0;
-        if (row < r.count) attn__mask_row(&mask, r.i[half], &r.first[half], &r.end[half]);
-        find_scale(a, r, w.s.b, half);
+    rows r = {attn__min32(ROWS, w.s.sq * group - number), 0, 0};
+    __syncthreads();
+    if (threadIdx.x < ROWS) {
+        row_notes x = {-1, w.head * group, 0, 0, 0, 0, 0, 0};
+        if ((int32_t)threadIdx.x < r.count) {
+            x.i = (int32_t)attn__divide((uint32_t)number + threadIdx.x, a.by_share);
+            x.h += number + (int32_t)threadIdx.x - x.i * group;
+            attn__mask_row(&mask, x.i, &x.first, &x.end);
+        }
+        find_scale(a, x, w.s.b);
+        notes.row[threadIdx.x] = x;
     }
-    r.all_from = r.all_to = 0;
     if (r.count > 0) {
-        const int32_t i0 = (int32_t)attn__divide((uint32_t)(w.block * ROWS), a.by_share);
-        const int32_t i1 = (int32_t)attn__divide((uint32_t)(w.block * ROWS + r.count - 1), a.by_share) + 1;
+        const int32_t i0 = (int32_t)attn__divide((uint32_t)number, a.by_share);
+        const int32_t i1 = (int32_t)attn__divide((uint32_t)(number + r.count - 1), a.by_share) + 1;
         attn__mask_rows_all(&mask, i0, i1, &r.all_from, &r.all_to);
     }
+    __syncthreads();
     return r;
 }
 
 /* Q as the left operand. */
-DEVICE void load_q(const attn_cuda_args &a, const walk &w, const rows &r, uint32_t q[STEPS][4]) {
+DEVICE void load_q(const attn_cuda_args &a, const walk &w, const shared_notes &notes, uint32_t q[STEPS][4]) {
     const int t = threadIdx.x & 3;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-        const bool is_there = r.i[half] < w.s.sq;
+        const int32_t i = row_at(notes, half).i;
         const uint16_t *row = (const uint16_t *)a.f.q.data;
-        if (is_there) row += attn__q_offset(&a.p, &a.f.q, &w.s, r.i[half], r.h[half]);
+        if (i >= 0) row += attn__q_offset(&a.p, &a.f.q, &w.s, i, row_at(notes, half).h);
 #pragma unroll
         for (int n = 0; n < 2 * STEPS; n++) {
             const int column = n * 8 + 2 * t;
             uint32_t pair = 0;
-            if (is_there && a.vector_ok && column + 1 < a.p.dim_qk) {
+            if (i >= 0 && a.vector_ok && column + 1 < a.p.dim_qk) {
                 pair = *(const uint32_t *)(row + column);
             } else {
-                if (is_there && column < a.p.dim_qk) pair = row[column];
-                if (is_there && column + 1 < a.p.dim_qk) pair |= (uint32_t)row[column + 1] << 16;
+                if (i >= 0 && column < a.p.dim_qk) pair = row[column];
+                if (i >= 0 && column + 1 < a.p.dim_qk) pair |= (uint32_t)row[column + 1] << 16;
             }
             q[n / 2][n % 2 * 2 + half] = pair;
         }
@@ -411,10 +465,10 @@ typedef struct state {
     float m[2], l[2], o[DT][4];
 } state;
 
-DEVICE state empty_state(const rows &r) {
+DEVICE state empty_state(const shared_notes &notes) {
     state x;
 #pragma unroll
-    for (int half = 0; half < 2; half++) x.m[half] = r.least[half], x.l[half] = 0;
+    for (int half = 0; half < 2; half++) x.m[half] = row_at(notes, half).least, x.l[half] = 0;
 #pragma unroll
     for (int n = 0; n < DT * 4; n++) x.o[n / 4][n % 4] = 0;
     return x;
@@ -429,32 +483,32 @@ DEVICE float capped(float s, float cap, float to_y) {
     return __fmul_rn(y, fmaf(t, fmaf(t, fmaf(t, fmaf(t, fmaf(t, c[5], c[4]), c[3]), c[2]), c[1]), c[0]));
 }
 
-/* Semantics 1 to 3 and 5. The warp's keys begin with j0. */
-DEVICE void finish_scores(const attn_cuda_args &a, const walk &w, const rows &r, float s[NT][4], int32_t j0) {
-    const int t = threadIdx.x & 3;
+/* Semantics 1 to 3 and 5. The warp's keys begin with j0; the sequence has so many more keys than rows. */
+DEVICE void finish_scores(const attn_cuda_args &a, const shared_notes &notes, float s[NT][4], int32_t beyond, int32_t j0) {
+    const int t = here(threadIdx.x & 3);
     const float cap = (float)a.p.softcap;
     const float to_y = cap > 0 ? (float)fmin(fmax(2 * a.p.scale / a.p.softcap, -1e38), 1e38) : 0;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-        const uint32_t from = (uint32_t)(j0 + 2 * t - r.first[half]);
-        const uint32_t count = (uint32_t)attn__max32(r.end[half] - r.first[half], 0);
-        const float distance = (float)(r.i[half] + (w.s.sk - w.s.sq) - (j0 + 2 * t));
+        const row_notes &r = row_at(notes, half);
+        const uint32_t from = (uint32_t)(j0 + 2 * t - r.first), count = (uint32_t)attn__max32(r.end - r.first, 0);
+        const float raw = r.raw, slope = r.slope, distance = (float)(r.i + beyond - (j0 + 2 * t));
 #pragma unroll
         for (int n = 0; n < 2 * NT; n++) {
             const int key = n / 2 * 8 + n % 2; /* from j0 + 2t on */
             float *x = &s[n / 2][2 * half + n % 2];
             if (cap > 0)
                 *x = capped(*x, cap, to_y);
-            else if (r.raw[half] != 1)
-                *x = __fmul_rn(*x, r.raw[half]);
-            if (a.p.flags & ATTN_ALIBI) *x = fmaf(-r.slope[half], fabsf(distance - (float)key), *x);
+            else if (raw != 1)
+                *x = __fmul_rn(*x, raw);
+            if (a.p.flags & ATTN_ALIBI) *x = fmaf(-slope, fabsf(distance - (float)key), *x);
             if (from + key >= count) *x = -INFINITY;
         }
     }
 }
 
 /* The maxima of the rows follow the scores of all warps, and l and o with them. A barrier of the block. */
-DEVICE void raise_maxima(state &x, const rows &r, const float s[NT][4], shared_notes &notes) {
+DEVICE void raise_maxima(state &x, const float s[NT][4], shared_notes &notes) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
@@ -463,15 +517,15 @@ DEVICE void raise_maxima(state &x, const rows &r, const float s[NT][4], shared_n
         for (int nt = 1; nt < NT; nt++) most = fmaxf(most, fmaxf(s[nt][2 * half], s[nt][2 * half + 1]));
         most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
         most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
-        if ((lane & 3) == 0) notes.most[warp][g + 8 * half] = most;
+        if ((lane & 3) == 0) notes.number[warp][g + 8 * half] = most;
     }
     __syncthreads(); /* 2 */
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         const float before = x.m[half];
 #pragma unroll
-        for (int n = 0; n < WARPS; n++) x.m[half] = fmaxf(x.m[half], notes.most[n][g + 8 * half]);
-        const float factor = ex2_approx(__fmul_rn(before - x.m[half], r.scale[half]));
+        for (int n = 0; n < WARPS; n++) x.m[half] = fmaxf(x.m[half], notes.number[n][g + 8 * half]);
+        const float factor = ex2_approx(__fmul_rn(before - x.m[half], row_at(notes, half).scale));
         x.l[half] *= factor;
 #pragma unroll
         for (int n = 0; n < 2 * DT; n++) x.o[n / 2][2 * half + n % 2] *= factor;
@@ -479,11 +533,11 @@ DEVICE void raise_maxima(state &x, const rows &r, const float s[NT][4], shared_n
 }
 
 /* P of the warp's keys to shared memory; l. Where scores are huge s - m is taken first, exactly: rows.cuh says why. */
-DEVICE void make_p(state &x, const rows &r, float s[NT][4], uint32_t shared_p) {
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
+DEVICE void make_p(state &x, const shared_notes &notes, float s[NT][4], uint32_t shared_p) {
+    const int lane = here(threadIdx.x & 31), warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-        const float scale = r.scale[half], product = __fmul_rn(x.m[half], scale);
+        const float scale = row_at(notes, half).scale, product = __fmul_rn(x.m[half], scale);
         const bool is_huge = fabsf(product) > HUGE_SCORE;
         const float minus = is_huge ? x.m[half] : 0, less = is_huge ? 0 : product;
 #pragma unroll
@@ -509,7 +563,7 @@ DEVICE float number_of(uint16_t x) { return BF16 ? attn__from_bf16(x) : cvt_f32_
  * What is not finite in the warp's columns of V is taken out, and added to the rows with a weight for it: such a term is p * v = v
  * for any p > 0. Rare, so slow.
  */
-static __device__ __noinline__ void add_nonfinite(state &x, uint32_t shared_v, uint32_t shared_p) {
+static __device__ __noinline__ void add_nonfinite(float o[DT][4], uint32_t shared_v, uint32_t shared_p) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
 #pragma unroll 1
     for (int j = 0; j < BN; j++)
@@ -521,8 +575,8 @@ static __device__ __noinline__ void add_nonfinite(state &x, uint32_t shared_v, u
             for (int half = 0; half < 2; half++) {
                 const uint32_t pair = ld_shared_b32(piece_at(shared_p, g + 8 * half, j / 8, BN / 8) + j % 8 / 2 * 4);
                 if (!(pair >> 16 * (j % 2) & 0xffff)) continue;
-                if (which & 1) x.o[dt][2 * half] += number_of((uint16_t)word);
-                if (which & 2) x.o[dt][2 * half + 1] += number_of((uint16_t)(word >> 16));
+                if (which & 1) o[dt][2 * half] += number_of((uint16_t)word);
+                if (which & 2) o[dt][2 * half + 1] += number_of((uint16_t)(word >> 16));
             }
         }
     __syncwarp();
@@ -550,7 +604,7 @@ DEVICE bool holds_nonfinite(uint32_t shared_v) {
 
 /* 8 keys and 32 dims at a time, two steps of the product. */
 DEVICE void product_qk(float s[NT][4], const uint32_t q[STEPS][4], uint32_t shared_k) {
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    const int lane = here(threadIdx.x & 31), warp = threadIdx.x >> 5;
 #pragma unroll
     for (int n = 0; n < NT * 4; n++) s[n / 4][n % 4] = 0;
 #pragma unroll
@@ -566,7 +620,7 @@ DEVICE void product_qk(float s[NT][4], const uint32_t q[STEPS][4], uint32_t shar
 
 /* 32 keys and 8 dims at a time. */
 DEVICE void product_pv(float o[DT][4], uint32_t shared_p, uint32_t shared_v) {
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    const int lane = here(threadIdx.x & 31), warp = threadIdx.x >> 5;
 #pragma unroll
     for (int ks = 0; ks < BN / 16; ks += 2) {
         uint32_t p[2][4];
@@ -587,40 +641,49 @@ typedef struct desk {
     uint32_t tiles, p; /* in shared memory */
     uint32_t stage;    /* of the tile at hand */
     shared_notes *notes;
-    share mine;
+    share *mine;
     fetcher f;
 } desk;
 
+/* What the work on a part keeps of its walk. */
+typedef struct part {
+    int32_t first, tiles, from, to; /* as there */
+    int32_t beyond;                 /* keys less rows */
+} part;
+
 /* The tile at hand, of which key 0 is j0. */
-DEVICE void work_tile(const attn_cuda_args &a, const walk &w, const rows &r, const uint32_t q[STEPS][4], state &x, desk &d,
+DEVICE void work_tile(const attn_cuda_args &a, const part &w, const rows &r, const uint32_t q[STEPS][4], state &x, desk &d,
                       int32_t j0) {
     const int warp = threadIdx.x >> 5;
     const uint32_t shared_k = d.tiles + d.stage, shared_v = shared_k + TILE_BYTES;
     float s[NT][4];
     cp_async_wait_group(STAGES - 2);
     __syncthreads(); /* 1 */
-    fetch_tile(a, d.f, d.mine, d.tiles);
+    fetch_tile(a, d.f, *d.mine, d.tiles);
     product_qk(s, q, shared_k);
-    finish_scores(a, w, r, s, j0 + warp * KEYS);
-    raise_maxima(x, r, s, *d.notes);
-    make_p(x, r, s, d.p);
+    finish_scores(a, *d.notes, s, w.beyond, j0 + warp * KEYS);
+    raise_maxima(x, s, *d.notes);
+    make_p(x, *d.notes, s, d.p);
     __syncthreads(); /* 3 */
     const int32_t from = attn__max32(j0, w.from), to = attn__min32(j0 + BN, w.to);
     if ((from < r.all_from || to > r.all_to) && holds_nonfinite(shared_v)) {
-        state copy = x; /* o stays in registers */
+        float copy[DT][4]; /* else o would be in memory all along */
+#pragma unroll
+        for (int n = 0; n < DT * 4; n++) copy[n / 4][n % 4] = x.o[n / 4][n % 4];
         add_nonfinite(copy, shared_v, d.p);
-        x = copy;
+#pragma unroll
+        for (int n = 0; n < DT * 4; n++) x.o[n / 4][n % 4] = copy[n / 4][n % 4];
     }
     product_pv(x.o, d.p, shared_v);
     d.stage = d.stage == (STAGES - 1) * 2 * TILE_BYTES ? 0 : d.stage + 2 * TILE_BYTES;
 }
 
 /* Span `span` of the item, counted from w.first. */
-DEVICE state work_span(const attn_cuda_args &a, const walk &w, const rows &r, const uint32_t q[STEPS][4], desk &d,
+DEVICE state work_span(const attn_cuda_args &a, const part &w, const rows &r, const uint32_t q[STEPS][4], desk &d,
                        int32_t span) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2;
     const int32_t end = attn__min32((span + 1) * SPAN_TILES, w.tiles);
-    state x = empty_state(r);
+    state x = empty_state(*d.notes);
     if (span * SPAN_TILES >= end) return x;
 #pragma unroll 1
     for (int32_t tile = span * SPAN_TILES; tile < end; tile++) work_tile(a, w, r, q, x, d, w.first * SPAN + tile * BN);
@@ -629,77 +692,89 @@ DEVICE state work_span(const attn_cuda_args &a, const walk &w, const rows &r, co
         float sum = x.l[half];
         sum += __shfl_xor_sync(~0u, sum, 1);
         sum += __shfl_xor_sync(~0u, sum, 2);
-        if ((lane & 3) == 0) d.notes->sum[warp][g + 8 * half] = sum;
+        if ((lane & 3) == 0) d.notes->number[warp][g + 8 * half] = sum;
     }
-    __syncthreads(); /* the next ones are written behind those of a tile */
+    __syncthreads(); /* the next numbers are written behind barrier 1 of a tile, as these are behind barrier 3 */
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-        x.l[half] = d.notes->sum[0][g + 8 * half];
+        x.l[half] = d.notes->number[0][g + 8 * half];
 #pragma unroll
-        for (int n = 1; n < WARPS; n++) x.l[half] += d.notes->sum[n][g + 8 * half];
+        for (int n = 1; n < WARPS; n++) x.l[half] += d.notes->number[n][g + 8 * half];
     }
     return x;
 }
 
 /* ---- partial results ---- */
 
-/* x becomes x and y. Either may be empty, and then this is exact. */
-DEVICE void fold(state &x, const state &y, const rows &r) {
+/* One of the lane's two rows of x becomes that of x and y. Either may be empty, and then this is exact. */
+DEVICE void fold_row(state &x, int half, float m_y, float l_y, const float2 o_y[DT], float scale) {
+    const float m = fmaxf(x.m[half], m_y);
+    const float by_x = ex2_approx(__fmul_rn(x.m[half] - m, scale)), by_y = ex2_approx(__fmul_rn(m_y - m, scale));
+    x.m[half] = m;
+    x.l[half] = __fmaf_rn(x.l[half], by_x, __fmul_rn(l_y, by_y));
+#pragma unroll
+    for (int dt = 0; dt < DT; dt++) {
+        float *o = &x.o[dt][2 * half];
+        o[0] = __fmaf_rn(o[0], by_x, __fmul_rn(o_y[dt].x, by_y));
+        o[1] = __fmaf_rn(o[1], by_x, __fmul_rn(o_y[dt].y, by_y));
+    }
+}
+DEVICE void fold(state &x, const state &y, const shared_notes &notes) {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-        const float m = fmaxf(x.m[half], y.m[half]);
-        const float by_x = ex2_approx(__fmul_rn(x.m[half] - m, r.scale[half]));
-        const float by_y = ex2_approx(__fmul_rn(y.m[half] - m, r.scale[half]));
-        x.m[half] = m;
-        x.l[half] = __fmaf_rn(x.l[half], by_x, __fmul_rn(y.l[half], by_y));
+        float2 o[DT];
 #pragma unroll
-        for (int n = 0; n < 2 * DT; n++) {
-            float *o = &x.o[n / 2][2 * half + n % 2];
-            *o = __fmaf_rn(*o, by_x, __fmul_rn(y.o[n / 2][2 * half + n % 2], by_y));
-        }
+        for (int dt = 0; dt < DT; dt++) o[dt] = {y.o[dt][2 * half], y.o[dt][2 * half + 1]};
+        fold_row(x, half, y.m[half], y.l[half], o, row_at(notes, half).scale);
     }
 }
 
 /* A slot of the workspace: o[rows][DIM], then m and l of each row. */
 DEVICE float *slot_at(const attn_cuda_decode &c, float *slots, int64_t n) { return slots + n * c.rows * (DIM + 2); }
 
-DEVICE void put_state(const attn_cuda_decode &c, float *slot, const state &x, const rows &r) {
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
+DEVICE void put_state(const attn_cuda_decode &c, float *slot, const state &x, int32_t rows) {
+    const int lane = here(threadIdx.x & 31), warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         const int row = g + 8 * half;
-        if (row >= r.count) continue;
+        if (row >= rows) continue;
 #pragma unroll
         for (int dt = 0; dt < DT; dt++)
             st_global_cg_v2(slot + row * DIM + (warp * DT + dt) * 8 + 2 * t, x.o[dt][2 * half], x.o[dt][2 * half + 1]);
         if (warp == 0 && t == 0) st_global_cg_v2(slot + c.rows * DIM + 2 * row, x.m[half], x.l[half]);
     }
 }
-DEVICE state get_state(const attn_cuda_decode &c, const float *slot, const rows &r) {
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
-    state x = empty_state(r);
+
+/* So many slots, in their order, some of which are on their way at a time. */
+DEVICE state fold_slots(const attn_cuda_decode &c, const float *slot, int32_t count, const shared_notes &notes,
+                        int32_t rows) {
+    enum { SOME = DT < 4 ? 8 : 32 / DT };
+    const int lane = here(threadIdx.x & 31), warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
+    const int64_t step = (int64_t)c.rows * (DIM + 2);
+    state x = empty_state(notes);
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         const int row = g + 8 * half;
-        if (row >= r.count) continue;
+        const float *from = slot, least = row_at(notes, half).least, scale = row_at(notes, half).scale;
+        if (8 * half >= rows) continue;
+#pragma unroll 1
+        for (int32_t n0 = 0; n0 < count; n0 += SOME) {
+            float2 o[SOME][DT], number[SOME]; /* m and l */
 #pragma unroll
-        for (int dt = 0; dt < DT; dt++) {
-            const float2 pair = ld_global_cg_v2(slot + row * DIM + (warp * DT + dt) * 8 + 2 * t);
-            x.o[dt][2 * half] = pair.x;
-            x.o[dt][2 * half + 1] = pair.y;
+            for (int n = 0; n < SOME; n++, from += step) {
+                const bool is_there = row < rows && n0 + n < count;
+                number[n] = {least, 0};
+                if (is_there) number[n] = ld_global_cg_v2(from + c.rows * DIM + 2 * row);
+#pragma unroll
+                for (int dt = 0; dt < DT; dt++) {
+                    o[n][dt] = {0, 0};
+                    if (is_there) o[n][dt] = ld_global_cg_v2(from + row * DIM + (warp * DT + dt) * 8 + 2 * t);
+                }
+            }
+#pragma unroll
+            for (int n = 0; n < SOME; n++) fold_row(x, half, number[n].x, number[n].y, o[n], scale);
         }
-        const float2 pair = ld_global_cg_v2(slot + c.rows * DIM + 2 * row);
-        x.m[half] = pair.x;
-        x.l[half] = pair.y;
     }
-    return x;
-}
-
-/* Slots [from, to), in their order. */
-DEVICE state fold_slots(const attn_cuda_decode &c, float *slots, int64_t from, int64_t to, const rows &r) {
-    state x = empty_state(r);
-#pragma unroll 2
-    for (int64_t n = from; n < to; n++) fold(x, get_state(c, slot_at(c, slots, n), r), r);
     return x;
 }
 
@@ -732,103 +807,108 @@ DEVICE void store_pair(const attn_cuda_args &a, int64_t at, int32_t columns, flo
 }
 
 /* o and lse of the item's rows: as finish_o of rows.cuh. */
-DEVICE void finish_item(const attn_cuda_args &a, const walk &w, const rows &r, const state &x) {
+DEVICE void finish_item(const attn_cuda_args &a, const walk &w, const shared_notes &notes, const state &x) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, t = lane & 3;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-        if (r.i[half] >= w.s.sq) continue;
+        const row_notes &r = row_at(notes, half);
+        if (r.i < 0) continue;
         const float sum = x.l[half], factor = sum == 0 ? 0 : rcp_approx(sum);
-        float lse = sum == 0 ? -INFINITY : lse_of(x.m[half], r.scale[half], sum), keys = 1;
-        if (a.p.flags & ATTN_SINK) lse = add_sink(lse, a.f.sink[r.h[half]], &keys);
-        const int64_t at = attn__q_offset(&a.p, &a.f.o, &w.s, r.i[half], r.h[half]);
+        float lse = sum == 0 ? -INFINITY : lse_of(x.m[half], r.scale, sum), keys = 1;
+        if (a.p.flags & ATTN_SINK) lse = add_sink(lse, a.f.sink[r.h], &keys);
+        const int64_t at = attn__q_offset(&a.p, &a.f.o, &w.s, r.i, r.h);
 #pragma unroll
         for (int dt = 0; dt < DT; dt++) {
             const int32_t column = (warp * DT + dt) * 8 + 2 * t;
             store_pair(a, at + column, a.p.dim_v - column, __fmul_rn(__fmul_rn(x.o[dt][2 * half], factor), keys),
                        __fmul_rn(__fmul_rn(x.o[dt][2 * half + 1], factor), keys));
         }
-        if (a.f.lse && warp == 0 && t == 0) ((float *)a.f.lse)[attn__lse_index(&a.p, &w.s, r.i[half], r.h[half])] = lse;
+        if (a.f.lse && warp == 0 && t == 0) ((float *)a.f.lse)[attn__lse_index(&a.p, &w.s, r.i, r.h)] = lse;
     }
 }
 
 /* o = 0 and lse = -inf for rows that are padding, where no other kernel comes by. */
-static __device__ __noinline__ void fill_padding(const attn_cuda_args &a, const walk &w) {
+static __device__ __noinline__ void fill_padding(const attn_cuda_args &a, int32_t b, int32_t head, int32_t from) {
     const int32_t group = a.p.heads_q / a.p.heads_kv;
-    for (int32_t i = w.s.sq; i < a.p.max_q; i++)
-        for (int32_t h = w.head * group; h < w.head * group + group; h++) {
-            const int64_t at = attn__q_offset(&a.p, &a.f.o, &w.s, i, h);
+    attn_seq s = {};
+    s.b = b;
+    for (int32_t i = from; i < a.p.max_q; i++)
+        for (int32_t h = head * group; h < head * group + group; h++) {
+            const int64_t at = attn__q_offset(&a.p, &a.f.o, &s, i, h);
             for (int32_t x = threadIdx.x; x < a.p.dim_v; x += THREADS) attn__store(a.p.out_dtype, a.f.o.data, at + x, 0);
-            if (threadIdx.x == 0 && a.f.lse) ((float *)a.f.lse)[attn__lse_index(&a.p, &w.s, i, h)] = -INFINITY;
+            if (threadIdx.x == 0 && a.f.lse) ((float *)a.f.lse)[attn__lse_index(&a.p, &s, i, h)] = -INFINITY;
         }
 }
 
 /* ---- the block's part of an item ---- */
 
 /* Which of the supers that blocks share this is: that of the item, or that in which a block's share ends; each ends in one. */
-DEVICE int64_t shared_super(const attn_cuda_decode &c, const share &mine, int64_t item, int32_t super, int64_t begins) {
-    return c.by_item ? item * c.supers + super : begins * gridDim.x / mine.all;
+DEVICE int64_t shared_super(const attn_cuda_decode &c, const share &mine, int64_t super, int64_t begins) {
+    return c.by_item ? super : begins * gridDim.x / mine.all;
 }
 
-/* The super's spans [from, to), counted as w.span, of [first, end): folded, if nobody is still to come. */
-DEVICE bool work_super(const attn_cuda_decode &c, const walk &w, const rows &r, const uint32_t q[STEPS][4], desk &d,
+/* The super's spans [from, to) of [first, end), counted as w.span; slot: its number, if it is shared. False: others are still at it. */
+DEVICE bool work_super(const attn_cuda_decode &c, const part &w, const rows &r, const uint32_t q[STEPS][4], desk &d,
                        state &x, int64_t slot, int32_t from, int32_t to, int32_t first, int32_t end) {
     const bool is_whole = from == first && to == end;
-    x = empty_state(r);
+    x = empty_state(*d.notes);
 #pragma unroll 1
     for (int32_t span = from; span < to; span++) {
         const state y = work_span(c.a, w, r, q, d, span);
         if (is_whole)
-            fold(x, y, r);
+            fold(x, y, *d.notes);
         else
-            put_state(c, slot_at(c, c.spans, slot * c.each + (span - first)), y, r);
+            put_state(c, slot_at(c, c.spans, slot * c.each + (span - first)), y, r.count);
     }
     if (is_whole) return true;
     if (!is_last(&c.counters[slot], (uint32_t)(to - from), (uint32_t)(end - first), *d.notes)) return false;
-    x = fold_slots(c, c.spans, slot * c.each, slot * c.each + (end - first), r);
+    x = fold_slots(c, slot_at(c, c.spans, slot * c.each), end - first, *d.notes, r.count);
     return true;
 }
 
 DEVICE void work_part(const attn_cuda_decode &c, const walk &w, desk &d) {
     const attn_cuda_args &a = c.a;
-    const int32_t spans = spans_of(w), last = (w.first + spans - 1) / SUPER, supers = last - w.first / SUPER + 1;
+    const int32_t spans = spans_of(w), span_end = w.span_end;
+    const int32_t first_super = w.first / SUPER, supers = (w.first + spans - 1) / SUPER - first_super + 1;
     const int64_t item = ((int64_t)w.s.b * a.p.heads_kv + w.head) * c.blocks + w.block;
-    const rows r = see_rows(a, w);
+    const part own = {w.first, w.tiles, w.from, w.to, w.s.sk - w.s.sq};
+    const rows r = see_rows(a, w, *d.notes);
     uint32_t q[STEPS][4];
     state x;
-    load_q(a, w, r, q);
+    load_q(a, w, *d.notes, q);
 #pragma unroll 1
-    for (int32_t super = (w.first + w.span) / SUPER, from = w.span; from < w.span_end; super++) {
-        const int32_t first = attn__max32(super * SUPER - w.first, 0);
-        const int32_t end = attn__min32((super + 1) * SUPER - w.first, spans), to = attn__min32(end, w.span_end);
-        const int64_t slot = shared_super(c, d.mine, item, super, w.before + (int64_t)first * SPAN_TILES);
-        const bool is_done = work_super(c, w, r, q, d, x, slot, from, to, first, end);
+    for (int32_t super = (own.first + w.span) / SUPER, from = w.span; from < span_end; super++) {
+        const int32_t first = attn__max32(super * SUPER - own.first, 0);
+        const int32_t end = attn__min32((super + 1) * SUPER - own.first, spans), to = attn__min32(end, span_end);
+        const int64_t number = item * c.supers + super;
+        const int64_t slot = shared_super(c, *d.mine, number, w.before + (int64_t)first * SPAN_TILES);
+        const bool is_done = work_super(c, own, r, q, d, x, slot, from, to, first, end);
         from = to;
         if (!is_done) continue;
         if (supers > 1) {
-            put_state(c, slot_at(c, c.super_slots, item * c.supers + super), x, r);
+            put_state(c, slot_at(c, c.super_slots, number), x, r.count);
             if (!is_last(&c.counters[c.shared + item], 1, (uint32_t)supers, *d.notes)) continue;
-            x = fold_slots(c, c.super_slots, item * c.supers + w.first / SUPER, item * c.supers + last + 1, r);
+            x = fold_slots(c, slot_at(c, c.super_slots, item * c.supers + first_super), supers, *d.notes, r.count);
         }
-        finish_item(a, w, r, x);
+        finish_item(a, w, *d.notes, x);
     }
 }
 
 KERNEL __launch_bounds__(THREADS, K(CTAS)) VARIANT(const __grid_constant__ attn_cuda_decode c) {
     extern __shared__ __align__(128) uint8_t shared[];
     const attn_cuda_args &a = c.a;
-    walk w;
-    desk d;
-    d.tiles = cvta_shared(shared);
-    d.p = d.tiles + AT_P;
-    d.notes = (shared_notes *)(shared + AT_NOTES);
-    d.stage = 0;
-    if (!start_walk(a, w, d.mine, *d.notes)) return;
-    d.f = start_fetch(a, w, d.mine);
-    for (int n = 0; n < STAGES - 1; n++) fetch_tile(a, d.f, d.mine, d.tiles);
+    shared_notes &notes = *(shared_notes *)(shared + AT_NOTES);
+    walk w, ahead;
+    share mine;
+    if (!start_walk(a, w, mine, notes)) return;
+    ahead = w;
+    desk d = {cvta_shared(shared), cvta_shared(shared) + AT_P, 0, &notes, &mine, start_fetch(a, ahead, mine)};
+#pragma unroll 1
+    for (int n = 0; n < STAGES - 1; n++) fetch_tile(a, d.f, mine, d.tiles);
     do {
         work_part(c, w, d);
         const bool pads = !(a.p.flags & ATTN_VARLEN_Q) && a.p.max_q <= ATTN_CUDA_SPLIT_ROWS;
-        if (pads && w.block == 0 && w.span == 0 && w.s.sq < a.p.max_q) fill_padding(a, w);
-    } while (next_part(a, w, d.mine));
+        if (pads && w.block == 0 && w.span == 0 && w.s.sq < a.p.max_q) fill_padding(a, w.s.b, w.head, w.s.sq);
+    } while (next_part(a, w, mine));
     cp_async_wait_all();
 }
