@@ -62,6 +62,7 @@ enum {
     ROWS = 16,               /* of an item */
     PIECES = DIM / 8,        /* of 16 bytes in a row */
     KEYS = BN / WARPS,       /* that a warp fetches, and whose scores it makes */
+    TOGETHER = DIM > 192 ? 4 : 8, /* copies: where Q and O are large registers are scarce */
     NT = KEYS / 8,           /* 8-key tiles of them */
     STEPS = DIM / 16,        /* of S = Q K^T */
     DT = DIM / 8 / WARPS,    /* 8-column tiles of O that a warp has */
@@ -338,7 +339,7 @@ static __device__ __noinline__ void copy_rows(const uint16_t *data, int64_t offs
 DEVICE void fetch_rows(const void *data, int64_t offset, uint32_t there, int32_t dim, uint32_t to) {
     const int lane = here(threadIdx.x & 31);
     if (there == ~0u && dim == DIM) {
-#pragma unroll
+#pragma unroll TOGETHER
         for (int n = 0; n < KEYS * PIECES / 32; n++) {
             const int row = (n * 32 + lane) / PIECES, piece = (n * 32 + lane) % PIECES;
             const uint16_t *from = (const uint16_t *)data + (int64_t)__shfl_sync(~0u, (uint64_t)offset, row);
@@ -843,13 +844,13 @@ static __device__ __noinline__ void fill_padding(const attn_cuda_args &a, int32_
 /* ---- the block's part of an item ---- */
 
 /* Which of the supers that blocks share this is: that of the item, or that in which a block's share ends; each ends in one. */
-DEVICE int64_t shared_super(const attn_cuda_decode &c, const share &mine, int64_t super, int64_t begins) {
-    return c.by_item ? super : begins * gridDim.x / mine.all;
+DEVICE int32_t shared_super(const attn_cuda_decode &c, const share &mine, int32_t item, int32_t super, int64_t begins) {
+    return c.by_item ? item * c.supers + super : (int32_t)(begins * gridDim.x / mine.all);
 }
 
 /* The super's spans [from, to) of [first, end), counted as w.span; slot: its number, if it is shared. False: others are still at it. */
 DEVICE bool work_super(const attn_cuda_decode &c, const part &w, const rows &r, const uint32_t q[STEPS][4], desk &d,
-                       state &x, int64_t slot, int32_t from, int32_t to, int32_t first, int32_t end) {
+                       state &x, int32_t slot, int32_t from, int32_t to, int32_t first, int32_t end) {
     const bool is_whole = from == first && to == end;
     x = empty_state(*d.notes);
 #pragma unroll 1
@@ -858,11 +859,11 @@ DEVICE bool work_super(const attn_cuda_decode &c, const part &w, const rows &r, 
         if (is_whole)
             fold(x, y, *d.notes);
         else
-            put_state(c, slot_at(c, c.spans, slot * c.each + (span - first)), y, r.count);
+            put_state(c, slot_at(c, c.spans, (int64_t)slot * c.each + (span - first)), y, r.count);
     }
     if (is_whole) return true;
     if (!is_last(&c.counters[slot], (uint32_t)(to - from), (uint32_t)(end - first), *d.notes)) return false;
-    x = fold_slots(c, slot_at(c, c.spans, slot * c.each), end - first, *d.notes, r.count);
+    x = fold_slots(c, slot_at(c, c.spans, (int64_t)slot * c.each), end - first, *d.notes, r.count);
     return true;
 }
 
@@ -870,7 +871,7 @@ DEVICE void work_part(const attn_cuda_decode &c, const walk &w, desk &d) {
     const attn_cuda_args &a = c.a;
     const int32_t spans = spans_of(w), span_end = w.span_end;
     const int32_t first_super = w.first / SUPER, supers = (w.first + spans - 1) / SUPER - first_super + 1;
-    const int64_t item = ((int64_t)w.s.b * a.p.heads_kv + w.head) * c.blocks + w.block;
+    const int32_t item = (w.s.b * a.p.heads_kv + w.head) * c.blocks + w.block;
     const part own = {w.first, w.tiles, w.from, w.to, w.s.sk - w.s.sq};
     const rows r = see_rows(a, w, *d.notes);
     uint32_t q[STEPS][4];
@@ -880,15 +881,14 @@ DEVICE void work_part(const attn_cuda_decode &c, const walk &w, desk &d) {
     for (int32_t super = (own.first + w.span) / SUPER, from = w.span; from < span_end; super++) {
         const int32_t first = attn__max32(super * SUPER - own.first, 0);
         const int32_t end = attn__min32((super + 1) * SUPER - own.first, spans), to = attn__min32(end, span_end);
-        const int64_t number = item * c.supers + super;
-        const int64_t slot = shared_super(c, *d.mine, number, w.before + (int64_t)first * SPAN_TILES);
+        const int32_t slot = shared_super(c, *d.mine, item, super, w.before + (int64_t)first * SPAN_TILES);
         const bool is_done = work_super(c, own, r, q, d, x, slot, from, to, first, end);
         from = to;
         if (!is_done) continue;
         if (supers > 1) {
-            put_state(c, slot_at(c, c.super_slots, number), x, r.count);
+            put_state(c, slot_at(c, c.super_slots, (int64_t)item * c.supers + super), x, r.count);
             if (!is_last(&c.counters[c.shared + item], 1, (uint32_t)supers, *d.notes)) continue;
-            x = fold_slots(c, slot_at(c, c.super_slots, item * c.supers + first_super), supers, *d.notes, r.count);
+            x = fold_slots(c, slot_at(c, c.super_slots, (int64_t)item * c.supers + first_super), supers, *d.notes, r.count);
         }
         finish_item(a, w, *d.notes, x);
     }

@@ -80,6 +80,7 @@ EMULATE_ORDER=random "$build/attn" check --backend cuda --op backward --dtype bf
 EMULATE_ORDER=reverse EMULATE_GUARD=before "$build/attn" check --backend cuda --op backward --dtype bf16 --feature flashmask --cases 30 --seed 6
 export EMULATE_ARCH=80
 "$out/pieces"
+python3 tests/emulate/decode.py "$build/attn"
 ATTN_TEST_BACKEND=cuda "$build/attn-tests" c1_ c4_empty s01_ s09_inf c5_unused c5_align c5_varlen_short c5_s03
 # The lines of both tables give the same; with three tiles and columns past the dims.
 "$build/attn" tune --kernels "$tune" --rounds 1 --heads 1 --dim 56/40 --seqlen 70/260
