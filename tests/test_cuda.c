@@ -396,8 +396,8 @@ static const attn_cuda_entry *best_row(attn_dtype tile, int32_t dim, bool odd, c
         bool has_code = e->hopper ? stub.arch[0] == 90 : e->arch <= stub.arch[0];
         bool is_plain = !x->all && !odd && !(e->hopper && x->lengths);
         bool takes = e->takes == ATTN_TAKES_ALL || (e->takes == ATTN_TAKES_OWN && !x->all) || is_plain;
-        bool fits = e->op == ATTN_FORWARD && !e->decode && e->dtype == tile && e->dim_qk >= dim && e->most_v >= dim && takes &&
-                    has_code && e->shared_bytes <= (size_t)stub.shared_bytes[0] && n != ATTN_ENTRY_fwd_any;
+        bool fits = e->op == ATTN_FORWARD && !e->decode && e->dtype == tile && e->dim_qk >= dim && e->most_v >= dim &&
+                    takes && has_code && e->shared_bytes <= (size_t)stub.shared_bytes[0] && n != ATTN_ENTRY_fwd_any;
         if (fits && e->dim <= best->dim) best = e;
     }
     return best;
@@ -578,12 +578,13 @@ TEST(cuda_workspace_is_as_large_as_documented) {
     attn_problem p = problem(ATTN_BF16, 3, 4, 2, 1, 2048, 64);
     size_t parts = 3 * 4 * 1 * 4; /* batch, heads, rows, chunks of 512 keys */
     const size_t counters = 64;
-    CHECK(workspace_of(context, p) == 3 * 2 * 8 * 2 * 66 * 4 + counters); /* batch, KV heads, spans, rows of the group, dim + 2 */
+    CHECK(workspace_of(context, p) ==
+          3 * 2 * 8 * 2 * 66 * 4 + counters); /* batch, KV heads, spans, rows of the group, dim + 2 */
     p.max_kv = 512;
     CHECK(workspace_of(context, p) == 3 * 2 * 2 * 2 * 66 * 4 + counters);
     p.max_kv = 256;
     CHECK(workspace_of(context, p) == 0); /* one span */
-    p.max_kv = 16385; /* three supers */
+    p.max_kv = 16385;                     /* three supers */
     CHECK(workspace_of(context, p) == (3 * 2 * 3 * 32 + 3 * 2 * 3) * 2 * 66 * 4 + 32 + 2 * counters);
     p.batch = 1000; /* no more of them are shared than blocks end in: 132 multiprocessors have two each */
     CHECK(workspace_of(context, p) == (263 * 32 + 1000 * 2 * 3) * 2 * 66 * 4 + (263 + 2000) / 16 * 64 + 64);
@@ -595,7 +596,7 @@ TEST(cuda_workspace_is_as_large_as_documented) {
         64;                /* a number, on a cache line of its own: Hopper's kernels for sequences of different lengths */
     p.flags = ATTN_USED_Q; /* one may be short */
     CHECK(workspace_of(context, p) == 3 * 2 * 2 * 8 * 16 * 66 * 4 + counters + counter); /* its 32 rows are two times 16 */
-    p.dropout = 0.5; /* chunks */
+    p.dropout = 0.5;                                                                     /* chunks */
     CHECK(workspace_of(context, p) == 16 * parts * (64 * 4 + 4) + counter);
     p.flags = ATTN_VARLEN_Q; /* no more rows than all sequences have together: 19 of four heads, four chunks ... */
     p.total_q = 19;

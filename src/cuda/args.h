@@ -32,14 +32,14 @@
 
 enum {
     ATTN_CUDA_SPLIT_ROWS = 16, /* sequences of at most so many rows are split ... */
-    ATTN_CUDA_CHUNK = 512, /* ... in chunks of so many keys: fixed numbers, so that results do not depend on the batch */
+    ATTN_CUDA_CHUNK = 512,   /* ... in chunks of so many keys: fixed numbers, so that results do not depend on the batch */
     ATTN_DECODE_SPAN = 256,  /* decode.cu: keys that are worked by themselves ... */
     ATTN_DECODE_SUPER = 32,  /* ... and how many such spans are folded first: fixed numbers too */
     ATTN_DECODE_ROWS = 16,   /* rows of an item */
     ATTN_DECODE_WARPS = 4,   /* of a block */
     ATTN_DECODE_NOTES = 832, /* bytes of its shared memory besides tiles and P */
-    ATTN_SHORT_ELSEWHERE = -1, /* attn_cuda_args.chunks: short sequences are not this kernel's, but decode's */
-    ATTN_CUDA_WARPS = 4,   /* warps of a block of the pieces */
+    ATTN_SHORT_ELSEWHERE = -1,       /* attn_cuda_args.chunks: short sequences are not this kernel's, but decode's */
+    ATTN_CUDA_WARPS = 4,             /* warps of a block of the pieces */
     ATTN_ANY_ROWS = ATTN_CUDA_WARPS, /* fwd_any: rows of a block, one warp each ... */
     ATTN_ANY_COLS = 32,              /* ... and keys that are masked or skipped together */
     ATTN_BWD_ANY_REALS = 4 * ATTN_ANY_ROWS * 576 + ATTN_ANY_COLS * 33, /* bwd_any: shared memory of a block */

@@ -419,8 +419,8 @@ static void choose_split(attn_plan *plan) {
         if (p->max_q > ATTN_CUDA_SPLIT_ROWS)
             attn__plan_say(plan, "sequences of at most %d rows: %s\n", ATTN_CUDA_SPLIT_ROWS,
                            attn__cuda_entries[plan->gpu_decode[gpu_of(plan)]].name);
-        attn__plan_say(plan, "split: %s in spans of %d keys\n",
-                       p->max_q > ATTN_CUDA_SPLIT_ROWS ? "these" : "all sequences", ATTN_DECODE_SPAN);
+        attn__plan_say(plan, "split: %s in spans of %d keys\n", p->max_q > ATTN_CUDA_SPLIT_ROWS ? "these" : "all sequences",
+                       ATTN_DECODE_SPAN);
         return;
     }
     plan->chunks = chunks > 1 ? (int32_t)chunks : 0;
@@ -490,7 +490,8 @@ bool attn__cuda_decode_sizes(const attn_cuda_entry *e, const attn_problem *p, in
     c->supers = (int32_t)attn__ceil_div(most, ATTN_DECODE_SUPER);
     c->each = (int32_t)(most < ATTN_DECODE_SUPER ? most : ATTN_DECODE_SUPER);
     items = (int64_t)p->batch * p->heads_kv * c->blocks; /* at most batch * heads_q: 31 bits */
-    if (__builtin_mul_overflow(items, c->supers, &supers) || __builtin_mul_overflow(items, most, &spans_of_all)) return false;
+    if (__builtin_mul_overflow(items, c->supers, &supers) || __builtin_mul_overflow(items, most, &spans_of_all))
+        return false;
     *blocks = (int64_t)(sms > 0 ? sms : 1) * (room < 1 ? 1 : room < e->ctas ? room : e->ctas);
     if (*blocks > spans_of_all) *blocks = spans_of_all;
     c->by_item = supers <= *blocks;
@@ -594,8 +595,7 @@ static attn_status load_plan(attn_plan *plan, uint32_t gpus) {
     RETURN_IF_ERROR(attn__cuda_load(cuda, pieces, count, gpus));
     for (int32_t n = 0; n < cuda->state->gpus && p->op == ATTN_FORWARD; n++) {
         const int forward[] = {plan->gpu_kernel[n][0], plan->gpu_kernel[n][1], plan->gpu_decode[n]};
-        if (forward[0] >= 0)
-            RETURN_IF_ERROR(attn__cuda_load(cuda, forward, forward[2] >= 0 ? 3 : 2, UINT32_C(1) << n));
+        if (forward[0] >= 0) RETURN_IF_ERROR(attn__cuda_load(cuda, forward, forward[2] >= 0 ? 3 : 2, UINT32_C(1) << n));
     }
     return ATTN_OK;
 }

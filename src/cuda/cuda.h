@@ -228,16 +228,16 @@ void attn__cuda_unload(attn_cuda *cuda);
 
 /* Parts of the workspace, as plan->part[]; attn__part (internal.h) gives the address. Empty ones have no bytes. */
 enum {
-    CUDA_PART_O,              /* part_o of args.h */
-    CUDA_PART_LSE,            /* part_lse of args.h */
-    CUDA_RANGES,              /* ranges of args.h */
-    CUDA_COUNTER,             /* counter of args.h */
-    CUDA_Q,                   /* ATTN_ROTARY: the rotated q; attn__cuda_rotated_q says how it lies */
-    CUDA_ROWS,                /* backward: row_stats of args.h */
-    CUDA_D_Q = CUDA_PART_O,   /* backward in one pass: part_o of args.h */
-    CUDA_TURNS = CUDA_COUNTER, /* and turns */
-    CUDA_SPANS = CUDA_PART_O,     /* decode: spans, then super_slots, of attn_cuda_decode */
-    CUDA_TICKETS = CUDA_PART_LSE  /* and counters */
+    CUDA_PART_O,                 /* part_o of args.h */
+    CUDA_PART_LSE,               /* part_lse of args.h */
+    CUDA_RANGES,                 /* ranges of args.h */
+    CUDA_COUNTER,                /* counter of args.h */
+    CUDA_Q,                      /* ATTN_ROTARY: the rotated q; attn__cuda_rotated_q says how it lies */
+    CUDA_ROWS,                   /* backward: row_stats of args.h */
+    CUDA_D_Q = CUDA_PART_O,      /* backward in one pass: part_o of args.h */
+    CUDA_TURNS = CUDA_COUNTER,   /* and turns */
+    CUDA_SPANS = CUDA_PART_O,    /* decode: spans, then super_slots, of attn_cuda_decode */
+    CUDA_TICKETS = CUDA_PART_LSE /* and counters */
 };
 
 /* What the launches of one call share. The CUDA context that they go to is current. */

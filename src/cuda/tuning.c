@@ -58,7 +58,8 @@ static bool parse_row(const char *text, attn_cuda_tuned *row, char name[64]) {
 
 /* Are two lines for the same dims? */
 static bool has_dims_of(const attn_cuda_entry *e, const attn_cuda_entry *x) {
-    return e->op == x->op && e->decode == x->decode && e->dtype == x->dtype && e->dim_qk == x->dim_qk && e->most_v == x->most_v;
+    return e->op == x->op && e->decode == x->decode && e->dtype == x->dtype && e->dim_qk == x->dim_qk &&
+           e->most_v == x->most_v;
 }
 
 /* What the table would take for the row, and the dims of its kernel: of the lines the last. -1: it has none. */
