@@ -73,7 +73,7 @@ def cache_bytes(case, dtype):
 
 class Inputs(NamedTuple):
     q: torch.Tensor
-    k: torch.Tensor  # [batch][most][heads][dim]; paged: [pages][page][heads][dim]
+    k: torch.Tensor  # [batch][most][heads][dim]; of different lengths [total][heads][dim]; paged [pages][page][heads][dim]
     v: torch.Tensor
     options: Options
     dense: tuple  # k and v for the peers, or ()
@@ -83,10 +83,13 @@ def make(case, dtype, device):
     batch, most = len(case.lengths), max(case.lengths)
     q = torch.randn(batch, 1, case.heads, case.dim, dtype=dtype, device=device)
     lengths = torch.tensor(case.lengths, dtype=torch.int32, device=device)
+    if not even(case) and not case.page:
+        starts = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
+        k, v = (torch.randn(sum(case.lengths), case.heads_kv, case.dim, dtype=dtype, device=device) for _ in range(2))
+        return Inputs(q, k, v, Options(cu_kv=starts, max_kv=most), ())
     if not case.page:
         k, v = (torch.randn(batch, most, case.heads_kv, case.dim, dtype=dtype, device=device) for _ in range(2))
-        plain = even(case) and not case.used
-        return Inputs(q, k, v, Options() if plain else Options(used_kv=lengths), (k, v) if even(case) else ())
+        return Inputs(q, k, v, Options(used_kv=lengths) if case.used else Options(), (k, v))
     each = -(-most // case.page)
     place = torch.randperm(batch * each, device=device)
     k, v = (torch.randn(batch * each, case.page, case.heads_kv, case.dim, dtype=dtype, device=device) for _ in range(2))
@@ -97,6 +100,8 @@ def make(case, dtype, device):
 def keys_of(inputs, case, b, x):
     """Keys or values of sequence b: [heads][length][dim]."""
     length = case.lengths[b]
+    if not even(case) and not case.page:
+        return x[sum(case.lengths[:b]) :][:length].transpose(0, 1)
     if not case.page:
         return x[b, :length].transpose(0, 1)
     return x[inputs.options.page_table[b].long()].flatten(0, 1)[:length].transpose(0, 1)
