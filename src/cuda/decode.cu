@@ -138,7 +138,7 @@ DEVICE float capped(float s, float cap, float to_y) {
     return __fmul_rn(y, fmaf(t, fmaf(t, fmaf(t, fmaf(t, fmaf(t, c[5], c[4]), c[3]), c[2]), c[1]), c[0]));
 }
 
-/* Semantics 1 to 3 and 5. The warp's keys begin with j0; the sequence has so many more keys than rows. */
+/* Semantics 1 to 3, where a product is not a score already. The warp's keys begin with j0; the sequence has so many more keys than rows. */
 DEVICE void finish_scores(const attn_cuda_args &a, const shared_notes &notes, float s[NT][4], int32_t beyond, int32_t j0) {
     const int t = here(threadIdx.x & 3);
     const float cap = (float)a.p.softcap;
@@ -146,19 +146,26 @@ DEVICE void finish_scores(const attn_cuda_args &a, const shared_notes &notes, fl
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         const row_notes &r = row_at(notes, half);
-        const uint32_t from = (uint32_t)(j0 + 2 * t - r.first), count = (uint32_t)attn__max32(r.end - r.first, 0);
         const float raw = r.raw, slope = r.slope, distance = (float)(r.i + beyond - (j0 + 2 * t));
 #pragma unroll
         for (int n = 0; n < 2 * NT; n++) {
-            const int key = n / 2 * 8 + n % 2; /* from j0 + 2t on */
             float *x = &s[n / 2][2 * half + n % 2];
-            if (cap > 0)
-                *x = capped(*x, cap, to_y);
-            else if (raw != 1)
-                *x = __fmul_rn(*x, raw);
-            if (a.p.flags & ATTN_ALIBI) *x = fmaf(-slope, fabsf(distance - (float)key), *x);
-            if (from + key >= count) *x = -INFINITY;
+            *x = cap > 0 ? capped(*x, cap, to_y) : __fmul_rn(*x, raw); /* by 1, with ALiBi alone */
+            if (a.p.flags & ATTN_ALIBI) *x = fmaf(-slope, fabsf(distance - (float)(n / 2 * 8 + n % 2)), *x);
         }
+    }
+}
+
+/* Semantics 5. */
+DEVICE void mask_scores(const shared_notes &notes, float s[NT][4], int32_t j0) {
+    const int t = here(threadIdx.x & 3);
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const row_notes &r = row_at(notes, half);
+        const uint32_t from = (uint32_t)(j0 + 2 * t - r.first), count = (uint32_t)attn__max32(r.end - r.first, 0);
+#pragma unroll
+        for (int n = 0; n < 2 * NT; n++)
+            if (from + (n / 2 * 8 + n % 2) >= count) s[n / 2][2 * half + n % 2] = -INFINITY;
     }
 }
 
@@ -316,7 +323,9 @@ DEVICE void work_tile(const attn_cuda_args &a, const part &w, const rows &r, con
     __syncthreads(); /* 1 */
     fetch_tile(a, d.f, *d.mine, d.tiles);
     product_qk(s, q, shared_k);
-    finish_scores(a, *d.notes, s, w.beyond, j0 + warp * KEYS);
+    if (a.p.softcap > 0 || (a.p.flags & ATTN_ALIBI) || !(a.scale_log2 > 0))
+        finish_scores(a, *d.notes, s, w.beyond, j0 + warp * KEYS);
+    mask_scores(*d.notes, s, j0 + warp * KEYS);
     raise_maxima(x, s, *d.notes);
     make_p(x, *d.notes, s, d.p);
     __syncthreads(); /* 3 */
