@@ -155,7 +155,7 @@ def plan_run(call, q, result, backend):
 
 def is_portable(kernel, device):
     """Whether a GPU of compute capability 9.0 runs a kernel that is not made for it."""
-    return device == "cuda" and torch.cuda.get_device_capability() == (9, 0) and "_sm90_" not in kernel
+    return device == "cuda" and torch.cuda.get_device_capability() == (9, 0) and "_sm90_" not in kernel and not kernel.startswith("decode_")
 
 
 def kernel_note(kernel, device):

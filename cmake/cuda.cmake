@@ -1,4 +1,4 @@
-# GPU kernels: each FWD, FWD90, BWD and BWD90 line of src/cuda/variants.def and each file of its PIECE lines becomes one fatbin, which
+# GPU kernels: each FWD, FWD90, BWD, BWD90 and DECODE line of src/cuda/variants.def and each file of its PIECE lines becomes one fatbin, which
 # src/cuda/images.c copies into the library. The host code of the cuda backend is compiled in any case; without kernels it says so.
 #
 #   ATTN_CUDA=AUTO     kernels when nvcc is found, or when ATTN_CUDA_KERNELS_DIR names a folder of ready-made ones
@@ -22,10 +22,10 @@ set(cuda_src ${PROJECT_SOURCE_DIR}/src/cuda)
 set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${cuda_src}/variants.def)
 
 # attn_images: names of the images; attn_line_NAME: what the table says of a kernel of a line of its own.
-file(STRINGS ${cuda_src}/variants.def lines REGEX "^(FWD|FWD90|BWD|BWD90|PIECE)\\(")
+file(STRINGS ${cuda_src}/variants.def lines REGEX "^(FWD|FWD90|BWD|BWD90|DECODE|PIECE)\\(")
 set(attn_images "")
 foreach(line IN LISTS lines)
-    if(line MATCHES "^(FWD|FWD90|BWD|BWD90)\\( *([a-z0-9_]+) *,")
+    if(line MATCHES "^(FWD|FWD90|BWD|BWD90|DECODE)\\( *([a-z0-9_]+) *,")
         set(name ${CMAKE_MATCH_2})
         set(attn_line_${name} "${line}")
     elseif(line MATCHES "^PIECE\\( *[a-z0-9_]+ *, *([a-z0-9_]+)\\.cu *\\)")
@@ -103,6 +103,8 @@ function(attn_add_kernel folder name)
             if(NOT name MATCHES "_bf16_d(64|128)$")
                 set(source ${cuda_src}/bwd_sm90_wide.cu)
             endif()
+        elseif(attn_line_${name} MATCHES "^DECODE")
+            set(source ${cuda_src}/decode.cu)
         elseif(attn_line_${name} MATCHES "^BWD")
             set(source ${cuda_src}/bwd.cu)
             if(attn_line_${name} MATCHES ", *BOTH,")
@@ -128,7 +130,7 @@ function(attn_archs_of name result)
     set(archs ${ATTN_CUDA_ARCHS})
     if(attn_line_${name} MATCHES "^(FWD90|BWD90)")
         set(archs ${attn_hopper_archs})
-    elseif(attn_line_${name} MATCHES "^(FWD.*, *1\\)|BWD.*)$")
+    elseif(attn_line_${name} MATCHES "^(FWD.*, *1\\)|BWD.*|DECODE.*)$")
         list(FILTER archs EXCLUDE REGEX "code=sm_8[69]$")
     endif()
     if(attn_line_${name} MATCHES "^FWD\\(.*, *B?F16, *(64|96|128|192|256),")

@@ -23,6 +23,7 @@ PIECE_THREADS = 128
 SINK_THREADS = 256
 ANY_REALS = 4 * 4 * 576 + 32 * 33  # ATTN_BWD_ANY_REALS of src/cuda/args.h
 NOTES = int(re.search(r"ATTN_HOPPER_NOTES = (\d+)", (ROOT / "src/cuda/args.h").read_text())[1])
+NOTES_DECODE = int(re.search(r"ATTN_DECODE_NOTES = (\d+)", (ROOT / "src/cuda/args.h").read_text())[1])
 NOTES_BWD = int(re.search(r"ATTN_BWD90_NOTES = (\d+)", (ROOT / "src/cuda/args.h").read_text())[1])
 BYTES = {"F16": 2, "BF16": 2, "F32": 4}
 
@@ -31,7 +32,7 @@ def read_table():
     """{entry: (image, threads, dynamic shared memory, its limit, blocks on a multiprocessor, arch)} from variants.def."""
     entries = {}
     for line in (ROOT / "src/cuda/variants.def").read_text().splitlines():
-        match = re.match(r"(FWD|FWD90|BWD|BWD90|PIECE)\((.*)\)", line)
+        match = re.match(r"(FWD|FWD90|BWD|BWD90|DECODE|PIECE)\((.*)\)", line)
         if not match:
             continue
         words = [word.strip() for word in match[2].split(",")]
@@ -47,6 +48,11 @@ def read_table():
             shared = 2 * (own + stages * others) * dim * 2 + rows + weights  # ATTN_BWD_BYTES of cuda.h
             limit = SHARED[80] if words[2] != "BOTH" else SHARED_A100  # others have the line before
             entries[words[0]] = (words[0], 32 * warps, shared, limit, blocks, None)
+            continue
+        if match[1] == "DECODE":
+            dim, bn, stages, blocks = map(int, words[3:7])
+            shared = stages * 2 * bn * dim * 2 + 16 * bn * 2 + NOTES_DECODE  # ATTN_DECODE_BYTES of cuda.h
+            entries[words[0]] = (words[0], 128, shared, SHARED[80], blocks, None)
             continue
         if match[1] == "BWD90":
             dim, rows, keys, blocks, buffers = map(int, words[2:7])

@@ -89,8 +89,9 @@ struct attn_plan {
     int64_t partials; /* cpu: partial results of a run that splits keys over threads; 0: it does not */
     int32_t chunks;   /* cuda: chunks of keys of a sequence that is split; 0: none is */
     int16_t gpu_kernel[ATTN_MOST_GPUS]
-                      [2];      /* cuda: forward kernel on each device, and for rows that are not aligned; -1: none */
-    _Atomic int32_t references; /* the cache's and its users' */
+                      [2]; /* cuda: forward kernel on each device, and for rows that are not aligned; -1: none */
+    int16_t gpu_decode[ATTN_MOST_GPUS]; /* cuda: kernel for sequences of few rows; -1: the forward kernel's are they too */
+    _Atomic int32_t references;         /* the cache's and its users' */
     char text[ATTN_PLAN_TEXT];
 };
 

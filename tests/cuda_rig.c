@@ -47,7 +47,8 @@ const attn_cuda_entry *entry_named(const char *name) {
 
 const stub_launch *forward_launch(void) {
     for (int n = 0; n < stub_launches(); n++) {
-        if (strncmp(stub_launch_at(n)->name, "fwd_", 4) == 0) return stub_launch_at(n);
+        const char *name = stub_launch_at(n)->name;
+        if (strncmp(name, "fwd_", 4) == 0 || strncmp(name, "decode_", 7) == 0) return stub_launch_at(n);
     }
     return NULL;
 }

@@ -396,11 +396,21 @@ static const attn_cuda_entry *best_row(attn_dtype tile, int32_t dim, bool odd, c
         bool has_code = e->hopper ? stub.arch[0] == 90 : e->arch <= stub.arch[0];
         bool is_plain = !x->all && !odd && !(e->hopper && x->lengths);
         bool takes = e->takes == ATTN_TAKES_ALL || (e->takes == ATTN_TAKES_OWN && !x->all) || is_plain;
-        bool fits = e->op == ATTN_FORWARD && e->dtype == tile && e->dim_qk >= dim && e->most_v >= dim && takes &&
-                    has_code && e->shared_bytes <= (size_t)stub.shared_bytes[0] && n != ATTN_ENTRY_fwd_any;
+        bool fits = e->op == ATTN_FORWARD && !e->decode && e->dtype == tile && e->dim_qk >= dim && e->most_v >= dim &&
+                    takes && has_code && e->shared_bytes <= (size_t)stub.shared_bytes[0] && n != ATTN_ENTRY_fwd_any;
         if (fits && e->dim <= best->dim) best = e;
     }
     return best;
+}
+
+/* Few rows of q, k and v of one dtype. */
+static const attn_cuda_entry *best_decode(attn_dtype dtype, int32_t dim) {
+    const attn_cuda_entry *best = NULL;
+    for (int n = 0; n < ATTN_ENTRIES; n++) {
+        const attn_cuda_entry *e = &attn__cuda_entries[n];
+        if (e->decode && e->dtype == dtype && e->dim >= dim && (!best || e->dim < best->dim)) best = e;
+    }
+    return best && best->shared_bytes <= (size_t)stub.shared_bytes[0] ? best : NULL;
 }
 
 static void check_choice(attn_context *context, attn_dtype q, attn_dtype kv, attn_dtype tile, int32_t dim,
@@ -425,7 +435,8 @@ static void check_choice(attn_context *context, attn_dtype q, attn_dtype kv, att
     if (!CHECK_OK(attn_plan_create(&plan, context, &p))) return;
     bool out_differs = attn_dtype_size(q) == 1 || (x->out_dtype && x->out_dtype != q);
     bool odd = x->page_size || kv != q || out_differs || dim * attn_dtype_size(q) % 16;
-    const attn_cuda_entry *want = best_row(tile, dim, odd, x);
+    const bool is_short = x->rows && x->rows <= ATTN_CUDA_SPLIT_ROWS && kv == q;
+    const attn_cuda_entry *few = is_short ? best_decode(q, dim) : NULL, *want = few ? few : best_row(tile, dim, odd, x);
     const attn_cuda_entry *e = entry_named(attn_plan_kernel(plan));
     CHECK_SAY(e == want, "%s instead of %s", e->name, want->name);
     CHECK(e->takes == ATTN_TAKES_ALL || !x->all);
@@ -566,15 +577,26 @@ TEST(cuda_workspace_is_as_large_as_documented) {
     attn_context *context = cuda_context();
     attn_problem p = problem(ATTN_BF16, 3, 4, 2, 1, 2048, 64);
     size_t parts = 3 * 4 * 1 * 4; /* batch, heads, rows, chunks of 512 keys */
-    CHECK(workspace_of(context, p) == parts * 64 * 4 + parts * 4);
+    const size_t counters = 64;
+    CHECK(workspace_of(context, p) ==
+          3 * 2 * 8 * 2 * 66 * 4 + counters); /* batch, KV heads, spans, rows of the group, dim + 2 */
     p.max_kv = 512;
-    CHECK(workspace_of(context, p) == 0); /* one chunk */
+    CHECK(workspace_of(context, p) == 3 * 2 * 2 * 2 * 66 * 4 + counters);
+    p.max_kv = 256;
+    CHECK(workspace_of(context, p) == 0); /* one span */
+    p.max_kv = 16385;                     /* three supers */
+    CHECK(workspace_of(context, p) == (3 * 2 * 3 * 32 + 3 * 2 * 3) * 2 * 66 * 4 + 32 + 2 * counters);
+    p.batch = 1000; /* no more of them are shared than blocks end in: 132 multiprocessors have two each */
+    CHECK(workspace_of(context, p) == (263 * 32 + 1000 * 2 * 3) * 2 * 66 * 4 + (263 + 2000) / 16 * 64 + 64);
+    p.batch = 3;
     p.max_kv = 2048;
     p.max_q = 17;
     CHECK(workspace_of(context, p) == 0); /* no sequence is short */
     const size_t counter =
         64;                /* a number, on a cache line of its own: Hopper's kernels for sequences of different lengths */
     p.flags = ATTN_USED_Q; /* one may be short */
+    CHECK(workspace_of(context, p) == 3 * 2 * 2 * 8 * 16 * 66 * 4 + counters + counter); /* its 32 rows are two times 16 */
+    p.dropout = 0.5;                                                                     /* chunks */
     CHECK(workspace_of(context, p) == 16 * parts * (64 * 4 + 4) + counter);
     p.flags = ATTN_VARLEN_Q; /* no more rows than all sequences have together: 19 of four heads, four chunks ... */
     p.total_q = 19;

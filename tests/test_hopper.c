@@ -214,7 +214,10 @@ TEST(hopper_maps_follow_lengths_and_rotation) {
             r.p.rotary_len = 100;
             r.f.used_kv = used;
         } else {
-            r.p.batch = r.p.heads_q = r.p.heads_kv = r.p.max_q = r.p.max_kv = 1;
+            r.p.batch = r.p.heads_q = r.p.heads_kv = r.p.max_kv = 1;
+            r.p.max_q = 17; /* one row is not this kernel's */
+            r.p.flags = ATTN_USED_KV;
+            r.f.used_kv = used;
         }
         if (!rig_make_on(&r, 0)) return;
         const int32_t *const own[] = {cu_q, cu_kv, index, used};
@@ -224,7 +227,7 @@ TEST(hopper_maps_follow_lengths_and_rotation) {
         CHECK_OK(rig_plan_and_run(context, &r, 0, NULL));
         const attn_cuda_args90 *x = hopper_launch("fwd_sm90_bf16_d64_own", &l);
         if (!x) return;
-        static const uint64_t q[4][4] = {{64, 51, 4, 1}, {64, 33, 4, 2}, {64, 33, 4, 2}, {64, 1, 1, 1}};
+        static const uint64_t q[4][4] = {{64, 51, 4, 1}, {64, 33, 4, 2}, {64, 33, 4, 2}, {64, 17, 1, 1}};
         static const uint64_t k[4][4] = {{64, 95, 2, 1}, {64, 70, 2, 5}, {64, 70, 2, 2}, {64, 1, 1, 1}};
         CHECK(x->a.tma == ATTN_TMA_ALL && (x->a.f.q.data != r.f.q.data) == (way == 2));
         check_map("q", &x->q, &x->a.f.q, q[way], 192, 1, ATTN_CU_MAP_BF16);
@@ -434,6 +437,7 @@ TEST(hopper_blocks_share_the_work) {
         attn_problem p = problem(ATTN_BF16, cases[n].batch, cases[n].heads, 1, cases[n].rows, cases[n].keys, 64);
         unsigned blocks;
         p.flags = cases[n].flags;
+        if (cases[n].own) p.kv_dtype = ATTN_E4M3; /* otherwise few rows are not this kernel's */
         test_context("case %d", (int)n);
         stub_start();
         stub.sms = cases[n].sms;

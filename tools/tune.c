@@ -290,6 +290,7 @@ static int make_ladder(race *r, const tune_settings *s) {
     ladder_add_library(&r->ladder);
     ladder_keep(&r->ladder, own, &r->problem, r->gpu);
     r->slot = (int)(own - attn__cuda_entries);
+    if (own->decode) return tool_error(TOOL_USAGE, "tune: so few rows have one kernel, %s", own->name);
     memcpy(r->entries, attn__cuda_entries, sizeof r->entries);
     r->candidates = tool_alloc(r->ladder.count, sizeof *r->candidates);
     if (!r->candidates) return TOOL_RUNTIME;

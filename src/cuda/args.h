@@ -8,6 +8,7 @@
  *   ranges     FlashMask        vectors -> minima and maxima per tile of keys              ranges.cu
  *   fwd_...    always           o, lse; or partial results of chunks of keys               fwd.cu, fwd_sm90.cu, any.cu
  *   fold       split            partial results -> o, lse, in the order of the chunks      merge.cu
+ *   decode_... few rows         o, lse of sequences of at most ATTN_CUDA_SPLIT_ROWS rows   decode.cu
  *   probs      probs            recomputed from q and k                                    probs.cu
  *   fill       ATTN_VARLEN_Q    rows of o and lse that no sequence covers                  fill.cu
  *
@@ -32,8 +33,14 @@
 
 enum {
     ATTN_CUDA_SPLIT_ROWS = 16, /* sequences of at most so many rows are split ... */
-    ATTN_CUDA_CHUNK = 512, /* ... in chunks of so many keys: fixed numbers, so that results do not depend on the batch */
-    ATTN_CUDA_WARPS = 4,   /* warps of a block of the pieces */
+    ATTN_CUDA_CHUNK = 512,   /* ... in chunks of so many keys: fixed numbers, so that results do not depend on the batch */
+    ATTN_DECODE_SPAN = 256,  /* decode.cu: keys that are worked by themselves ... */
+    ATTN_DECODE_SUPER = 32,  /* ... and how many such spans are folded first: fixed numbers too */
+    ATTN_DECODE_ROWS = 16,   /* rows of an item */
+    ATTN_DECODE_WARPS = 4,   /* of a block */
+    ATTN_DECODE_NOTES = 832, /* bytes of its shared memory besides tiles and P */
+    ATTN_SHORT_ELSEWHERE = -1,       /* attn_cuda_args.chunks: short sequences are not this kernel's, but decode's */
+    ATTN_CUDA_WARPS = 4,             /* warps of a block of the pieces */
     ATTN_ANY_ROWS = ATTN_CUDA_WARPS, /* fwd_any: rows of a block, one warp each ... */
     ATTN_ANY_COLS = 32,              /* ... and keys that are masked or skipped together */
     ATTN_BWD_ANY_REALS = 4 * ATTN_ANY_ROWS * 576 + ATTN_ANY_COLS * 33, /* bwd_any: shared memory of a block */
@@ -103,7 +110,7 @@ typedef struct attn_cuda_args {
      */
     void *part_o, *part_lse;
     int32_t part_rows; /* bwd_cast: rows of a tile of d_q */
-    int32_t chunks;    /* ceil(max_kv / ATTN_CUDA_CHUNK); 0: nothing is split */
+    int32_t chunks;    /* ceil(max_kv / ATTN_CUDA_CHUNK); 0: nothing is split; ATTN_SHORT_ELSEWHERE */
     int32_t row_tiles; /* query tiles of max_q rows */
     int32_t slots;     /* blocks of one sequence and head: max(row_tiles, chunks) */
     int32_t
@@ -169,6 +176,23 @@ typedef struct attn_cuda_args90 {
     attn_cuda_args a;
     int32_t whole; /* ATTN_WHOLE_...: tiles that one request brings */
 } attn_cuda_args90;
+
+/*
+ * What a kernel of decode.cu is given. Results that are not finished lie in slots of floats: o[rows][the kernel's dim], then m and
+ * l of each row. An item is a sequence, a KV head and 16 rows; there are batch * heads_kv * blocks of them.
+ */
+typedef struct attn_cuda_decode {
+    attn_cuda_args a;
+    float *spans;       /* [shared][each]: those of supers that several blocks have */
+    float *super_slots; /* [items][supers] */
+    uint32_t *counters; /* 0 before the launch: [shared], spans that are done; [items], supers that are done */
+    int32_t rows;       /* of a slot: what an item can have, at most ATTN_DECODE_ROWS */
+    int32_t blocks;     /* of ATTN_DECODE_ROWS rows: what a sequence can have */
+    int32_t supers;     /* what an item can have */
+    int32_t each;       /* spans that a super can have */
+    int32_t shared;     /* supers that can be several blocks': all there are, or one less than blocks of the grid */
+    int32_t by_item;    /* all there are */
+} attn_cuda_decode;
 
 /* What merge is given: some of the parts. A merge of more parts is several launches, with `state` between them. */
 typedef struct attn_cuda_merge {

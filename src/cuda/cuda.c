@@ -114,6 +114,22 @@ const attn_cuda_entry attn__cuda_entries[ATTN_ENTRIES] = {
                          .warps = (pair) ? 16 : 12, /* three or two warpgroups, and the producers' four */                 \
                          .takes = ATTN_TAKES_OWN,                                                                          \
                          .shared_bytes = ATTN_BWD90_BYTES(most, m, n, pair, buffers)},
+#define DECODE(id, least, type, most, n, stages, blocks)                                                                   \
+    [ATTN_ENTRY_##id] = {.name = #id,                                                                                      \
+                         .file = #id,                                                                                      \
+                         .decode = true,                                                                                   \
+                         .arch = least,                                                                                    \
+                         .dtype = ATTN_##type,                                                                             \
+                         .dim_qk = most,                                                                                   \
+                         .most_v = most,                                                                                   \
+                         .dim = most,                                                                                      \
+                         .dim_v = most,                                                                                    \
+                         .bm = ATTN_DECODE_ROWS,                                                                           \
+                         .bn = n,                                                                                          \
+                         .warps = ATTN_DECODE_WARPS,                                                                       \
+                         .takes = ATTN_TAKES_ALL,                                                                          \
+                         .ctas = blocks,                                                                                   \
+                         .shared_bytes = ATTN_DECODE_BYTES(most, n, stages)},
 #define PIECE(...)
 #include "variants.def"
 #undef FWD
@@ -168,6 +184,13 @@ static const attn_kernel kernels[] = {
      .op = ATTN_BACKWARD,                                                                                                  \
      .impl = &attn__cuda_entries[ATTN_ENTRY_##id],                                                                         \
      .rows = m,                                                                                                            \
+     .cols = n},
+#define DECODE(id, least, type, most, n, ...)                                                                              \
+    {.name = #id,                                                                                                          \
+     .needs = "sm_" #least,                                                                                                \
+     .op = ATTN_FORWARD,                                                                                                   \
+     .impl = &attn__cuda_entries[ATTN_ENTRY_##id],                                                                         \
+     .rows = ATTN_DECODE_ROWS,                                                                                             \
      .cols = n},
 #define PIECE(...)
 #include "variants.def"
@@ -249,6 +272,16 @@ attn_cuda_takes attn__cuda_wants(const attn_problem *p, bool hopper, bool aligne
     return odd ? ATTN_TAKES_ALL : ATTN_TAKES_PLAIN;
 }
 
+/*
+ * Sequences of few rows go to a kernel of their own, whatever else is in the batch: whether there is one for them depends on the
+ * device, dtype, dims and features.
+ */
+static bool decodes(const attn_cuda_entry *e, const attn_problem *p) {
+    if (!e->decode || p->dtype != e->dtype || p->kv_dtype != e->dtype || p->op != ATTN_FORWARD) return false;
+    if ((p->flags & (ATTN_BIAS | ATTN_DESCALE)) || p->dropout > 0 || p->flashmask_vectors) return false;
+    return e->dim >= p->dim_qk && e->dim >= p->dim_v;
+}
+
 bool attn__cuda_serves(const attn_cuda_entry *e, const attn_problem *p, bool aligned) {
     if (e->op == ATTN_BACKWARD) {
         const bool each =
@@ -256,6 +289,7 @@ bool attn__cuda_serves(const attn_cuda_entry *e, const attn_problem *p, bool ali
         if (e->hopper && (!aligned || each)) return false;
         return e->dim_qk >= p->dim_qk && e->most_v >= p->dim_v && p->kv_dtype == p->dtype && p->out_dtype == p->dtype;
     }
+    if (e->decode) return decodes(e, p) && p->max_q <= ATTN_CUDA_SPLIT_ROWS;
     return e->dim_qk >= p->dim_qk && e->most_v >= p->dim_v && e->takes >= attn__cuda_wants(p, e->hopper, aligned);
 }
 
@@ -270,6 +304,7 @@ static const attn_kernel *choose(const attn_problem *p, const attn_gpu *gpu, boo
     const attn_kernel *chosen = &kernels[0];
     for (int32_t n = 0; n < KERNELS; n++) {
         const attn_cuda_entry *e = kernels[n].impl;
+        if (e->decode) continue;
         bool any = e == &attn__cuda_entries[ATTN_ENTRY_fwd_any] || e == &attn__cuda_entries[ATTN_ENTRY_bwd_any];
         bool both = e->op != ATTN_BACKWARD || e->one || attn__cuda_runs_on(e + 1, gpu); /* d_q comes with d_k and d_v */
         bool fits = any || (e->dtype == tile_dtype(p) && attn__cuda_serves(e, p, aligned));
@@ -277,6 +312,22 @@ static const attn_kernel *choose(const attn_problem *p, const attn_gpu *gpu, boo
         if (chosen->op != p->op || is_better(e, chosen->impl)) chosen = &kernels[n];
     }
     return chosen;
+}
+
+/* The kernel for sequences of few rows, or NULL. */
+static const attn_kernel *choose_decode(const attn_problem *p, const attn_gpu *gpu) {
+    const attn_kernel *chosen = NULL;
+    for (int32_t n = 0; n < KERNELS; n++) {
+        const attn_cuda_entry *e = kernels[n].impl;
+        if (!decodes(e, p) || !attn__cuda_runs_on(e, gpu)) continue;
+        if (!chosen || is_better(e, chosen->impl)) chosen = &kernels[n];
+    }
+    return chosen;
+}
+
+/* May there be sequences of so few rows? */
+static bool may_be_short(const attn_problem *p) {
+    return p->max_q <= ATTN_CUDA_SPLIT_ROWS || (p->flags & (ATTN_VARLEN_Q | ATTN_USED_Q));
 }
 
 static int entry_of(const attn_kernel *k) { return (int)((const attn_cuda_entry *)k->impl - attn__cuda_entries); }
@@ -304,15 +355,25 @@ static attn_status choose_kernels(attn_plan *plan, uint32_t *gpus, bool *tuned) 
     *gpus = 0;
     for (int32_t n = 0; n < state->gpus; n++) {
         const attn_gpu *gpu = &state->gpu[n];
-        plan->gpu_kernel[n][0] = plan->gpu_kernel[n][1] = -1;
+        plan->gpu_kernel[n][0] = plan->gpu_kernel[n][1] = plan->gpu_decode[n] = -1;
         if (gpu->arch < ATTN_LEAST_ARCH) continue;
         *gpus |= UINT32_C(1) << n;
-        const attn_kernel *k = choose_tuned(plan, gpu, true, tuned);
+        const attn_kernel *few = may_be_short(&plan->problem) ? choose_decode(&plan->problem, gpu) : NULL;
+        const bool all_few = few && plan->problem.max_q <= ATTN_CUDA_SPLIT_ROWS;
+        const attn_kernel *k = all_few ? few : choose_tuned(plan, gpu, true, tuned);
         plan->gpu_kernel[n][0] = (int16_t)entry_of(k);
-        plan->gpu_kernel[n][1] = (int16_t)entry_of(choose_tuned(plan, gpu, false, tuned));
+        plan->gpu_kernel[n][1] = (int16_t)entry_of(all_few ? few : choose_tuned(plan, gpu, false, tuned));
+        if (few) plan->gpu_decode[n] = (int16_t)entry_of(few);
         if (!plan->kernel || gpu->device == device) plan->kernel = k;
     }
     return ATTN_OK;
+}
+
+/* The GPU whose kernel the plan is described by. */
+static int32_t gpu_of(const attn_plan *plan) {
+    int32_t n = 0;
+    while (plan->gpu_kernel[n][0] != entry_of(plan->kernel)) n++;
+    return n;
 }
 
 static void describe_kernels(attn_plan *plan, bool tuned) {
@@ -344,12 +405,27 @@ static void describe_kernels(attn_plan *plan, bool tuned) {
 
 /* ---- plan: splits and workspace ---- */
 
+/* Does a kernel of its own have the sequences of few rows on every device, or on any? */
+static bool decodes_everywhere(const attn_plan *plan) {
+    for (int32_t n = 0; n < plan->context->cuda->state->gpus; n++)
+        if (plan->gpu_kernel[n][0] >= 0 && plan->gpu_decode[n] < 0) return false;
+    return true;
+}
+
 /* Whether a sequence is split depends on its own rows only, so that results do not depend on the batch. */
 static void choose_split(attn_plan *plan) {
     const attn_problem *p = &plan->problem;
     int64_t chunks = attn__ceil_div(p->max_kv, ATTN_CUDA_CHUNK);
-    bool may_be_short = p->max_q <= ATTN_CUDA_SPLIT_ROWS || (p->flags & (ATTN_VARLEN_Q | ATTN_USED_Q));
-    plan->chunks = chunks > 1 && may_be_short ? (int32_t)chunks : 0;
+    if (!may_be_short(p)) return;
+    if (decodes_everywhere(plan)) {
+        if (p->max_q > ATTN_CUDA_SPLIT_ROWS)
+            attn__plan_say(plan, "sequences of at most %d rows: %s\n", ATTN_CUDA_SPLIT_ROWS,
+                           attn__cuda_entries[plan->gpu_decode[gpu_of(plan)]].name);
+        attn__plan_say(plan, "split: %s in spans of %d keys\n", p->max_q > ATTN_CUDA_SPLIT_ROWS ? "these" : "all sequences",
+                       ATTN_DECODE_SPAN);
+        return;
+    }
+    plan->chunks = chunks > 1 ? (int32_t)chunks : 0;
     if (plan->chunks)
         attn__plan_say(plan, "split: sequences of at most %d rows in chunks of %d keys\n", ATTN_CUDA_SPLIT_ROWS,
                        ATTN_CUDA_CHUNK);
@@ -404,6 +480,48 @@ bool attn__cuda_counts(const attn_problem *p) {
     return (p->flags & ATTN_OWN_LENGTHS) || p->flashmask_vectors;
 }
 
+bool attn__cuda_decode_sizes(const attn_cuda_entry *e, const attn_problem *p, int32_t sms, int32_t shared,
+                             attn_cuda_decode *c, int64_t *blocks) {
+    enum { SYSTEM = 1024 }; /* bytes of a block's shared memory; what a block can have is that short of what there is */
+    const int64_t rows = (int64_t)attn__min32(p->max_q, ATTN_CUDA_SPLIT_ROWS) * (p->heads_q / p->heads_kv);
+    const int64_t spans = attn__ceil_div(p->max_kv, ATTN_DECODE_SPAN), most = spans > 1 ? spans : 1;
+    const int64_t room = ((int64_t)shared + SYSTEM) / ((int64_t)e->shared_bytes + SYSTEM);
+    int64_t items, supers, spans_of_all;
+    c->rows = (int32_t)(rows < ATTN_DECODE_ROWS ? rows : ATTN_DECODE_ROWS);
+    c->blocks = (int32_t)(rows > 0 ? attn__ceil_div(rows, ATTN_DECODE_ROWS) : 1);
+    c->supers = (int32_t)attn__ceil_div(most, ATTN_DECODE_SUPER);
+    c->each = (int32_t)(most < ATTN_DECODE_SUPER ? most : ATTN_DECODE_SUPER);
+    items = (int64_t)p->batch * p->heads_kv * c->blocks; /* at most batch * heads_q: 31 bits */
+    if (__builtin_mul_overflow(items, c->supers, &supers) || __builtin_mul_overflow(items, most, &spans_of_all))
+        return false;
+    *blocks = (int64_t)(sms > 0 ? sms : 1) * (room < 1 ? 1 : room < e->ctas ? room : e->ctas);
+    if (*blocks > spans_of_all) *blocks = spans_of_all;
+    c->by_item = supers <= *blocks;
+    c->shared = most == 1 || *blocks < 2 ? 0 : (int32_t)(c->by_item ? supers : *blocks - 1);
+    return true;
+}
+
+/* Floats and counters of the workspace that a decode wants: enough for each device. */
+static bool decode_room(const attn_plan *plan, int64_t *floats, int64_t *counters) {
+    const attn_cuda *cuda = plan->context->cuda;
+    const attn_problem *p = &plan->problem;
+    *floats = *counters = 0;
+    for (int32_t n = 0; n < cuda->state->gpus; n++) {
+        if (plan->gpu_kernel[n][0] < 0 || plan->gpu_decode[n] < 0) continue;
+        const attn_cuda_entry *e = &attn__cuda_entries[plan->gpu_decode[n]];
+        attn_cuda_decode c = {0};
+        int64_t blocks, slots, some;
+        if (!attn__cuda_decode_sizes(e, p, cuda->state->gpu[n].sms, cuda->state->gpu[n].shared_bytes, &c, &blocks))
+            return false;
+        const int64_t items = c.supers > 1 ? (int64_t)p->batch * p->heads_kv * c.blocks : 0;
+        slots = items * c.supers + (int64_t)c.shared * c.each; /* neither is past 2^62 / ... as sizes has seen */
+        if (__builtin_mul_overflow(slots, attn__cuda_slot(e, &c), &some)) return false;
+        if (some > *floats) *floats = some;
+        if (c.shared + items > *counters) *counters = c.shared + items;
+    }
+    return true;
+}
+
 static attn_status lay_out(attn_plan *plan) {
     const attn_problem *p = &plan->problem;
     /* kernels count heads as often as blocks share their V, 256 dims each, in 31 bits */
@@ -411,10 +529,13 @@ static attn_status lay_out(attn_plan *plan) {
               "heads_q=%d: so many heads of %d sequences with dim_v=%d are more than a GPU's kernel counts; use cpu",
               p->heads_q, p->batch, p->dim_v);
     int64_t real = attn__wide_problem(p) ? 8 : 4, rotated = p->flags & ATTN_ROTARY ? rows_of(p) : 0, parts;
-    bool fits = !__builtin_mul_overflow(split_rows(p) * p->heads_q, (int64_t)plan->chunks, &parts);
+    int64_t floats, counters, part_bytes;
+    bool fits = !__builtin_mul_overflow(split_rows(p) * p->heads_q, (int64_t)plan->chunks, &parts) &&
+                !__builtin_mul_overflow(parts, p->dim_v * real, &part_bytes) && decode_room(plan, &floats, &counters) &&
+                !__builtin_mul_overflow(floats, (int64_t)sizeof(float), &floats);
     int64_t ranges = (int64_t)p->batch * p->flashmask_heads * attn__ceil_div(p->max_kv, least_cols(plan));
-    fits = fits && attn__plan_reserve(plan, CUDA_PART_O, parts, p->dim_v * real) &&
-           attn__plan_reserve(plan, CUDA_PART_LSE, parts, real) &&
+    fits = fits && attn__plan_reserve(plan, CUDA_PART_O, part_bytes > floats ? part_bytes : floats, 1) &&
+           attn__plan_reserve(plan, CUDA_PART_LSE, parts * real > counters * 4 ? parts * real : counters * 4, 1) &&
            attn__plan_reserve(plan, CUDA_RANGES, ranges, sizeof(attn_flash_range)) &&
            attn__plan_reserve(plan, CUDA_COUNTER, has_hopper(plan) && attn__cuda_counts(p), sizeof(uint32_t)) &&
            attn__plan_reserve(plan, CUDA_Q, rotated, rotated_row(p) * (int64_t)attn_dtype_size(p->dtype));
@@ -476,8 +597,8 @@ static attn_status load_plan(attn_plan *plan, uint32_t gpus) {
     }
     RETURN_IF_ERROR(attn__cuda_load(cuda, pieces, count, gpus));
     for (int32_t n = 0; n < cuda->state->gpus && p->op == ATTN_FORWARD; n++) {
-        const int forward[] = {plan->gpu_kernel[n][0], plan->gpu_kernel[n][1]};
-        if (forward[0] >= 0) RETURN_IF_ERROR(attn__cuda_load(cuda, forward, 2, UINT32_C(1) << n));
+        const int forward[] = {plan->gpu_kernel[n][0], plan->gpu_kernel[n][1], plan->gpu_decode[n]};
+        if (forward[0] >= 0) RETURN_IF_ERROR(attn__cuda_load(cuda, forward, forward[2] >= 0 ? 3 : 2, UINT32_C(1) << n));
     }
     return ATTN_OK;
 }
@@ -549,7 +670,9 @@ static attn_cuda_run start(const attn_cuda *cuda, const attn_cuda_place *place, 
                            .stream = stream,
                            .status = cuda->status,
                            .forward = -1,
-                           .sms = cuda->state->gpu[place->gpu].sms};
+                           .decode = -1,
+                           .sms = cuda->state->gpu[place->gpu].sms,
+                           .shared = cuda->state->gpu[place->gpu].shared_bytes};
 }
 
 static attn_status fail_gpu(const attn_gpu *gpu) {
@@ -574,6 +697,7 @@ static attn_status run_here(const attn_plan *plan, const attn_buffers *f, void *
     const int16_t *choice = plan->gpu_kernel[place->gpu];
     if (choice[0] < 0) return fail_gpu(&cuda->state->gpu[place->gpu]);
     attn_cuda_run run = start(cuda, place, stream);
+    run.decode = plan->gpu_decode[place->gpu];
     if (plan->problem.op != ATTN_KV_APPEND) choose_here(&run, choice, plan, f);
     return plan->problem.op == ATTN_BACKWARD ? attn__cuda_backward(&run, plan, f) : attn__cuda_forward(&run, plan, f);
 }

@@ -43,6 +43,7 @@ enum {
 #define FWD90(name, ...) ATTN_ENTRY_##name,
 #define BWD(name, ...) ATTN_ENTRY_##name,
 #define BWD90(name, ...) ATTN_ENTRY_##name,
+#define DECODE(name, ...) ATTN_ENTRY_##name,
 #define PIECE(...)
 #include "variants.def"
 #undef FWD
@@ -64,6 +65,7 @@ typedef struct attn_cuda_entry {
     bool one;         /* backward: d_q, d_k and d_v in one kernel, with turns; otherwise the next entry makes d_q */
     bool by_keys;     /* backward: keeps keys and makes d_k and d_v; otherwise d_q, and bm is of the rows that it keeps */
     bool split;       /* backward: blocks make either d_k or d_v */
+    bool decode;      /* of decode.cu: given attn_cuda_decode */
     bool hopper;      /* of fwd_sm90.cu or bwd_sm90.cu: for its arch alone, given attn_cuda_args90 */
     int32_t blocks;   /* backward: that share bn keys, and are a cluster if there are two */
     int32_t arch;     /* least compute capability, times ten */
@@ -75,6 +77,7 @@ typedef struct attn_cuda_entry {
     int32_t bm, bn;   /* tile; fwd_any: ATTN_ANY_ROWS, ATTN_ANY_COLS */
     int32_t warps;
     attn_cuda_takes takes;
+    int32_t ctas;        /* decode: blocks on a multiprocessor that has room for them */
     size_t shared_bytes; /* dynamic shared memory */
 } attn_cuda_entry;
 
@@ -104,6 +107,10 @@ extern const attn_cuda_entry attn__cuda_entries[ATTN_ENTRIES];
     (((blocks) ? ATTN_BWD90_WIDE_BYTES(dim, rows, (keys) / ((blocks) + !(blocks)), blocks, buffers)                        \
                : ATTN_BWD90_NARROW_BYTES(dim, rows, keys, buffers)) +                                                      \
      ATTN_BWD90_NOTES)
+
+/* Of a DECODE line: stages of K and V, P, notes. */
+#define ATTN_DECODE_BYTES(dim, bn, stages)                                                                                 \
+    ((size_t)(stages)*2 * (bn) * (dim)*2 + (size_t)ATTN_DECODE_ROWS * (bn)*2 + ATTN_DECODE_NOTES)
 
 /* args.scale_log2; 0 where the scale is too small for a float. */
 static inline float attn__scale_log2(const attn_problem *p) { return (float)(p->scale * ATTN_LOG2E); }
@@ -233,14 +240,16 @@ void attn__cuda_unload(attn_cuda *cuda);
 
 /* Parts of the workspace, as plan->part[]; attn__part (internal.h) gives the address. Empty ones have no bytes. */
 enum {
-    CUDA_PART_O,              /* part_o of args.h */
-    CUDA_PART_LSE,            /* part_lse of args.h */
-    CUDA_RANGES,              /* ranges of args.h */
-    CUDA_COUNTER,             /* counter of args.h */
-    CUDA_Q,                   /* ATTN_ROTARY: the rotated q; attn__cuda_rotated_q says how it lies */
-    CUDA_ROWS,                /* backward: row_stats of args.h */
-    CUDA_D_Q = CUDA_PART_O,   /* backward in one pass: part_o of args.h */
-    CUDA_TURNS = CUDA_COUNTER /* and turns */
+    CUDA_PART_O,                 /* part_o of args.h */
+    CUDA_PART_LSE,               /* part_lse of args.h */
+    CUDA_RANGES,                 /* ranges of args.h */
+    CUDA_COUNTER,                /* counter of args.h */
+    CUDA_Q,                      /* ATTN_ROTARY: the rotated q; attn__cuda_rotated_q says how it lies */
+    CUDA_ROWS,                   /* backward: row_stats of args.h */
+    CUDA_D_Q = CUDA_PART_O,      /* backward in one pass: part_o of args.h */
+    CUDA_TURNS = CUDA_COUNTER,   /* and turns */
+    CUDA_SPANS = CUDA_PART_O,    /* decode: spans, then super_slots, of attn_cuda_decode */
+    CUDA_TICKETS = CUDA_PART_LSE /* and counters */
 };
 
 /* What the launches of one call share. The CUDA context that they go to is current. */
@@ -253,12 +262,26 @@ typedef struct attn_cuda_run {
     int32_t
         forward;    /* entry of the forward kernel, for this device and these buffers; of a backward that for d_k and d_v */
     bool vector_ok; /* args.vector_ok, of q as the forward kernel sees it; forward takes it into account */
+    int32_t decode; /* entry of the kernel for sequences of few rows; -1: forward's own */
     int32_t sms;    /* multiprocessors of the device */
+    int32_t shared; /* bytes of shared memory that a block of the device can have */
     int32_t tma;    /* args.tma, and the maps that it speaks of; a kernel that is not Hopper's has none */
     int32_t box;    /* args.box */
     int32_t whole;  /* attn_cuda_args90.whole */
     attn_tensor_map map_q, map_k, map_v, map_o;
 } attn_cuda_run;
+
+/*
+ * What a decode kernel is given, its memory aside, on a device of so many multiprocessors and so much shared memory for a block; and
+ * how many blocks it has. False: more than can be counted.
+ */
+bool attn__cuda_decode_sizes(const attn_cuda_entry *e, const attn_problem *p, int32_t sms, int32_t shared,
+                             attn_cuda_decode *c, int64_t *blocks);
+
+/* Floats of a slot of it. */
+static inline int64_t attn__cuda_slot(const attn_cuda_entry *e, const attn_cuda_decode *c) {
+    return (int64_t)c->rows * (e->dim + 2);
+}
 
 /* Do all rows of q (as the forward kernel sees it), k, v and o, of a backward d_o, start at multiples of 16 bytes? */
 bool attn__cuda_aligned(const attn_plan *plan, const attn_buffers *f);

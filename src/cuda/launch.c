@@ -73,8 +73,8 @@ static attn_cuda_args make_args(const attn_cuda_run *run, const attn_plan *plan,
         a.range_cols = forward->bn;
         a.range_tiles = (int32_t)attn__ceil_div(p->max_kv, forward->bn);
     }
-    a.chunks = plan->chunks;
-    if (a.chunks) {
+    a.chunks = run->decode >= 0 ? ATTN_SHORT_ELSEWHERE : plan->chunks;
+    if (a.chunks > 0) {
         a.part_o = attn__part(plan, f, CUDA_PART_O);
         a.part_lse = attn__part(plan, f, CUDA_PART_LSE);
         a.part_rows = attn__min32(p->max_q, ATTN_CUDA_SPLIT_ROWS);
@@ -147,12 +147,32 @@ static attn_status launch_blocks(const attn_cuda_run *run, const attn_cuda_args 
     return attn__cuda_launch(run, run->forward, each, groups, 32 * forward->warps, forward->shared_bytes, a);
 }
 
+/* Sequences of few rows. */
+static attn_status launch_decode(const attn_cuda_run *run, const attn_plan *plan, const attn_cuda_args *a) {
+    const attn_cuda_entry *e = &run->entries[run->decode];
+    attn_cuda_decode c;
+    int64_t blocks;
+    memset(&c, 0, sizeof c);
+    c.a = *a;
+    attn__cuda_decode_sizes(e, &a->p, run->sms, run->shared, &c, &blocks); /* as the plan has seen */
+    const size_t items = c.supers > 1 ? (size_t)a->p.batch * (size_t)a->p.heads_kv * (size_t)c.blocks : 0;
+    c.spans = attn__part(plan, &a->f, CUDA_SPANS);
+    c.super_slots = c.spans + (size_t)c.shared * (size_t)c.each * (size_t)attn__cuda_slot(e, &c);
+    c.counters = attn__part(plan, &a->f, CUDA_TICKETS);
+    if (c.shared + items)
+        RETURN_IF_DRIVER(run->driver, cuMemsetD32Async,
+                         ((attn_cu_pointer)(uintptr_t)c.counters, 0, (size_t)c.shared + items, run->stream));
+    return attn__cuda_launch(run, run->decode, blocks, 0, 32 * e->warps, e->shared_bytes, &c);
+}
+
 /* Attention itself. */
-static attn_status launch_rows(const attn_cuda_run *run, const attn_cuda_args *a) {
+static attn_status launch_rows(const attn_cuda_run *run, const attn_plan *plan, const attn_cuda_args *a) {
     const attn_problem *p = &a->p;
     int64_t heads = (int64_t)p->batch * p->heads_q;
-    RETURN_IF_ERROR(run->entries[run->forward].hopper ? launch_hopper(run, a) : launch_blocks(run, a));
-    if (a->chunks)
+    if (!run->entries[run->forward].decode)
+        RETURN_IF_ERROR(run->entries[run->forward].hopper ? launch_hopper(run, a) : launch_blocks(run, a));
+    if (run->decode >= 0) RETURN_IF_ERROR(launch_decode(run, plan, a));
+    if (a->chunks > 0)
         RETURN_IF_ERROR(launch_warps(run, ATTN_ENTRY_fold, heads * a->part_rows * attn__ceil_div(p->dim_v, 32), a));
     if (!a->f.probs.data) return ATTN_OK;
     return attn__cuda_launch(run, ATTN_ENTRY_probs, heads * attn__ceil_div(p->max_q, ATTN_ANY_ROWS), 0,
@@ -163,7 +183,7 @@ attn_status attn__cuda_forward(const attn_cuda_run *run, const attn_plan *plan, 
     attn_cuda_args a = make_args(run, plan, f);
     RETURN_IF_ERROR(launch_before(run, &a));
     if (a.p.op != ATTN_FORWARD) return ATTN_OK;
-    if (a.p.max_q > 0) RETURN_IF_ERROR(launch_rows(run, &a));
+    if (a.p.max_q > 0) RETURN_IF_ERROR(launch_rows(run, plan, &a));
     return a.p.flags & ATTN_VARLEN_Q ? launch_warps(run, ATTN_ENTRY_fill, a.p.total_q, &a) : ATTN_OK;
 }
 

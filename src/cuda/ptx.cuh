@@ -102,6 +102,15 @@ PTX void st_global_cg_v4(float4 *to, float x, float y, float z, float w) {
     asm volatile("st.global.cg.v4.f32 [%0], {%1,%2,%3,%4};" ::"l"(to), "f"(x), "f"(y), "f"(z), "f"(w) : "memory");
 }
 
+PTX float2 ld_global_cg_v2(const float *from) {
+    float2 x;
+    asm volatile("ld.global.cg.v2.f32 {%0,%1}, [%2];" : "=f"(x.x), "=f"(x.y) : "l"(from) : "memory");
+    return x;
+}
+PTX void st_global_cg_v2(float *to, float x, float y) {
+    asm volatile("st.global.cg.v2.f32 [%0], {%1,%2};" ::"l"(to), "f"(x), "f"(y) : "memory");
+}
+
 /* Until another block has released this number; what was written before that is seen from here on. */
 PTX uint32_t ld_acquire_gpu(const uint32_t *at) {
     uint32_t x;

@@ -106,6 +106,7 @@ DEVICE bool see_place(const attn_cuda_args &a, tile_place &at, const spot &x) {
         at.pad_from = attn__max32(at.s.sq, tile * BM);
         at.pad_to = attn__min32(a.p.max_q, tile * BM + BM);
     }
+    if (a.chunks == ATTN_SHORT_ELSEWHERE && at.s.sq <= ATTN_CUDA_SPLIT_ROWS) return false;
     at.chunk = at.split ? slot : 0;
     at.row = at.split ? 0 : tile * BM;
     if (at.row < 0 || at.row >= at.s.sq) return false;
@@ -340,13 +341,6 @@ DEVICE void subtract_maximum(float less[MT][2], float s[MT][NT][4], const float 
 DEVICE float share_of(float factor, float sum) {
     if (sum == 0) return 0;
     return WIDE ? factor / sum : __fmul_rn(factor, rcp_approx(sum));
-}
-
-/* log(2^(scale * m) * sum). In base 2 it may be past the largest float where it is not in base e; then sum has no bit in it. */
-DEVICE float lse_of(float m, float scale, float sum) {
-    const float high = 0.693147182f, low = -1.90465421e-9f; /* of log(2) */
-    float x = __fmul_rn(m, scale) + log2f(sum);
-    return fabsf(x) == INFINITY ? m * (scale * high) : __fmaf_rn(x, high, __fmul_rn(x, low));
 }
 
 /*

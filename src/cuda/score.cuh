@@ -17,6 +17,13 @@ DEVICE double value_scale(const attn_cuda_args &a, const attn_seq &s, int32_t kv
     return attn__descale(&a.f, a.f.v_descale, s.b, kv_head) / (1 - a.p.dropout);
 }
 
+/* log(2^(scale * m) * sum). In base 2 it may be past the largest float where it is not in base e; then sum has no bit in it. */
+DEVICE float lse_of(float m, float scale, float sum) {
+    const float high = 0.693147182f, low = -1.90465421e-9f; /* of log(2) */
+    float x = __fmul_rn(m, scale) + log2f(sum);
+    return fabsf(x) == INFINITY ? m * (scale * high) : __fmaf_rn(x, high, __fmul_rn(x, low));
+}
+
 #define real float
 #include "score.cuh"
 #undef real

@@ -58,7 +58,8 @@ static bool parse_row(const char *text, attn_cuda_tuned *row, char name[64]) {
 
 /* Are two lines for the same dims? */
 static bool has_dims_of(const attn_cuda_entry *e, const attn_cuda_entry *x) {
-    return e->op == x->op && e->dtype == x->dtype && e->dim_qk == x->dim_qk && e->most_v == x->most_v;
+    return e->op == x->op && e->decode == x->decode && e->dtype == x->dtype && e->dim_qk == x->dim_qk &&
+           e->most_v == x->most_v;
 }
 
 /* What the table would take for the row, and the dims of its kernel: of the lines the last. -1: it has none. */
@@ -116,7 +117,7 @@ static attn_status take_line(attn_cuda *cuda, char *text, int32_t number) {
         return fail_at(t, number, "'%.60s': want a line like sm_90 bf16 d128 plain KERNEL", text);
     for (int n = 0; n < ATTN_ENTRIES; n++) {
         const attn_cuda_entry *e = &attn__cuda_entries[n];
-        if (e->dim && e->op == ATTN_FORWARD && strcmp(e->name, name) == 0) row.entry = n;
+        if (e->dim && e->op == ATTN_FORWARD && !e->decode && strcmp(e->name, name) == 0) row.entry = n;
     }
     RETURN_IF_ERROR(check_row(cuda, &row, name));
     if (t->count == ATTN_MOST_TUNED) return fail_at(t, number, "more than %d lines", ATTN_MOST_TUNED);

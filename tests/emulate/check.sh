@@ -52,6 +52,9 @@ for kernel in $(sed -n 's/^BWD90(\([a-z0-9_]*\),.*/\1/p' src/cuda/variants.def);
     case $kernel in *_bf16_d64 | *_bf16_d128) source=bwd_sm90.cu ;; *) source=bwd_sm90_wide.cu ;; esac
     compile "$kernel.o" $fwd "-DVARIANT=$kernel" -c src/cuda/$source
 done
+for kernel in $(sed -n 's/^DECODE(\([a-z0-9_]*\),.*/\1/p' src/cuda/variants.def); do
+    compile "$kernel.o" $fwd "-DVARIANT=$kernel" -c src/cuda/decode.cu
+done
 kernels=$objects
 compile hopper_test.o $fwd -DVARIANT=none -c tests/emulate/hopper_test.cu
 xargs -r -P "$(nproc)" -d '\n' -n 1 sh -c <"$out/commands"
@@ -80,6 +83,7 @@ EMULATE_ORDER=random "$build/attn" check --backend cuda --op backward --dtype f1
 EMULATE_ORDER=reverse "$build/attn" check --backend cuda --op backward --dtype f16 --feature flashmask --cases 30 --seed 6
 export EMULATE_ARCH=80
 "$out/pieces"
+python3 tests/emulate/decode.py "$build/attn"
 ATTN_TEST_BACKEND=cuda "$build/attn-tests" c1_ c4_empty s01_ s09_inf c5_unused c5_align c5_varlen_short c5_s03
 # The lines of both tables give the same; with three tiles and columns past the dims.
 "$build/attn" tune --kernels "$tune" --rounds 1 --heads 1 --dim 56/40 --seqlen 70/260

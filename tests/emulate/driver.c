@@ -1,7 +1,7 @@
 /*
  * A CUDA driver whose GPU is this CPU: ATTN_CUDA_DRIVER=.../libemulated-cuda.so makes the cuda backend, and with it attn check
  * --backend cuda, run the kernels of src/cuda where there is no GPU. One device, one context; every launch is done when
- * the call returns. It has compute capability 8.0, or with EMULATE_ARCH=90 that of Hopper.
+ * the call returns. It has compute capability 8.0, or with EMULATE_ARCH=90 that of Hopper, and EMULATE_SMS multiprocessors.
  *
  * Device memory is followed by a page that must not be touched; with EMULATE_GUARD=before, preceded by one.
  */
@@ -42,6 +42,7 @@ typedef attn_cuda_rotary args_rotary;
 #define FWD90(entry, ...) ENTRY(entry, attn_cuda_args90)
 #define BWD(entry, ...) ENTRY(entry, attn_cuda_args)
 #define BWD90(entry, ...) ENTRY(entry, attn_cuda_args90)
+#define DECODE(entry, ...) ENTRY(entry, attn_cuda_decode)
 #define PIECE(entry, file) ENTRY(entry, args_##entry)
 #include "cuda/tune.def"
 #include "cuda/variants.def"
@@ -63,6 +64,7 @@ static const struct {
 #define FWD90(entry, ...) ROW(entry)
 #define BWD(entry, ...) ROW(entry)
 #define BWD90(entry, type, dim, rows, keys, blocks, buffers) CLUSTERS(entry, blocks ? blocks : 1)
+#define DECODE(entry, ...) ROW(entry)
 #define PIECE(entry, file) ROW(entry)
 #include "cuda/tune.def"
 #include "cuda/variants.def"
@@ -231,12 +233,12 @@ EXPORT int cuDeviceGetName(char *name, int bytes, int device) {
     return (void)device, snprintf(name, (size_t)bytes, "emulated GPU"), 0;
 }
 
-/* Two multiprocessors share the work of a persistent kernel: each has more than one piece of it in most runs. */
+/* Two multiprocessors share the work of a persistent kernel, or EMULATE_SMS: each has more than one piece of it in most runs. */
 EXPORT int cuDeviceGetAttribute(int *value, int attribute, int device) {
-    const char *arch = getenv("EMULATE_ARCH");
+    const char *arch = getenv("EMULATE_ARCH"), *sms = getenv("EMULATE_SMS");
     (void)device;
     switch (attribute) {
-    case ATTN_CU_DEVICE_SMS: *value = 2; break;
+    case ATTN_CU_DEVICE_SMS: *value = sms ? atoi(sms) : 2; break;
     case ATTN_CU_DEVICE_MAJOR: *value = arch ? atoi(arch) / 10 : 8; break;
     case ATTN_CU_DEVICE_MINOR: *value = arch ? atoi(arch) % 10 : 0; break;
     case ATTN_CU_DEVICE_SHARED: *value = EMULATE_SHARED_BYTES; break;

@@ -71,6 +71,7 @@ SHUFFLE(uint32_t)
 SHUFFLE(int32_t)
 #undef SHUFFLE
 
+static inline void __threadfence(void) {}
 static inline void __trap(void) { emulate_fail("trap"); }
 
 /* Blocks run one after the other. */

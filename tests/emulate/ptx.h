@@ -145,6 +145,11 @@ typedef struct float4 {
 } float4;
 static inline float4 ld_global_cg_v4(const float4 *from) { return *from; }
 static inline void st_global_cg_v4(float4 *to, float x, float y, float z, float w) { *to = float4{x, y, z, w}; }
+typedef struct float2 {
+    float x, y;
+} float2;
+static inline float2 ld_global_cg_v2(const float *from) { return float2{from[0], from[1]}; }
+static inline void st_global_cg_v2(float *to, float x, float y) { to[0] = x, to[1] = y; }
 static inline uint32_t ld_acquire_gpu(const uint32_t *at) { return *at; }
 static inline void wait_acquire_gpu(const uint32_t *at, uint32_t number) {
     if (*at != number) emulate_fail("waits for %u of a block that has left %u", number, *at);

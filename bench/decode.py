@@ -1,0 +1,191 @@
+#!/usr/bin/env python3
+"""Decode: one new token for each sequence against its KV cache, in GB/s of cache that is read; torch's cuDNN and FlashAttention-2 beside it.
+
+    python bench/decode.py                         the cases of CASES, bf16, head dim 128
+    python bench/decode.py --cases 8k paged        those whose names have one of the words
+    python bench/decode.py --device cpu --quick    small caches on the host
+
+How it is timed: bench/measure.py; libattn, the peers and a copy on the device take turns, in CUDA graphs. Each has several sets of
+inputs, larger than the L2 cache twice over, and takes them in turn: what it reads it finds in memory. A copy of x bytes counts 2 x. The last column
+is the share of the copy's GB/s that libattn reached.
+
+Before a case is timed its result is held against that of torch in float32; exit status 1 means that one is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from typing import NamedTuple
+
+import torch
+from measure import Options, Report, add_arguments, agree, difference, finish_arguments, libattn_run, measure
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+COLD_BYTES = 256 << 20  # of all sets of inputs together, at least
+COPY_BYTES = 1 << 30
+PEERS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "fa2": SDPBackend.FLASH_ATTENTION}
+
+
+class Case(NamedTuple):
+    name: str
+    lengths: list
+    heads: int = 32
+    heads_kv: int = 8
+    dim: int = 128
+    page: int = 0  # 0: contiguous
+    used: bool = False  # lengths on the device, although they are all alike
+
+
+CASES = [
+    Case("1x8k", [8192]),
+    Case("1x131k", [131072]),
+    Case("16x8k", [8192] * 16),
+    Case("64x4k", [4096] * 64),
+    Case("4x32k, 64 heads", [32768] * 4, heads=64),
+    Case("16x8k, used", [8192] * 16, used=True),
+    Case("skewed: 131k and 63 of 512", [131072] + [512] * 63),
+    Case("16x8k, pages of 16", [8192] * 16, page=16),
+    Case("64x4k, pages of 16", [4096] * 64, page=16),
+    Case("16x8k, pages of 1", [8192] * 16, page=1),
+    Case("16x8k, pages of 64", [8192] * 16, page=64),
+    Case("16x8k, pages of 256", [8192] * 16, page=256),
+    Case("16x8k, d64", [8192] * 16, dim=64),
+    Case("16x8k, d96", [8192] * 16, dim=96),
+    Case("16x8k, d192", [8192] * 16, dim=192),
+    Case("16x8k, d256", [8192] * 16, dim=256),
+]
+
+
+def quick(case):
+    return case._replace(lengths=[max(3, n // 128) for n in case.lengths[:3]], heads=4, heads_kv=2)
+
+
+def even(case):
+    return len(set(case.lengths)) == 1
+
+
+def cache_bytes(case, dtype):
+    return 2 * sum(case.lengths) * case.heads_kv * case.dim * dtype.itemsize
+
+
+class Inputs(NamedTuple):
+    q: torch.Tensor
+    k: torch.Tensor  # [batch][most][heads][dim]; of different lengths [total][heads][dim]; paged [pages][page][heads][dim]
+    v: torch.Tensor
+    options: Options
+    dense: tuple  # k and v for the peers, or ()
+
+
+def make(case, dtype, device):
+    batch, most = len(case.lengths), max(case.lengths)
+    q = torch.randn(batch, 1, case.heads, case.dim, dtype=dtype, device=device)
+    lengths = torch.tensor(case.lengths, dtype=torch.int32, device=device)
+    if not even(case) and not case.page:
+        starts = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
+        k, v = (torch.randn(sum(case.lengths), case.heads_kv, case.dim, dtype=dtype, device=device) for _ in range(2))
+        return Inputs(q, k, v, Options(cu_kv=starts, max_kv=most), ())
+    if not case.page:
+        k, v = (torch.randn(batch, most, case.heads_kv, case.dim, dtype=dtype, device=device) for _ in range(2))
+        return Inputs(q, k, v, Options(used_kv=lengths) if case.used else Options(), (k, v))
+    each = -(-most // case.page)
+    place = torch.randperm(batch * each, device=device)
+    k, v = (torch.randn(batch * each, case.page, case.heads_kv, case.dim, dtype=dtype, device=device) for _ in range(2))
+    options = Options(page_table=place.view(batch, each).to(torch.int32), used_kv=lengths, max_kv=most)
+    return Inputs(q, k, v, options, ())
+
+
+def keys_of(inputs, case, b, x):
+    """Keys or values of sequence b: [heads][length][dim]."""
+    length = case.lengths[b]
+    if not even(case) and not case.page:
+        return x[sum(case.lengths[:b]) :][:length].transpose(0, 1)
+    if not case.page:
+        return x[b, :length].transpose(0, 1)
+    return x[inputs.options.page_table[b].long()].flatten(0, 1)[:length].transpose(0, 1)
+
+
+def expected(inputs, case):
+    """By torch in float32, a sequence at a time."""
+    rows = []
+    for b in range(len(case.lengths)):
+        k, v = (keys_of(inputs, case, b, x).float().repeat_interleave(case.heads // case.heads_kv, 0) for x in inputs[1:3])
+        q = inputs.q[b].transpose(0, 1).float()
+        weights = torch.softmax(q @ k.transpose(1, 2) / math.sqrt(case.dim), -1)
+        rows.append((weights @ v).transpose(0, 1))
+    return torch.stack(rows)
+
+
+def peer_run(inputs, backend):
+    q = inputs.q.transpose(1, 2)
+    k, v = (x.transpose(1, 2) for x in inputs.dense)
+
+    def run():
+        with sdpa_kernel(backend):
+            return scaled_dot_product_attention(q, k, v, enable_gqa=True)
+
+    return run
+
+
+def peers_of(sets):
+    """{name: runs} of those that take the case."""
+    found = {}
+    for name, backend in PEERS.items() if sets[0].dense and sets[0].q.is_cuda else ():
+        runs = [peer_run(inputs, backend) for inputs in sets]
+        try:
+            runs[0]()
+            found[name] = runs
+        except RuntimeError as error:
+            print(f"{name}: {str(error).splitlines()[0]}", file=sys.stderr)
+    return found
+
+
+def copy_run(arguments):
+    size = COPY_BYTES if arguments.device == "cuda" and not arguments.quick else 1 << 20
+    x, y = (torch.zeros(size, dtype=torch.uint8, device=arguments.device) for _ in range(2))
+    return lambda: y.copy_(x), 2 * size
+
+
+def bench(case, dtype, arguments, report, copy):
+    count = 1 if arguments.quick else max(2, math.ceil(COLD_BYTES / cache_bytes(case, dtype)))
+    sets = [make(case, dtype, arguments.device) for _ in range(count)]
+    made = [libattn_run(inputs.q, inputs.k, inputs.v, inputs.options) for inputs in sets]
+    errors = difference(made[0][0](), expected(sets[0], case))
+    is_right = agree(errors, dtype)
+    runners = {"libattn": [run for run, _ in made], **peers_of(sets), "copy": [copy[0]]}
+    times = measure(runners, arguments)
+    moved = {name: copy[1] if name == "copy" else cache_bytes(case, dtype) for name in runners}
+    speed = {name: moved[name] / times.ms[name] / 1e6 for name in runners}  # GB/s
+    share = 100 * speed["libattn"] / speed["copy"]
+    peers = "  ".join(f"{name} {1e3 * times.ms[name]:8.1f} us {speed[name]:6.0f} ({times.ms[name] / times.ms['libattn']:.2f}x)"
+                      for name in runners if name in PEERS)
+    print(f"{case.name:28} {cache_bytes(case, dtype) / 1e6:7.1f} MB  {1e3 * times.ms['libattn']:8.1f} us {speed['libattn']:6.0f} GB/s "
+          f"{share:5.1f} % of copy {speed['copy']:.0f}  {peers}  {made[0][1]} {times.how}"
+          f"{'' if is_right else f'  WRONG: {errors}'}", flush=True)
+    report.write({"case": case.name, "kernel": made[0][1], "bytes": cache_bytes(case, dtype), "sets": count, "how": times.how,
+                  "rounds": times.rounds, "us": {name: 1e3 * ms for name, ms in times.ms.items()}, "gb_s": speed,
+                  "percent_of_copy": share, "errors": errors, "right": is_right})
+    return is_right
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", nargs="*", metavar="WORD", help="only those whose names have one of the words")
+    parser.add_argument("--dtype", default="bf16", choices=["bf16", "f16"])
+    add_arguments(parser, seconds=1.0)
+    arguments = finish_arguments(parser.parse_args())
+    dtype = {"bf16": torch.bfloat16, "f16": torch.float16}[arguments.dtype]
+    torch.manual_seed(1)
+    report = Report(arguments, dtype=arguments.dtype)
+    copy, wrong = copy_run(arguments), 0
+    for case in CASES:
+        if arguments.cases and not any(word in case.name for word in arguments.cases):
+            continue
+        wrong += not bench(quick(case) if arguments.quick else case, dtype, arguments, report, copy)
+    sys.exit(wrong > 0)
+
+
+if __name__ == "__main__":
+    main()

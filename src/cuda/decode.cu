@@ -1,0 +1,582 @@
+/*
+ * Decode: sequences of at most ATTN_CUDA_SPLIT_ROWS query rows against a long cache. One line DECODE of variants.def is one build of
+ * this file. All that counts is that K and V stream through at the speed of memory; the rest hides behind that.
+ *
+ * The rows of all query heads that share a KV head are the 16 rows of mma.sync: an item is a sequence, a KV head and 16 such rows.
+ * Its keys are worked in spans of ATTN_DECODE_SPAN keys, counted from the sequence's key 0, each by itself; ATTN_DECODE_SUPER spans
+ * are a super. The spans of a super are folded in their order, and then the supers: so every sum has one order, whoever works
+ * on it, and the bits depend on the sequence alone.
+ *
+ * The spans of all items in a row are shared out evenly: each block has as many tiles of keys as the others, to within a span. A super that is
+ * one block's stays in registers; of one that several blocks have, the results of spans go to the workspace, and the last to finish
+ * folds them. Likewise the last to finish a super of an item folds the supers. Nobody waits.
+ *
+ * Within a block, four warps, per tile of BN keys:
+ *
+ *     wait for K, V            barrier 1: the tile is there for all, and nobody reads the tile before any more
+ *     fetch a tile ahead       into the buffer of the tile before: the next item's, when this one has no more
+ *     S = Q K^T                each warp a quarter of the keys; masked
+ *     maxima of the rows       barrier 2: of all warps
+ *     P = exp2(S - m)          to shared memory; barrier 3
+ *     O += P V                 each warp a quarter of the columns, all keys
+ *
+ * Fragments as in fwd.cu: lane = 4 g + t holds of a 16x8 accumulator the rows g, g + 8 and the columns 2t, 2t + 1.
+ */
+#include "decode.cuh"
+
+#define HUGE_SCORE 4194304.0f /* as in rows.cuh */
+
+DEVICE void multiply(float c[4], const uint32_t a[4], uint32_t b0, uint32_t b1) {
+    if (BF16)
+        mma_m16n8k16_bf16(c, a, b0, b1);
+    else
+        mma_m16n8k16_f16(c, a, b0, b1);
+}
+DEVICE uint32_t pack(float low, float high) { return BF16 ? cvt_rn_bf16x2(low, high) : cvt_rn_f16x2(low, high); }
+
+/* ---- rows of an item ---- */
+
+/* What every thread knows of them; what each row has is in the notes: a lane has the rows g and g + 8. */
+typedef struct rows {
+    int32_t count;
+    int32_t all_from, all_to; /* keys that all of them see */
+} rows;
+
+DEVICE const row_notes &row_at(const shared_notes &notes, int half) { return notes.row[(threadIdx.x >> 2 & 7) + 8 * half]; }
+
+/* As find_features of features.cuh. */
+DEVICE void find_scale(const attn_cuda_args &a, row_notes &r, int32_t b) {
+    const bool has_alibi = a.p.flags & ATTN_ALIBI;
+    const double scale = a.p.scale;
+    const float slope = has_alibi ? a.f.alibi[b * a.f.alibi_stride + r.h] : 0;
+    const float divided = has_alibi ? (float)(slope / scale) : 0;
+    const bool in_base_e = a.p.softcap > 0 || (has_alibi && !(scale > 1e-30 && fabsf(divided) < 1e28f));
+    r.scale = in_base_e ? (float)scale : a.scale_log2;
+    r.raw = 1;
+    if (in_base_e || !(r.scale > 0)) {
+        r.raw = r.scale;
+        r.scale = in_base_e ? (float)ATTN_LOG2E : 1;
+    }
+    r.slope = in_base_e ? slope : divided;
+    r.least = r.scale > 1 ? -FLT_MAX / r.scale : -FLT_MAX;
+}
+
+/* Two barriers of the block: nobody reads the notes of the item before, and everybody sees those of this one. */
+DEVICE rows see_rows(const attn_cuda_args &a, const walk &w, shared_notes &notes) {
+    const int32_t group = a.p.heads_q / a.p.heads_kv, number = w.block * ROWS;
+    const attn_mask mask = attn__seq_mask(&a.p, &w.s);
+    rows r = {attn__min32(ROWS, w.s.sq * group - number), 0, 0};
+    __syncthreads();
+    if (threadIdx.x < ROWS) {
+        row_notes x = {-1, w.head * group, 0, 0, 0, 0, 0, 0};
+        if ((int32_t)threadIdx.x < r.count) {
+            x.i = (int32_t)attn__divide((uint32_t)number + threadIdx.x, a.by_share);
+            x.h += number + (int32_t)threadIdx.x - x.i * group;
+            attn__mask_row(&mask, x.i, &x.first, &x.end);
+        }
+        find_scale(a, x, w.s.b);
+        notes.row[threadIdx.x] = x;
+    }
+    if (r.count > 0) {
+        const int32_t i0 = (int32_t)attn__divide((uint32_t)number, a.by_share);
+        const int32_t i1 = (int32_t)attn__divide((uint32_t)(number + r.count - 1), a.by_share) + 1;
+        attn__mask_rows_all(&mask, i0, i1, &r.all_from, &r.all_to);
+    }
+    __syncthreads();
+    return r;
+}
+
+/* Two numbers of a row at any address. */
+static __device__ __noinline__ uint32_t pair_of(const uint16_t *row, int32_t column, int32_t dim) {
+    const uint32_t low = column < dim ? row[column] : 0, high = column + 1 < dim ? row[column + 1] : 0;
+    return low | high << 16;
+}
+
+/* Q as the left operand. */
+DEVICE void load_q(const attn_cuda_args &a, const walk &w, const shared_notes &notes, uint32_t q[STEPS][4]) {
+    const int t = threadIdx.x & 3;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const int32_t i = row_at(notes, half).i;
+        const uint16_t *row = (const uint16_t *)a.f.q.data;
+        if (i >= 0) row += attn__q_offset(&a.p, &a.f.q, &w.s, i, row_at(notes, half).h);
+#pragma unroll
+        for (int n = 0; n < 2 * STEPS; n++) {
+            const int column = n * 8 + 2 * t;
+            uint32_t pair = 0;
+            if (i >= 0 && a.vector_ok && column + 1 < a.p.dim_qk)
+                pair = *(const uint32_t *)(row + column);
+            else if (i >= 0 && column < a.p.dim_qk)
+                pair = pair_of(row, column, a.p.dim_qk);
+            q[n / 2][n % 2 * 2 + half] = pair;
+        }
+    }
+}
+
+/* ---- softmax over a span ---- */
+
+/* m: largest score; l: sum of weights, within a span the lane's part of it; o: unnormalised. */
+typedef struct state {
+    float m[2], l[2], o[DT][4];
+} state;
+
+DEVICE state empty_state(const shared_notes &notes) {
+    state x;
+#pragma unroll
+    for (int half = 0; half < 2; half++) x.m[half] = row_at(notes, half).least, x.l[half] = 0;
+#pragma unroll
+    for (int n = 0; n < DT * 4; n++) x.o[n / 4][n % 4] = 0;
+    return x;
+}
+
+/* cap * tanh(raw * s / cap), as cap_scores of features.cuh. */
+DEVICE float capped(float s, float cap, float to_y) {
+    const float y = __fmul_rn(s, to_y), t = y * y;
+    if (!(fabsf(y) < 1.8f)) return fmaf(-2 * cap, rcp_approx(1 + ex2_approx(y * (float)ATTN_LOG2E)), cap);
+    const float c[6] = {cap * 0.4999999f,       cap * -0.0416644173f,  cap * 0.00415832574f,
+                        cap * -0.000410048877f, cap * 3.51292659e-05f, cap * -1.79529371e-06f};
+    return __fmul_rn(y, fmaf(t, fmaf(t, fmaf(t, fmaf(t, fmaf(t, c[5], c[4]), c[3]), c[2]), c[1]), c[0]));
+}
+
+/* Semantics 1 to 3, where a product is not a score already. The warp's keys begin with j0; the sequence has so many more keys than rows. */
+DEVICE void finish_scores(const attn_cuda_args &a, const shared_notes &notes, float s[NT][4], int32_t beyond, int32_t j0) {
+    const int t = here(threadIdx.x & 3);
+    const float cap = (float)a.p.softcap;
+    const float to_y = cap > 0 ? (float)fmin(fmax(2 * a.p.scale / a.p.softcap, -1e38), 1e38) : 0;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const row_notes &r = row_at(notes, half);
+        const float raw = r.raw, slope = r.slope, distance = (float)(r.i + beyond - (j0 + 2 * t));
+#pragma unroll
+        for (int n = 0; n < 2 * NT; n++) {
+            float *x = &s[n / 2][2 * half + n % 2];
+            *x = cap > 0 ? capped(*x, cap, to_y) : __fmul_rn(*x, raw); /* by 1, with ALiBi alone */
+            if (a.p.flags & ATTN_ALIBI) *x = fmaf(-slope, fabsf(distance - (float)(n / 2 * 8 + n % 2)), *x);
+        }
+    }
+}
+
+/* Semantics 5. */
+DEVICE void mask_scores(const shared_notes &notes, float s[NT][4], int32_t j0) {
+    const int t = here(threadIdx.x & 3);
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const row_notes &r = row_at(notes, half);
+        const uint32_t from = (uint32_t)(j0 + 2 * t - r.first), count = (uint32_t)attn__max32(r.end - r.first, 0);
+#pragma unroll
+        for (int n = 0; n < 2 * NT; n++)
+            if (from + (n / 2 * 8 + n % 2) >= count) s[n / 2][2 * half + n % 2] = -INFINITY;
+    }
+}
+
+/* The maxima of the rows follow the scores of all warps, and l and o with them. A barrier of the block. */
+DEVICE void raise_maxima(state &x, const float s[NT][4], shared_notes &notes) {
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        float most = fmaxf(s[0][2 * half], s[0][2 * half + 1]);
+#pragma unroll
+        for (int nt = 1; nt < NT; nt++) most = fmaxf(most, fmaxf(s[nt][2 * half], s[nt][2 * half + 1]));
+        most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
+        most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
+        if ((lane & 3) == 0) notes.number[warp][g + 8 * half] = most;
+    }
+    __syncthreads(); /* 2 */
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const float before = x.m[half];
+#pragma unroll
+        for (int n = 0; n < WARPS; n++) x.m[half] = fmaxf(x.m[half], notes.number[n][g + 8 * half]);
+        const float factor = ex2_approx(__fmul_rn(before - x.m[half], row_at(notes, half).scale));
+        x.l[half] *= factor;
+#pragma unroll
+        for (int n = 0; n < 2 * DT; n++) x.o[n / 2][2 * half + n % 2] *= factor;
+    }
+}
+
+/* P of the warp's keys to shared memory; l. Where scores are huge s - m is taken first, exactly: rows.cuh says why. */
+DEVICE void make_p(state &x, const shared_notes &notes, float s[NT][4], uint32_t shared_p) {
+    const int lane = here(threadIdx.x & 31), warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const float scale = row_at(notes, half).scale, product = __fmul_rn(x.m[half], scale);
+        const bool is_huge = fabsf(product) > HUGE_SCORE;
+        const float minus = is_huge ? x.m[half] : 0, less = is_huge ? 0 : product;
+#pragma unroll
+        for (int nt = 0; nt < NT; nt++) {
+            const float p0 = ex2_approx(__fmaf_rn(s[nt][2 * half] - minus, scale, -less));
+            const float p1 = ex2_approx(__fmaf_rn(s[nt][2 * half + 1] - minus, scale, -less));
+            x.l[half] += p0 + p1;
+            st_shared_b32(piece_at(shared_p, g + 8 * half, warp * NT + nt, BN / 8) + t * 4, pack(p0, p1));
+        }
+    }
+}
+
+/* ---- infinities and NaN in V, where some rows do not see a key: 0 * NaN ---- */
+
+DEVICE int nonfinite_word(uint32_t x) { /* bit 0 for the low half, bit 1 for the high one */
+    const uint32_t ones = BF16 ? 0x7f80 : 0x7c00;
+    return ((x & ones) == ones) | ((x >> 16 & ones) == ones) << 1;
+}
+
+DEVICE float number_of(uint16_t x) { return BF16 ? attn__from_bf16(x) : cvt_f32_f16(x); }
+
+/*
+ * What is not finite in the warp's columns of V is taken out, and added to the rows with a weight for it: such a term is p * v = v
+ * for any p > 0. Rare, so slow.
+ */
+static __device__ __noinline__ void add_nonfinite(float o[DT][4], uint32_t shared_v, uint32_t shared_p) {
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
+#pragma unroll 1
+    for (int j = 0; j < BN; j++)
+#pragma unroll
+        for (int dt = 0; dt < DT; dt++) {
+            const uint32_t word = ld_shared_b32(piece_at(shared_v, j, warp * DT + dt, PIECES) + t * 4);
+            const int which = nonfinite_word(word);
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                const uint32_t pair = ld_shared_b32(piece_at(shared_p, g + 8 * half, j / 8, BN / 8) + j % 8 / 2 * 4);
+                if (!(pair >> 16 * (j % 2) & 0xffff)) continue;
+                if (which & 1) o[dt][2 * half] += number_of((uint16_t)word);
+                if (which & 2) o[dt][2 * half + 1] += number_of((uint16_t)(word >> 16));
+            }
+        }
+    __syncwarp();
+    for (int n = lane; n < BN * DT * 4; n += 32) {
+        const uint32_t at = piece_at(shared_v, n / (DT * 4), warp * DT + n / 4 % DT, PIECES) + n % 4 * 4;
+        const uint32_t word = ld_shared_b32(at);
+        const int which = nonfinite_word(word);
+        if (which) st_shared_b32(at, word & ((which & 1 ? 0 : 0xffffu) | (which & 2 ? 0 : 0xffff0000u)));
+    }
+    __syncwarp();
+}
+
+DEVICE bool holds_nonfinite(uint32_t shared_v) {
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    bool found = false;
+#pragma unroll 4
+    for (int n = lane; n < BN * DT; n += 32) {
+        const uint4 x = ld_shared_v4(piece_at(shared_v, n / DT, warp * DT + n % DT, PIECES));
+        found |= (nonfinite_word(x.x) | nonfinite_word(x.y) | nonfinite_word(x.z) | nonfinite_word(x.w)) != 0;
+    }
+    return __any_sync(~0u, found);
+}
+
+/* ---- a tile ---- */
+
+/* 8 keys and 32 dims at a time, two steps of the product. */
+DEVICE void product_qk(float s[NT][4], const uint32_t q[STEPS][4], uint32_t shared_k) {
+    const int lane = here(threadIdx.x & 31), warp = threadIdx.x >> 5;
+#pragma unroll
+    for (int n = 0; n < NT * 4; n++) s[n / 4][n % 4] = 0;
+#pragma unroll
+    for (int kk = 0; kk < STEPS; kk += 2)
+#pragma unroll
+        for (int nt = 0; nt < NT; nt++) {
+            uint32_t k[4];
+            ldmatrix_x4(k, piece_at(shared_k, warp * KEYS + nt * 8 + (lane & 7), 2 * kk + (lane >> 3), PIECES));
+            multiply(s[nt], q[kk], k[0], k[1]);
+            multiply(s[nt], q[kk + 1], k[2], k[3]);
+        }
+}
+
+/* 32 keys and 8 dims at a time. */
+DEVICE void product_pv(float o[DT][4], uint32_t shared_p, uint32_t shared_v) {
+    const int lane = here(threadIdx.x & 31), warp = threadIdx.x >> 5;
+#pragma unroll
+    for (int ks = 0; ks < BN / 16; ks += 2) {
+        uint32_t p[2][4];
+        ldmatrix_x4(p[0], piece_at(shared_p, lane & 15, 2 * ks + (lane >> 4), BN / 8));
+        ldmatrix_x4(p[1], piece_at(shared_p, lane & 15, 2 * ks + 2 + (lane >> 4), BN / 8));
+#pragma unroll
+        for (int dt = 0; dt < DT; dt++) {
+            uint32_t v[4];
+            ldmatrix_x4_trans(v, piece_at(shared_v, ks * 16 + lane, warp * DT + dt, PIECES));
+            multiply(o[dt], p[0], v[0], v[1]);
+            multiply(o[dt], p[1], v[2], v[3]);
+        }
+    }
+}
+
+/* What a block has all along. */
+typedef struct desk {
+    uint32_t tiles, p; /* in shared memory */
+    uint32_t stage;    /* of the tile at hand */
+    shared_notes *notes;
+    share *mine;
+    fetcher f;
+} desk;
+
+/* What the work on a part keeps of its walk. */
+typedef struct part {
+    int32_t first, tiles, from, to; /* as there */
+    int32_t beyond;                 /* keys less rows */
+} part;
+
+/* The tile at hand, of which key 0 is j0. */
+DEVICE void work_tile(const attn_cuda_args &a, const part &w, const rows &r, const uint32_t q[STEPS][4], state &x, desk &d,
+                      int32_t j0) {
+    const int warp = threadIdx.x >> 5;
+    const uint32_t shared_k = d.tiles + d.stage, shared_v = shared_k + TILE_BYTES;
+    float s[NT][4];
+    cp_async_wait_group(STAGES - 2);
+    __syncthreads(); /* 1 */
+    fetch_tile(a, d.f, *d.mine, d.tiles);
+    product_qk(s, q, shared_k);
+    if (a.p.softcap > 0 || (a.p.flags & ATTN_ALIBI) || !(a.scale_log2 > 0))
+        finish_scores(a, *d.notes, s, w.beyond, j0 + warp * KEYS);
+    mask_scores(*d.notes, s, j0 + warp * KEYS);
+    raise_maxima(x, s, *d.notes);
+    make_p(x, *d.notes, s, d.p);
+    __syncthreads(); /* 3 */
+    const int32_t from = attn__max32(j0, w.from), to = attn__min32(j0 + BN, w.to);
+    if ((from < r.all_from || to > r.all_to) && holds_nonfinite(shared_v)) {
+        float copy[DT][4]; /* else o would be in memory all along */
+#pragma unroll
+        for (int n = 0; n < DT * 4; n++) copy[n / 4][n % 4] = x.o[n / 4][n % 4];
+        add_nonfinite(copy, shared_v, d.p);
+#pragma unroll
+        for (int n = 0; n < DT * 4; n++) x.o[n / 4][n % 4] = copy[n / 4][n % 4];
+    }
+    product_pv(x.o, d.p, shared_v);
+    d.stage = d.stage == (STAGES - 1) * 2 * TILE_BYTES ? 0 : d.stage + 2 * TILE_BYTES;
+}
+
+/* Span `span` of the item, counted from w.first. */
+DEVICE state work_span(const attn_cuda_args &a, const part &w, const rows &r, const uint32_t q[STEPS][4], desk &d,
+                       int32_t span) {
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2;
+    const int32_t end = attn__min32((span + 1) * SPAN_TILES, w.tiles);
+    state x = empty_state(*d.notes);
+    if (span * SPAN_TILES >= end) return x;
+#pragma unroll 1
+    for (int32_t tile = span * SPAN_TILES; tile < end; tile++) work_tile(a, w, r, q, x, d, w.first * SPAN + tile * BN);
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        float sum = x.l[half];
+        sum += __shfl_xor_sync(~0u, sum, 1);
+        sum += __shfl_xor_sync(~0u, sum, 2);
+        if ((lane & 3) == 0) d.notes->number[warp][g + 8 * half] = sum;
+    }
+    __syncthreads(); /* the next numbers are written behind barrier 1 of a tile, as these are behind barrier 3 */
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        x.l[half] = d.notes->number[0][g + 8 * half];
+#pragma unroll
+        for (int n = 1; n < WARPS; n++) x.l[half] += d.notes->number[n][g + 8 * half];
+    }
+    return x;
+}
+
+/* ---- partial results ---- */
+
+/* One of the lane's two rows of x becomes that of x and y. Either may be empty, and then this is exact. */
+DEVICE void fold_row(state &x, int half, float m_y, float l_y, const float2 o_y[DT], float scale) {
+    const float m = fmaxf(x.m[half], m_y);
+    const float by_x = ex2_approx(__fmul_rn(x.m[half] - m, scale)), by_y = ex2_approx(__fmul_rn(m_y - m, scale));
+    x.m[half] = m;
+    x.l[half] = __fmaf_rn(x.l[half], by_x, __fmul_rn(l_y, by_y));
+#pragma unroll
+    for (int dt = 0; dt < DT; dt++) {
+        float *o = &x.o[dt][2 * half];
+        o[0] = __fmaf_rn(o[0], by_x, __fmul_rn(o_y[dt].x, by_y));
+        o[1] = __fmaf_rn(o[1], by_x, __fmul_rn(o_y[dt].y, by_y));
+    }
+}
+DEVICE void fold(state &x, const state &y, const shared_notes &notes) {
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        float2 o[DT];
+#pragma unroll
+        for (int dt = 0; dt < DT; dt++) o[dt] = {y.o[dt][2 * half], y.o[dt][2 * half + 1]};
+        fold_row(x, half, y.m[half], y.l[half], o, row_at(notes, half).scale);
+    }
+}
+
+/* A slot of the workspace: o[rows][DIM], then m and l of each row. */
+DEVICE float *slot_at(const attn_cuda_decode &c, float *slots, int64_t n) { return slots + n * c.rows * (DIM + 2); }
+
+DEVICE void put_state(const attn_cuda_decode &c, float *slot, const state &x, int32_t rows) {
+    const int lane = here(threadIdx.x & 31), warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const int row = g + 8 * half;
+        if (row >= rows) continue;
+#pragma unroll
+        for (int dt = 0; dt < DT; dt++)
+            st_global_cg_v2(slot + row * DIM + (warp * DT + dt) * 8 + 2 * t, x.o[dt][2 * half], x.o[dt][2 * half + 1]);
+        if (warp == 0 && t == 0) st_global_cg_v2(slot + c.rows * DIM + 2 * row, x.m[half], x.l[half]);
+    }
+}
+
+/* So many slots, in their order, some of which are on their way at a time. */
+DEVICE state fold_slots(const attn_cuda_decode &c, const float *slot, int32_t count, const shared_notes &notes,
+                        int32_t rows) {
+    enum { SOME = DT < 4 ? 8 : 32 / DT };
+    const int lane = here(threadIdx.x & 31), warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
+    const int64_t step = (int64_t)c.rows * (DIM + 2);
+    state x = empty_state(notes);
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const int row = g + 8 * half;
+        const float *from = slot, least = row_at(notes, half).least, scale = row_at(notes, half).scale;
+        if (8 * half >= rows) continue;
+#pragma unroll 1
+        for (int32_t n0 = 0; n0 < count; n0 += SOME) {
+            float2 o[SOME][DT], number[SOME]; /* m and l */
+#pragma unroll
+            for (int n = 0; n < SOME; n++, from += step) {
+                const bool is_there = row < rows && n0 + n < count;
+                number[n] = {least, 0};
+                if (is_there) number[n] = ld_global_cg_v2(from + c.rows * DIM + 2 * row);
+#pragma unroll
+                for (int dt = 0; dt < DT; dt++) {
+                    o[n][dt] = {0, 0};
+                    if (is_there) o[n][dt] = ld_global_cg_v2(from + row * DIM + (warp * DT + dt) * 8 + 2 * t);
+                }
+            }
+#pragma unroll
+            for (int n = 0; n < SOME; n++) fold_row(x, half, number[n].x, number[n].y, o[n], scale);
+        }
+    }
+    return x;
+}
+
+/* The block has put `done` of `all` results where others may want them. Is it the last, and so to fold them? */
+DEVICE bool is_last(uint32_t *counter, uint32_t done, uint32_t all, shared_notes &notes) {
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        __threadfence();
+        notes.last = atomicAdd(counter, done) + done == all;
+        __threadfence();
+    }
+    __syncthreads();
+    return notes.last;
+}
+
+/* ---- results ---- */
+
+/* Two numbers, or one, of any dtype at any address. */
+static __device__ __noinline__ void store_elements(const attn_cuda_args &a, int64_t at, int32_t columns, float x, float y) {
+    if (a.p.out_dtype == ATTN_F32) {
+        ((float *)a.f.o.data)[at] = x;
+        if (columns > 1) ((float *)a.f.o.data)[at + 1] = y;
+    } else {
+        const uint32_t both = a.p.out_dtype == ATTN_BF16 ? cvt_rn_bf16x2(x, y) : cvt_rn_f16x2(x, y);
+        ((uint16_t *)a.f.o.data)[at] = (uint16_t)both;
+        if (columns > 1) ((uint16_t *)a.f.o.data)[at + 1] = (uint16_t)(both >> 16);
+    }
+}
+
+DEVICE void store_pair(const attn_cuda_args &a, int64_t at, int32_t columns, float x, float y) {
+    if (a.p.out_dtype == (attn_dtype)K(DTYPE) && a.vector_ok && columns > 1)
+        *(uint32_t *)((uint16_t *)a.f.o.data + at) = pack(x, y);
+    else if (columns > 0)
+        store_elements(a, at, columns, x, y);
+}
+
+/* o and lse of the item's rows: as finish_o of rows.cuh. */
+DEVICE void finish_item(const attn_cuda_args &a, const walk &w, const shared_notes &notes, const state &x) {
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, t = lane & 3;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const row_notes &r = row_at(notes, half);
+        if (r.i < 0) continue;
+        const float sum = x.l[half], factor = sum == 0 ? 0 : rcp_approx(sum);
+        float lse = sum == 0 ? -INFINITY : lse_of(x.m[half], r.scale, sum), keys = 1;
+        if (a.p.flags & ATTN_SINK) lse = add_sink(lse, a.f.sink[r.h], &keys);
+        const int64_t at = attn__q_offset(&a.p, &a.f.o, &w.s, r.i, r.h);
+#pragma unroll
+        for (int dt = 0; dt < DT; dt++) {
+            const int32_t column = (warp * DT + dt) * 8 + 2 * t;
+            store_pair(a, at + column, a.p.dim_v - column, __fmul_rn(__fmul_rn(x.o[dt][2 * half], factor), keys),
+                       __fmul_rn(__fmul_rn(x.o[dt][2 * half + 1], factor), keys));
+        }
+        if (a.f.lse && warp == 0 && t == 0) ((float *)a.f.lse)[attn__lse_index(&a.p, &w.s, r.i, r.h)] = lse;
+    }
+}
+
+/* o = 0 and lse = -inf for rows that are padding, where no other kernel comes by. */
+static __device__ __noinline__ void fill_padding(const attn_cuda_args &a, int32_t b, int32_t head, int32_t from) {
+    const int32_t group = a.p.heads_q / a.p.heads_kv;
+    attn_seq s = {};
+    s.b = b;
+    for (int32_t i = from; i < a.p.max_q; i++)
+        for (int32_t h = head * group; h < head * group + group; h++) {
+            const int64_t at = attn__q_offset(&a.p, &a.f.o, &s, i, h);
+            for (int32_t x = threadIdx.x; x < a.p.dim_v; x += THREADS) attn__store(a.p.out_dtype, a.f.o.data, at + x, 0);
+            if (threadIdx.x == 0 && a.f.lse) ((float *)a.f.lse)[attn__lse_index(&a.p, &s, i, h)] = -INFINITY;
+        }
+}
+
+/* ---- the block's part of an item ---- */
+
+/* Which of the supers that blocks share this is: that of the item, or that in which a block's share ends; each ends in one. */
+DEVICE int32_t shared_super(const attn_cuda_decode &c, const share &mine, int32_t item, int32_t super, int64_t begins) {
+    return c.by_item ? item * c.supers + super : (int32_t)(begins * gridDim.x / mine.all);
+}
+
+/* The super's spans [from, to) of [first, end), counted as w.span; slot: its number, if it is shared. False: others are still at it. */
+DEVICE bool work_super(const attn_cuda_decode &c, const part &w, const rows &r, const uint32_t q[STEPS][4], desk &d,
+                       state &x, int32_t slot, int32_t from, int32_t to, int32_t first, int32_t end) {
+    const bool is_whole = from == first && to == end;
+    x = empty_state(*d.notes);
+#pragma unroll 1
+    for (int32_t span = from; span < to; span++) {
+        const state y = work_span(c.a, w, r, q, d, span);
+        if (is_whole)
+            fold(x, y, *d.notes);
+        else
+            put_state(c, slot_at(c, c.spans, (int64_t)slot * c.each + (span - first)), y, r.count);
+    }
+    if (is_whole) return true;
+    if (!is_last(&c.counters[slot], (uint32_t)(to - from), (uint32_t)(end - first), *d.notes)) return false;
+    x = fold_slots(c, slot_at(c, c.spans, (int64_t)slot * c.each), end - first, *d.notes, r.count);
+    return true;
+}
+
+DEVICE void work_part(const attn_cuda_decode &c, const walk &w, desk &d) {
+    const attn_cuda_args &a = c.a;
+    const int32_t spans = spans_of(w), span_end = w.span_end;
+    const int32_t first_super = w.first / SUPER, supers = (w.first + spans - 1) / SUPER - first_super + 1;
+    const int32_t item = (w.s.b * a.p.heads_kv + w.head) * c.blocks + w.block;
+    const part own = {w.first, w.tiles, w.from, w.to, w.s.sk - w.s.sq};
+    const rows r = see_rows(a, w, *d.notes);
+    uint32_t q[STEPS][4];
+    state x;
+    load_q(a, w, *d.notes, q);
+#pragma unroll 1
+    for (int32_t super = (own.first + w.span) / SUPER, from = w.span; from < span_end; super++) {
+        const int32_t first = attn__max32(super * SUPER - own.first, 0);
+        const int32_t end = attn__min32((super + 1) * SUPER - own.first, spans), to = attn__min32(end, span_end);
+        const int32_t slot = shared_super(c, *d.mine, item, super, w.before + (int64_t)first * SPAN_TILES);
+        const bool is_done = work_super(c, own, r, q, d, x, slot, from, to, first, end);
+        from = to;
+        if (!is_done) continue;
+        if (supers > 1) {
+            put_state(c, slot_at(c, c.super_slots, (int64_t)item * c.supers + super), x, r.count);
+            if (!is_last(&c.counters[c.shared + item], 1, (uint32_t)supers, *d.notes)) continue;
+            x = fold_slots(c, slot_at(c, c.super_slots, (int64_t)item * c.supers + first_super), supers, *d.notes, r.count);
+        }
+        finish_item(a, w, *d.notes, x);
+    }
+}
+
+KERNEL __launch_bounds__(THREADS, K(CTAS)) VARIANT(const __grid_constant__ attn_cuda_decode c) {
+    extern __shared__ __align__(128) uint8_t shared[];
+    const attn_cuda_args &a = c.a;
+    shared_notes &notes = *(shared_notes *)(shared + AT_NOTES);
+    walk w, ahead;
+    share mine;
+    if (!start_walk(a, w, mine, notes)) return;
+    ahead = w;
+    desk d = {cvta_shared(shared), cvta_shared(shared) + AT_P, 0, &notes, &mine, start_fetch(a, ahead, mine)};
+#pragma unroll 1
+    for (int n = 0; n < STAGES - 1; n++) fetch_tile(a, d.f, mine, d.tiles);
+    do {
+        work_part(c, w, d);
+        const bool pads = !(a.p.flags & ATTN_VARLEN_Q) && a.p.max_q <= ATTN_CUDA_SPLIT_ROWS;
+        if (pads && w.block == 0 && w.span == 0 && w.s.sq < a.p.max_q) fill_padding(a, w.s.b, w.head, w.s.sq);
+    } while (next_part(a, w, mine));
+    cp_async_wait_all();
+}
