@@ -31,6 +31,8 @@ PTX uint32_t cvta_shared(const void *p) { return (uint32_t)__cvta_generic_to_sha
  * this number has to compare it with cvta_shared of the array first.
  */
 PTX uint32_t shared_start(void) { return 1024; }
+/* What is at such an address. */
+PTX void *shared_pointer(uint32_t at) { return __cvta_shared_to_generic(at); }
 
 /* 16 bytes to shared memory, past L1: nobody else on this SM wants them. */
 PTX void cp_async_cg(uint32_t to, const void *from) {
