@@ -222,14 +222,14 @@ typedef struct shared_notes {
     int32_t is_seen[QBUF]; /* does any row of the place see any key? */
     uint32_t lots[LOTS];   /* the places that the scheduler took in this pass */
     word told[PLACES];
-    outlook outlook;       /* the loader's */
-    uint32_t errand;       /* number of the loader's next one */
+    outlook ahead;         /* the loader's */
+    uint32_t given;        /* errands, by the loader */
     word next;             /* that the scheduler will say */
     uint32_t lot;          /* the scheduler's next place in this pass, and where that is */
-    spot spot;
+    spot where;
     uint32_t said;         /* places and ends that it has told */
     int32_t tally_b;       /* where it stands: find_next */
-    tally tally[32];
+    tally tallies[32];
     int32_t start;         /* the first sequence at which it stood when the pass began ... */
     uint32_t start_before; /* ... and the places before that: numbers only grow */
     tile_place places[PLACES];
@@ -275,7 +275,7 @@ DEVICE void make_barriers(const buffers &b) {
     mbarrier_init(BARRIER(b, pass, 0), THREADS + (OWN ? 64 : 32));
     for (int n = 0; n < 2; n++) b.notes->dirty[n] = b.notes->again[n] = 0;
     b.notes->next = {};
-    b.notes->errand = b.notes->lot = b.notes->said = b.notes->start_before = 0;
+    b.notes->given = b.notes->lot = b.notes->said = b.notes->start_before = 0;
     b.notes->start = 0;
     fence_mbarrier_init();
 }

@@ -16,17 +16,17 @@ DEVICE void look(const attn_cuda_args &a, const buffers &b, const tile_place &at
         if (by_range == ATTN_TILE_SKIP || kind == ATTN_TILE_FULL) kind = by_range;
     }
     const uint32_t wanted = __ballot_sync(~0u, kind != ATTN_TILE_SKIP), partial = __ballot_sync(~0u, kind == ATTN_TILE_PARTIAL);
-    if ((threadIdx.x & 31) == 0) b.notes->outlook = {top, wanted, partial};
+    if ((threadIdx.x & 31) == 0) b.notes->ahead = {top, wanted, partial};
 }
 
 /* With FlashMask: the next tile that is wanted, as tile_word. */
 DEVICE int32_t find_tile(const attn_cuda_args &a, const buffers &b, const tile_place &at) {
     for (;;) {
         __syncwarp();
-        const outlook o = b.notes->outlook;
+        const outlook o = b.notes->ahead;
         __syncwarp();
         const int bit = __ffs(o.wanted) - 1;
-        if (o.wanted && (threadIdx.x & 31) == 0) b.notes->outlook.wanted = o.wanted & (o.wanted - 1);
+        if (o.wanted && (threadIdx.x & 31) == 0) b.notes->ahead.wanted = o.wanted & (o.wanted - 1);
         if (says(o.wanted)) return (int32_t)tile_word({o.top - bit, (o.partial >> bit & 1) != 0, false});
         if (says(o.top - 32 < at.n_first)) return NO_TILE;
         look(a, b, at, o.top - 32);
@@ -80,7 +80,7 @@ DEVICE ring q_ring(const buffers &b, const loader &me, const stroll &s) {
  * is there.
  */
 DEVICE uint32_t new_errand(const buffers &b, const loader &me, const stroll &s, int what, int clean, int32_t n, ring r) {
-    const ring own = ring_at(b.notes->errand++, ERRANDS);
+    const ring own = ring_at(b.notes->given++, ERRANDS);
     errand &e = b.notes->errands[own.at];
     mbarrier_wait_parity(BARRIER(b, errand_empty, own.at), own.parity ^ 1);
     e.what = what;

@@ -98,7 +98,7 @@ DEVICE bool find_in_turn(const attn_cuda_args &a, const buffers &b, bool &last) 
     const int64_t n = i * gridDim.x + (i & 1 ? gridDim.x - 1 - block : block);
     const int64_t group = n <= INT32_MAX ? attn__divide((uint32_t)n, a.by_each) : (int64_t)divide_slowly((uint64_t)n, each);
     last = n >= a.work;
-    return !last && find_spot(a, b.notes->spot, group * a.group, (uint32_t)(n - group * each));
+    return !last && find_spot(a, b.notes->where, group * a.group, (uint32_t)(n - group * each));
 }
 
 /*
@@ -124,7 +124,7 @@ DEVICE void stand_at(const attn_cuda_args &a, const buffers &b, int32_t sequence
         if (lane >= by) end += others;
     }
     __syncwarp();
-    b.notes->tally[lane] = {slots, end + before};
+    b.notes->tallies[lane] = {slots, end + before};
     if (lane == 0) b.notes->tally_b = sequence;
     __syncwarp();
 }
@@ -138,17 +138,17 @@ DEVICE bool find_next(const attn_cuda_args &a, const buffers &b, bool &last) {
     __syncwarp();
     uint32_t some;
     for (;;) {
-        some = __ballot_sync(~0u, lot < b.notes->tally[lane].end);
+        some = __ballot_sync(~0u, lot < b.notes->tallies[lane].end);
         last = !some && b.notes->tally_b >= a.p.batch - 32;
         if (says(some || last)) break;
-        stand_at(a, b, b.notes->tally_b + 32, b.notes->tally[31].end);
+        stand_at(a, b, b.notes->tally_b + 32, b.notes->tallies[31].end);
     }
     if (lane == 0 && some) {
         const int whose = __ffs(some) - 1;
-        const int32_t slots = b.notes->tally[whose].slots;
-        const uint32_t heads = (uint32_t)heads_of(a), index = lot + (uint32_t)slots * heads - b.notes->tally[whose].end;
+        const int32_t slots = b.notes->tallies[whose].slots;
+        const uint32_t heads = (uint32_t)heads_of(a), index = lot + (uint32_t)slots * heads - b.notes->tallies[whose].end;
         const int32_t slot = (int32_t)attn__divide(index, a.by_heads);
-        b.notes->spot = {b.notes->tally_b + whose, index - (uint32_t)slot * heads, slot,
+        b.notes->where = {b.notes->tally_b + whose, index - (uint32_t)slot * heads, slot,
                          (a.p.flags & ATTN_VARLEN_Q ? slots : a.row_tiles) - 1 - slot};
     }
     return some;
@@ -181,7 +181,7 @@ DEVICE bool write_place(const attn_cuda_args &a, const buffers &b) {
     bool found = false;
     if (lane == 0) {
         at.pad_from = at.pad_to = 0;
-        found = see_place(a, at, b.notes->spot);
+        found = see_place(a, at, b.notes->where);
         at.gathers = !(a.tma & ATTN_TMA_KV) || (a.p.page_size && at.s.leftpad % a.box);
     }
     __syncwarp();
@@ -224,7 +224,7 @@ DEVICE void schedule(const attn_cuda_args &a, const buffers &b) {
             if (!again) {
                 b.notes->next.pass++;
                 b.notes->start = b.notes->tally_b;
-                b.notes->start_before = b.notes->tally[0].end - (uint32_t)b.notes->tally[0].slots * (uint32_t)heads_of(a);
+                b.notes->start_before = b.notes->tallies[0].end - (uint32_t)b.notes->tallies[0].slots * (uint32_t)heads_of(a);
             }
         }
         __syncwarp();

@@ -182,19 +182,6 @@ DEVICE const attn_flash_range *range_of(const attn_cuda_args &a, const tile_plac
 
 /* ---- pieces of rows, by elements ---- */
 
-/* One piece of a row by elements: any dtype, any alignment. */
-static __device__ __noinline__ uint4 gather(const void *data, attn_dtype dtype, int64_t from, int32_t count) {
-    uint32_t word[4] = {0, 0, 0, 0};
-    for (int x = 0; x < count; x++) {
-        float value = (float)attn__load(dtype, data, from + x);
-        if (EB == 4)
-            word[x] = __float_as_uint(value);
-        else
-            word[x / 2] |= (uint32_t)(BF16 ? attn__to_bf16(value) : attn__to_f16(value)) << (x % 2 * 16);
-    }
-    return make_uint4(word[0], word[1], word[2], word[3]);
-}
-
 /* Elements of piece `chunk` that lie before column dim. */
 DEVICE int chunk_count(int chunk, int dim) {
     int left = dim - chunk * PER_CHUNK;
