@@ -115,13 +115,7 @@ enum {
     WHOLE = OWN,                                   /* one request brings all blocks of columns of a tile, if they lie so */
     AHEAD = QBUF == 1 || (!OWN && CONSUMERS == 3), /* K of a tile is fetched before V of the one before it */
     /* 65,536 registers, 512 for each lane of four warps: some for the producers, the rest for the consumers */
-#ifdef PR
-    PRODUCER_REGISTERS = PR,
-#else
-    PRODUCER_REGISTERS = CONSUMERS == 3           ? 32
-                         : DV > (OWN ? 128 : 192) ? 40
-                                                  : 56,
-#endif
+    PRODUCER_REGISTERS = CONSUMERS == 3 ? 32 : DV > 192 ? 40 : 56,
     CONSUMER_REGISTERS = ((CONSUMERS == 3 ? 512 : 504) - PRODUCER_REGISTERS) / CONSUMERS / 8 * 8
 };
 static_assert(!THROUGH_Q || DV <= DIM, "O has no way out");
@@ -133,6 +127,7 @@ enum { BARRIER_TURN = 1, BARRIER_STORE = 4, BARRIER_HANDS = 7 }; /* numbers of n
 #include "product.cuh"
 
 DEVICE void begin_qk(float s[MT][NT][4], uint64_t q, uint64_t k) {
+    if (ALL) q = (q >> 32) << 32 | (uint32_t)here((int)q); /* else its steps are worked out ahead of the loop, and spilled */
     wgmma_fence();
 #pragma unroll
     for (int c = 0; c < DIM / 16; c++) {
@@ -175,8 +170,10 @@ typedef struct tile {
     bool partial; /* has a mask */
     bool last;    /* of its place */
 } tile;
-DEVICE uint32_t tile_word(const tile &t) { return (uint32_t)t.n << 2 | (uint32_t)t.partial << 1 | t.last; }
-DEVICE tile tile_of(uint32_t word) { return {(int32_t)(word >> 2), (word & 2) != 0, (word & 1) != 0}; }
+/* All of it in one register, where they are scarce. */
+DEVICE int32_t tile_word(const tile &t) { return (int32_t)((uint32_t)t.n << 2 | (uint32_t)t.partial << 1 | t.last); }
+DEVICE tile tile_of(int32_t word) { return {word >> 2, (word & 2) != 0, (word & 1) != 0}; }
+DEVICE tile packed_tile(const tile &t) { return ALL ? tile_of(here(tile_word(t))) : t; }
 
 enum { NO_TILE = -4 }; /* the word of tile -1 */
 
@@ -216,7 +213,7 @@ typedef struct shared_notes {
     uint64_t q_full[QBUF], q_empty[QBUF], k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
     uint64_t errand_full[ERRANDS], errand_empty[ERRANDS], place_full[PLACES], place_empty[PLACES], pass;
     errand errands[ERRANDS];
-    uint32_t tiles[TILES]; /* tile_word */
+    int32_t tiles[TILES];  /* tile_word */
     uint32_t dirty[2];     /* number of the last place, even or odd, some V of which was not finite: one more than that */
     uint32_t again[2];     /* the same of passes, some O of which was not finite: they are done again */
     int32_t is_seen[QBUF]; /* does any row of the place see any key? */
@@ -297,7 +294,7 @@ typedef struct consumer {
     uint64_t of_q, of_k, of_v; /* operands, in the buffers at hand */
 } consumer;
 
-DEVICE bool is_first_thread(void) { return (here(threadIdx.x) & 127) == 0; }
+DEVICE bool is_first_thread(void) { return (thread_here() & 127) == 0; }
 DEVICE void take_turn(const consumer &me) { bar_sync(BARRIER_TURN + me.number, 256); }
 DEVICE void pass_turn(const consumer &me) { bar_arrive(BARRIER_TURN + (me.number + 1) % CONSUMERS, 256); }
 
@@ -315,9 +312,10 @@ DEVICE bool follow_scores(const attn_cuda_args &a, const tile_place &at, bool &h
     return raise;
 }
 
-/* Exponentials of S, in place. */
+/* Exponentials of S, in place. has_huge: some maximum of the warp may be; in lines for every feature no register is left that would know. */
 DEVICE void exponentials(float scale, bool has_huge, float s[MT][NT][4], float m[MT][2], float l[MT][2]) {
     float less[MT][2];
+    if (ALL) has_huge = says(fmaxf(fabsf(__fmul_rn(m[0][0], scale)), fabsf(__fmul_rn(m[0][1], scale))) > HUGE_SCORE);
     subtract_maximum(less, s, m, scale, has_huge, 0, NT);
 #pragma unroll
     for (int nt = 0; nt < NT; nt++)
@@ -348,7 +346,7 @@ DEVICE bool hides(const consumer &me, int32_t n) { return n * BN < me.all_from |
 /* The tile at hand: without FlashMask they simply come one after the other. */
 DEVICE tile tile_here(const attn_cuda_args &a, const buffers &b, const consumer &me, int32_t n) {
     if (ALL && a.ranges) { /* one lane of each warp reads it, that which arrives in let_go_of_k */
-        uint32_t word = 0;
+        int32_t word = 0;
         if ((threadIdx.x & 31) == 0) word = b.notes->tiles[tile_at(me.k)];
         return tile_of(__shfl_sync(~0u, word, 0));
     }
@@ -465,7 +463,7 @@ DEVICE bool walk(const attn_cuda_args &a, const tile_place &at, consumer &me, co
         first_step(a, at, me, b, s, p, m, l, t, STEP_ANY);
     while (!agrees(t.last)) {
         wait_for_k(b, me);
-        t = tile_here(a, b, me, t.n - 1);
+        t = packed_tile(tile_here(a, b, me, t.n - 1));
         const int kind = t.partial ? masked : ALL ? (int)at.step : (int)STEP_PLAIN;
         STEP_IF(STEP_PLAIN)
         STEP_IF(STEP_MASK)
@@ -573,22 +571,25 @@ DEVICE void store_o(const attn_cuda_args90 &x, const buffers &b, const tile_plac
  * What clean_v took out of V, added to the results of those rows that see it: such a term is p * v = v for any p > 0. Rare, so slow: the
  * threads of a consumer stand along the columns, and look at V in memory again.
  */
-static __device__ __noinline__ void add_nonfinite(const attn_cuda_args &a, const tile_place &at, int32_t row0) {
-    const int32_t rows = attn__min32(at.row + at.rows, row0 + 64);
+static __device__ __noinline__ void add_nonfinite(const attn_cuda_args &a, const tile_place &at) {
+    const int32_t row0 = at.row + (thread_here() & ~127) / 2, rows = attn__min32(at.row + at.rows, row0 + 64);
     const attn_dtype dtype = at.split ? ATTN_F32 : a.p.out_dtype;
     void *const data = at.split ? a.part_o : a.f.o.data;
+#pragma unroll 1
     for (int32_t j = at.n_first * BN; j < attn__min32(at.s.sk, (at.n_last + 1) * BN); j++)
-        for (int32_t c = at.dv0 + (threadIdx.x & 127); c < attn__min32(at.dv0 + DV, a.p.dim_v); c += 128) {
+#pragma unroll 1
+        for (int32_t c = at.dv0 + (thread_here() & 127); c < attn__min32(at.dv0 + DV, a.p.dim_v); c += 128) {
             const int64_t from = cache_offset(a, a.f.v, at.s, at.s.leftpad + j, at.kv_head) + c;
             const float v = (float)attn__load(a.p.kv_dtype, a.f.v.data, from) * at.o_factor;
             if (fabsf(v) < INFINITY || (CLIPS && (j < at.from || j >= at.to))) continue;
             const int32_t *flash = at.mask.vectors ? attn__flash_at(&a.p, &a.f, at.s.b, at.kv_head, j) : NULL;
+#pragma unroll 1
             for (int32_t i = row0; i < rows; i++) {
                 if (!attn__mask_allowed(&at.mask, i, j, flash)) continue;
                 if (drops(a) && is_dropped(a, at, i, j)) continue;
                 const int64_t to = c + (at.split ? part_index(a, at.s, i, at.h, at.chunk) * a.p.dim_v
                                                  : attn__q_offset(&a.p, &a.f.o, &at.s, i, at.h));
-                attn__store(dtype, data, to, attn__load(dtype, data, to) + v);
+                store_number(dtype, data, to, attn__load_float(dtype, data, to) + v);
             }
         }
 }
@@ -627,8 +628,8 @@ DEVICE void work_at(const attn_cuda_args90 &x, const buffers &b, consumer &me, c
     mbarrier_wait_parity(BARRIER(b, q_full, me.q.at), me.q.parity);
     if (says(OWN ? b.notes->is_seen[me.q.at] : at.n_last >= 0))
         dirty = walk(a, at, me, b, o, m, l, s);
-    else if (!THROUGH_Q)
-        arrive_by_threads(BARRIER(b, q_empty, me.q.at));
+    else if (!THROUGH_Q && (OWN || is_first_thread()))
+        mbarrier_arrive_count(BARRIER(b, q_empty, me.q.at), OWN ? 1 : 128);
     if (OWN) me.q = ring_at(number_at(b, s), QBUF); /* read again: no register holds it meanwhile */
     if (masks(a) && !careful_at(b, s) && holds_nonfinite(o)) b.notes->again[pass_at(b, s) & 1] = pass_at(b, s) + 1;
     finish(a, at, o, m, l);
@@ -644,7 +645,7 @@ DEVICE void work_at(const attn_cuda_args90 &x, const buffers &b, consumer &me, c
         if (is_first_thread()) cp_async_bulk_wait_group();
         fence_proxy_async_global();
         bar_sync(BARRIER_STORE + me.number, 128);
-        add_nonfinite(a, OWN ? at : again, row0);
+        add_nonfinite(a, OWN ? at : again);
     }
 }
 

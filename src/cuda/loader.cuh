@@ -27,7 +27,7 @@ DEVICE int32_t find_tile(const attn_cuda_args &a, const buffers &b, const tile_p
         __syncwarp();
         const int bit = __ffs(o.wanted) - 1;
         if (o.wanted && (threadIdx.x & 31) == 0) b.notes->ahead.wanted = o.wanted & (o.wanted - 1);
-        if (says(o.wanted)) return (int32_t)tile_word({o.top - bit, (o.partial >> bit & 1) != 0, false});
+        if (says(o.wanted)) return tile_word({o.top - bit, (o.partial >> bit & 1) != 0, false});
         if (says(o.top - 32 < at.n_first)) return NO_TILE;
         look(a, b, at, o.top - 32);
     }
@@ -173,7 +173,7 @@ DEVICE void load_k(const attn_cuda_args90 &x, const buffers &b, const loader &me
     mbarrier_wait_parity(BARRIER(b, k_empty, me.k.at), me.k.parity ^ 1);
     if (!gathers)
         fetch_boxes(x.a, &x.k, x.whole & ATTN_WHOLE_K, b.k + me.k.at * K_BYTES, full, QK_BLOCKS, 0, place);
-    if (ALL && first) b.notes->tiles[tile_at(me.k)] = (uint32_t)t;
+    if (ALL && first) b.notes->tiles[tile_at(me.k)] = t;
     if (!gathers) {
         if (first) expect(full, K_BYTES);
     } else if (first) {

@@ -44,7 +44,7 @@ DEVICE void enter_group(const attn_cuda_args &a, path &w) {
     w.index -= groups * (uint32_t)(a.group * a.slots);
 }
 DEVICE path first_path(const attn_cuda_args &a) {
-    path w = {0, blockIdx.x, 0};
+    path w = {0, (uint32_t)here((int)blockIdx.x), 0};
     enter_group(a, w);
     return w;
 }
@@ -91,14 +91,17 @@ DEVICE bool plain_place(const attn_cuda_args &a, const path &w, tile_place &at) 
  * Registers are scarce here. What changes once per place or pass is in shared memory, and only the first lane writes it.
  */
 
-/* In turn: the first lane looks. Is there one? last: nor will there be. */
-DEVICE bool find_in_turn(const attn_cuda_args &a, const buffers &b, bool &last) {
+/* What the scheduler finds: nothing, but there may be more; a place, which is noted; the end. */
+enum { FIND_NONE, FIND_PLACE, FIND_END };
+
+/* In turn: the first lane looks. */
+DEVICE int find_in_turn(const attn_cuda_args &a, const buffers &b) {
     const uint32_t each = (uint32_t)a.group * (uint32_t)a.slots, block = (uint32_t)here((int)blockIdx.x);
     const int64_t i = (int64_t)b.notes->next.pass * LOTS + b.notes->lot;
     const int64_t n = i * gridDim.x + (i & 1 ? gridDim.x - 1 - block : block);
     const int64_t group = n <= INT32_MAX ? attn__divide((uint32_t)n, a.by_each) : (int64_t)divide_slowly((uint64_t)n, each);
-    last = n >= a.work;
-    return !last && find_spot(a, b.notes->where, group * a.group, (uint32_t)(n - group * each));
+    if (n >= a.work) return FIND_END;
+    return find_spot(a, b.notes->where, group * a.group, (uint32_t)(n - group * each)) ? FIND_PLACE : FIND_NONE;
 }
 
 /*
@@ -130,7 +133,7 @@ DEVICE void stand_at(const attn_cuda_args &a, const buffers &b, int32_t sequence
 }
 
 /* The next one: its number is noted, for the case that the pass is done again. */
-DEVICE bool find_next(const attn_cuda_args &a, const buffers &b, bool &last) {
+DEVICE int find_next(const attn_cuda_args &a, const buffers &b) {
     const int lane = threadIdx.x & 31;
     uint32_t &lot = b.notes->lots[b.notes->lot];
     if (lane == 0 && !b.notes->next.careful)
@@ -139,11 +142,11 @@ DEVICE bool find_next(const attn_cuda_args &a, const buffers &b, bool &last) {
     uint32_t some;
     for (;;) {
         some = __ballot_sync(~0u, lot < b.notes->tallies[lane].end);
-        last = !some && b.notes->tally_b >= a.p.batch - 32;
-        if (says(some || last)) break;
+        if (some) break;
+        if (says(b.notes->tally_b >= a.p.batch - 32)) return FIND_END;
         stand_at(a, b, b.notes->tally_b + 32, b.notes->tallies[31].end);
     }
-    if (lane == 0 && some) {
+    if (lane == 0) {
         const int whose = __ffs(some) - 1;
         const int32_t slots = b.notes->tallies[whose].slots;
         const uint32_t heads = (uint32_t)heads_of(a), index = lot + (uint32_t)slots * heads - b.notes->tallies[whose].end;
@@ -151,7 +154,7 @@ DEVICE bool find_next(const attn_cuda_args &a, const buffers &b, bool &last) {
         b.notes->where = {b.notes->tally_b + whose, index - (uint32_t)slot * heads, slot,
                          (a.p.flags & ATTN_VARLEN_Q ? slots : a.row_tiles) - 1 - slot};
     }
-    return some;
+    return FIND_PLACE;
 }
 
 /* Where a place is that is told after so many others and ends. What follows from that is found anew each time. */
@@ -192,24 +195,24 @@ DEVICE bool write_place(const attn_cuda_args &a, const buffers &b) {
 /* Says whether this pass is the last one. */
 DEVICE bool tell_pass(const attn_cuda_args &a, const buffers &b) {
     const bool first = (threadIdx.x & 31) == 0;
-    bool last = false;
-    while (!says(last || b.notes->lot == LOTS)) {
-        bool found = false;
-        if (a.counter)
-            found = find_next(a, b, last);
-        else if (first)
-            found = find_in_turn(a, b, last);
+    for (;;) {
+        const bool full = says(b.notes->lot == LOTS);
+        int found = FIND_NONE;
+        if (!full && a.counter)
+            found = find_next(a, b);
+        else if (!full && first)
+            found = find_in_turn(a, b);
+        const bool last = says(found == FIND_END);
+        if (last || says(found == FIND_PLACE) || full) wait_to_tell(b);
+        if (last || full) {
+            tell(b, last ? TELL_LAST : TELL_END);
+            return last;
+        }
+        if (says(found == FIND_PLACE) && write_place(a, b)) tell(b, TELL_PLACE);
         __syncwarp();
         if (first) b.notes->lot++;
         __syncwarp();
-        if (!says(found)) continue;
-        wait_to_tell(b);
-        if (write_place(a, b)) tell(b, TELL_PLACE);
     }
-    last = says(last);
-    wait_to_tell(b);
-    tell(b, last ? TELL_LAST : TELL_END);
-    return last;
 }
 
 DEVICE void schedule(const attn_cuda_args &a, const buffers &b) {

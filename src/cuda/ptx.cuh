@@ -12,6 +12,13 @@ PTX int here(int x) {
     return x;
 }
 
+/* threadIdx.x, read anew. */
+PTX int thread_here(void) {
+    int x;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
+    return x;
+}
+
 PTX float here_float(float x) {
     asm volatile("" : "+f"(x));
     return x;

@@ -37,6 +37,7 @@ typedef struct tile_place {
     int8_t step;     /* STEP_...: what tiles without a mask need */
     int8_t bias;     /* BIAS_... */
     float cap, to_y; /* softcap; the factor of a product on its way to y of cap_scores */
+    float small[3], smallest; /* ... and the polynomial for products that are small, and below what that is */
     float slope;     /* of ALiBi; divided by the scale of scores where that is to come */
     float scale;     /* to base 2, descales included, positive: the factor of a score on its way into exp2 */
     float raw;       /* the factor of a product, applied before that, where `scale` cannot do: see find_features */

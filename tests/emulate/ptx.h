@@ -17,6 +17,7 @@
 enum { SHARED_BASE = EMULATE_SHARED_BASE, MOST_COPIES = 512, MOST_THREADS = 512 };
 
 static inline int here(int x) { return x; }
+static inline int thread_here(void) { return (int)threadIdx.x; }
 static inline float here_float(float x) { return x; }
 static inline const uint8_t *here_pointer(const uint8_t *x) { return x; }
 
