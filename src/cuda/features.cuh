@@ -109,7 +109,9 @@ DEVICE void cap_scores(float s[MT][NT][4], const tile_place &at) {
     } else {
         EACH_SCORE(mt, nt, e) {
             const float x = here_float(s[mt][nt][e]), y = __fmul_rn(x, to_y);
-            s[mt][nt][e] = fabsf(x) < below ? capped_small(x, small) : fabsf(y) < NEAR ? capped_near(y, c) : capped_far(y, cap);
+            s[mt][nt][e] = fabsf(x) < below  ? capped_small(x, small)
+                           : fabsf(y) < NEAR ? capped_near(y, c)
+                                             : capped_far(y, cap);
         }
     }
 }

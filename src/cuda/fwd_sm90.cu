@@ -115,7 +115,9 @@ enum {
     WHOLE = OWN,                                   /* one request brings all blocks of columns of a tile, if they lie so */
     AHEAD = QBUF == 1 || (!OWN && CONSUMERS == 3), /* K of a tile is fetched before V of the one before it */
     /* 65,536 registers, 512 for each lane of four warps: some for the producers, the rest for the consumers */
-    PRODUCER_REGISTERS = CONSUMERS == 3 ? 32 : DV > 192 ? 40 : 56,
+    PRODUCER_REGISTERS = CONSUMERS == 3 ? 32
+                         : DV > 192     ? 40
+                                        : 56,
     CONSUMER_REGISTERS = ((CONSUMERS == 3 ? 512 : 504) - PRODUCER_REGISTERS) / CONSUMERS / 8 * 8
 };
 static_assert(!THROUGH_Q || DV <= DIM, "O has no way out");
@@ -127,7 +129,8 @@ enum { BARRIER_TURN = 1, BARRIER_STORE = 4, BARRIER_HANDS = 7 }; /* numbers of n
 #include "product.cuh"
 
 DEVICE void begin_qk(float s[MT][NT][4], uint64_t q, uint64_t k) {
-    if (ALL) q = (q >> 32) << 32 | (uint32_t)here((int)q); /* else its steps are worked out ahead of the loop, and spilled */
+    if (ALL)
+        q = (q >> 32) << 32 | (uint32_t)here((int)q); /* else its steps are worked out ahead of the loop, and spilled */
     wgmma_fence();
 #pragma unroll
     for (int c = 0; c < DIM / 16; c++) {
@@ -219,13 +222,13 @@ typedef struct shared_notes {
     int32_t is_seen[QBUF]; /* does any row of the place see any key? */
     uint32_t lots[LOTS];   /* the places that the scheduler took in this pass */
     word told[PLACES];
-    outlook ahead;         /* the loader's */
-    uint32_t given;        /* errands, by the loader */
-    word next;             /* that the scheduler will say */
-    uint32_t lot;          /* the scheduler's next place in this pass, and where that is */
+    outlook ahead;  /* the loader's */
+    uint32_t given; /* errands, by the loader */
+    word next;      /* that the scheduler will say */
+    uint32_t lot;   /* the scheduler's next place in this pass, and where that is */
     spot where;
-    uint32_t said;         /* places and ends that it has told */
-    int32_t tally_b;       /* where it stands: find_next */
+    uint32_t said;   /* places and ends that it has told */
+    int32_t tally_b; /* where it stands: find_next */
     tally tallies[32];
     int32_t start;         /* the first sequence at which it stood when the pass began ... */
     uint32_t start_before; /* ... and the places before that: numbers only grow */
@@ -655,7 +658,7 @@ DEVICE void consume(const attn_cuda_args90 &x, const buffers &b) {
     me.number = __shfl_sync(~0u, threadIdx.x >> 7, 0);
     me.of_k = wgmma_k_major(b.k);
     me.of_v = wgmma_mn_major(b.v, BN * ROW);
-    if (me.number == CONSUMERS - 1) bar_arrive(BARRIER_TURN, 256);       /* the first turn is the first consumer's */
+    if (me.number == CONSUMERS - 1) bar_arrive(BARRIER_TURN, 256); /* the first turn is the first consumer's */
     stroll s = start_stroll(a);
     tile_place own;
     do {

@@ -15,7 +15,8 @@ DEVICE void look(const attn_cuda_args &a, const buffers &b, const tile_place &at
         int by_range = attn__mask_tile(&at.mask, at.row, at.row + at.rows, n * BN, n * BN + BN, range_of(a, at, n));
         if (by_range == ATTN_TILE_SKIP || kind == ATTN_TILE_FULL) kind = by_range;
     }
-    const uint32_t wanted = __ballot_sync(~0u, kind != ATTN_TILE_SKIP), partial = __ballot_sync(~0u, kind == ATTN_TILE_PARTIAL);
+    const uint32_t wanted = __ballot_sync(~0u, kind != ATTN_TILE_SKIP),
+                   partial = __ballot_sync(~0u, kind == ATTN_TILE_PARTIAL);
     if ((threadIdx.x & 31) == 0) b.notes->ahead = {top, wanted, partial};
 }
 
@@ -126,8 +127,8 @@ DEVICE bool has_box(const attn_cuda_args &a) { return OWN ? key_of_box(a) < BN :
 
 /* The entry of cache position `at` in the page table: page_in_table without a division. */
 DEVICE int32_t page_entry(const attn_cuda_args &a, const attn_seq &s, int32_t at) {
-    const int64_t row = a.f.page_table_stride ? a.f.page_table_stride
-                                              : (int64_t)attn__divide((uint32_t)a.p.max_kv - 1, a.by_page) + 1;
+    const int64_t row =
+        a.f.page_table_stride ? a.f.page_table_stride : (int64_t)attn__divide((uint32_t)a.p.max_kv - 1, a.by_page) + 1;
     return a.f.page_table[s.slot * row + (int32_t)attn__divide((uint32_t)at, a.by_page)];
 }
 DEVICE int32_t row_in_page(const attn_cuda_args &a, int32_t at) {
@@ -148,8 +149,7 @@ typedef struct box {
 DEVICE box find_box(const attn_cuda_args &a, const tile_place &at, int32_t n, int32_t page) {
     const bool packed = a.p.flags & ATTN_VARLEN_KV;
     const int32_t key = n * BN + key_of_box(a), row = at.s.leftpad + key;
-    if (!OWN || !a.p.page_size)
-        return {row + (packed ? (int32_t)at.s.kv_row : 0), at.kv_head, packed ? 0 : at.s.slot};
+    if (!OWN || !a.p.page_size) return {row + (packed ? (int32_t)at.s.kv_row : 0), at.kv_head, packed ? 0 : at.s.slot};
     return {row_in_page(a, row), at.kv_head, has_box(a) && key < at.s.sk ? checked_page(a, at.s, page) : page};
 }
 
@@ -171,8 +171,7 @@ DEVICE void load_k(const attn_cuda_args90 &x, const buffers &b, const loader &me
     const bool first = (threadIdx.x & 31) == 0, gathers = OWN && says(at.gathers);
     const box place = find_box(x.a, at, t >> 2, page);
     mbarrier_wait_parity(BARRIER(b, k_empty, me.k.at), me.k.parity ^ 1);
-    if (!gathers)
-        fetch_boxes(x.a, &x.k, x.whole & ATTN_WHOLE_K, b.k + me.k.at * K_BYTES, full, QK_BLOCKS, 0, place);
+    if (!gathers) fetch_boxes(x.a, &x.k, x.whole & ATTN_WHOLE_K, b.k + me.k.at * K_BYTES, full, QK_BLOCKS, 0, place);
     if (ALL && first) b.notes->tiles[tile_at(me.k)] = t;
     if (!gathers) {
         if (first) expect(full, K_BYTES);

@@ -152,7 +152,7 @@ DEVICE int find_next(const attn_cuda_args &a, const buffers &b) {
         const uint32_t heads = (uint32_t)heads_of(a), index = lot + (uint32_t)slots * heads - b.notes->tallies[whose].end;
         const int32_t slot = (int32_t)attn__divide(index, a.by_heads);
         b.notes->where = {b.notes->tally_b + whose, index - (uint32_t)slot * heads, slot,
-                         (a.p.flags & ATTN_VARLEN_Q ? slots : a.row_tiles) - 1 - slot};
+                          (a.p.flags & ATTN_VARLEN_Q ? slots : a.row_tiles) - 1 - slot};
     }
     return FIND_PLACE;
 }
@@ -227,7 +227,8 @@ DEVICE void schedule(const attn_cuda_args &a, const buffers &b) {
             if (!again) {
                 b.notes->next.pass++;
                 b.notes->start = b.notes->tally_b;
-                b.notes->start_before = b.notes->tallies[0].end - (uint32_t)b.notes->tallies[0].slots * (uint32_t)heads_of(a);
+                b.notes->start_before =
+                    b.notes->tallies[0].end - (uint32_t)b.notes->tallies[0].slots * (uint32_t)heads_of(a);
             }
         }
         __syncwarp();
