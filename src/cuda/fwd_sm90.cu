@@ -617,7 +617,7 @@ DEVICE void work_at(const attn_cuda_args90 &x, const buffers &b, consumer &me, c
     me.has_huge = true;
     me.n_first = at.n_first;
     if (OWN) me.q = ring_at(number_at(b, s), QBUF);
-    me.of_q = wgmma_k_major(b.q + me.q.at * Q_BYTES + here(me.number) * 64 * ROW);
+    me.of_q = wgmma_k_major(b.q + me.q.at * Q_BYTES + (DV > 192 ? here(me.number) : me.number) * 64 * ROW);
     attn__mask_rows_all(&at.mask, row0, attn__min32(row0 + 64, at.s.sq), &me.all_from, &me.all_to);
     if (SKIPS) {
         int32_t from, to;

@@ -108,7 +108,7 @@ DEVICE void load_q(const attn_cuda_args90 &x, const buffers &b, const loader &me
                    bool is_seen) {
     const attn_cuda_args &a = x.a;
     const ring q = q_ring(b, me, s);
-    const bool packed = a.p.flags & ATTN_VARLEN_Q;
+    const bool packed = OWN && (a.p.flags & ATTN_VARLEN_Q);
     mbarrier_wait_parity(BARRIER(b, q_empty, q.at), q.parity ^ 1);
     b.notes->is_seen[q.at] = is_seen;
     if (OWN && !(a.tma & ATTN_TMA_Q)) {
@@ -147,7 +147,7 @@ typedef struct box {
     int32_t row, head, batch;
 } box;
 DEVICE box find_box(const attn_cuda_args &a, const tile_place &at, int32_t n, int32_t page) {
-    const bool packed = a.p.flags & ATTN_VARLEN_KV;
+    const bool packed = OWN && (a.p.flags & ATTN_VARLEN_KV);
     const int32_t key = n * BN + key_of_box(a), row = at.s.leftpad + key;
     if (!OWN || !a.p.page_size) return {row + (packed ? (int32_t)at.s.kv_row : 0), at.kv_head, packed ? 0 : at.s.slot};
     return {row_in_page(a, row), at.kv_head, has_box(a) && key < at.s.sk ? checked_page(a, at.s, page) : page};
@@ -233,7 +233,7 @@ DEVICE void load_place(const attn_cuda_args90 &x, const buffers &b, loader &me, 
     int32_t page = page_of_box(a, PLACE(b, s, own), t >> 2), page_before = 0;
     while (t >= 0) {
         const int32_t next = next_tile(a, b, PLACE(b, s, own), t), next_page = page_of_box(a, PLACE(b, s, own), next >> 2);
-        t |= next < 0; /* the last one */
+        if (ALL) t |= next < 0; /* the last one */
         load_k(x, b, me, s, own, t, page);
         if (!AHEAD) load_v(x, b, me, s, own, me.k, t, page);
         if (AHEAD && before >= 0) load_v(x, b, me, s, own, turned_back(me.k, STAGES), before, page_before);
