@@ -111,6 +111,19 @@ DEVICE uint32_t v_piece(uint32_t shared_v, int row, int chunk) { return shared_a
 
 #include "rows.cuh"
 
+/* One piece of a row by elements: any dtype, any alignment. */
+static __device__ __noinline__ uint4 gather(const void *data, attn_dtype dtype, int64_t from, int32_t count) {
+    uint32_t word[4] = {0, 0, 0, 0};
+    for (int x = 0; x < count; x++) {
+        float value = (float)attn__load(dtype, data, from + x);
+        if (EB == 4)
+            word[x] = __float_as_uint(value);
+        else
+            word[x / 2] |= (uint32_t)(BF16 ? attn__to_bf16(value) : attn__to_f16(value)) << (x % 2 * 16);
+    }
+    return make_uint4(word[0], word[1], word[2], word[3]);
+}
+
 /* ---- tiles to shared memory ---- */
 
 /* Can the rows of this tensor be read by load_rows? */

@@ -115,9 +115,9 @@ enum {
     WHOLE = OWN,                                   /* one request brings all blocks of columns of a tile, if they lie so */
     AHEAD = QBUF == 1 || (!OWN && CONSUMERS == 3), /* K of a tile is fetched before V of the one before it */
     /* 65,536 registers, 512 for each lane of four warps: some for the producers, the rest for the consumers */
-    PRODUCER_REGISTERS = CONSUMERS == 3           ? 32
-                         : DV > (OWN ? 128 : 192) ? 40
-                                                  : 56,
+    PRODUCER_REGISTERS = CONSUMERS == 3 ? 32
+                         : DV > 192     ? 40
+                                        : 56,
     CONSUMER_REGISTERS = ((CONSUMERS == 3 ? 512 : 504) - PRODUCER_REGISTERS) / CONSUMERS / 8 * 8
 };
 static_assert(!THROUGH_Q || DV <= DIM, "O has no way out");
@@ -129,6 +129,8 @@ enum { BARRIER_TURN = 1, BARRIER_STORE = 4, BARRIER_HANDS = 7 }; /* numbers of n
 #include "product.cuh"
 
 DEVICE void begin_qk(float s[MT][NT][4], uint64_t q, uint64_t k) {
+    if (ALL)
+        q = (q >> 32) << 32 | (uint32_t)here((int)q); /* else its steps are worked out ahead of the loop, and spilled */
     wgmma_fence();
 #pragma unroll
     for (int c = 0; c < DIM / 16; c++) {
@@ -161,14 +163,28 @@ DEVICE void turn_ring(ring &r, uint32_t size) {
 DEVICE ring turned_back(const ring &r, uint32_t size) {
     return r.at ? ring{r.at - 1, r.parity} : ring{size - 1, r.parity ^ 1};
 }
+/* Where the notes on that tile of K are: twice as many. */
+DEVICE uint32_t tile_at(const ring &k) { return k.at + k.parity * STAGES; }
+/* Where it is after so many turns; size: a power of 2. */
+DEVICE ring ring_at(uint32_t turns, uint32_t size) { return {turns % size, turns / size & 1}; }
 
 typedef struct tile {
     int32_t n;
     bool partial; /* has a mask */
     bool last;    /* of its place */
 } tile;
-DEVICE uint32_t tile_word(const tile &t) { return (uint32_t)t.n << 2 | (uint32_t)t.partial << 1 | t.last; }
-DEVICE tile tile_of(uint32_t word) { return {(int32_t)(word >> 2), (word & 2) != 0, (word & 1) != 0}; }
+/* All of it in one register, where they are scarce. */
+DEVICE int32_t tile_word(const tile &t) { return (int32_t)((uint32_t)t.n << 2 | (uint32_t)t.partial << 1 | t.last); }
+DEVICE tile tile_of(int32_t word) { return {word >> 2, (word & 2) != 0, (word & 1) != 0}; }
+DEVICE tile packed_tile(const tile &t) { return ALL ? tile_of(here(tile_word(t))) : t; }
+
+enum { NO_TILE = -4 }; /* the word of tile -1 */
+
+/* Tiles top, top - 1, ... top - 31 of a place: which are wanted, which have a mask. Bit 0 is top. */
+typedef struct outlook {
+    int32_t top;
+    uint32_t wanted, partial;
+} outlook;
 
 enum { ERRAND_END = 0, ERRAND_CLEAN, ERRAND_Q, ERRAND_K, ERRAND_V };
 typedef struct errand {
@@ -178,26 +194,44 @@ typedef struct errand {
     uint32_t number;        /* of the place */
     uint32_t empty, parity; /* what the loader has waited for, before it wrote into the buffer */
     ring q;                 /* and before it wrote Q */
-    int32_t row, left;      /* first query row or cache position; rows from there on, perhaps more than the buffer has */
-    int32_t column;         /* V: first one */
-    int32_t head;
-    attn_seq s; /* OWN */
+    int32_t n;              /* tile of keys */
+    uint32_t place;         /* where that is told; consumers do not let go of it before the errand is done */
 } errand;
 enum { CLEAN_NOTHING, CLEAN_END, CLEAN_ALL }; /* V past the end of the sequence; whatever is not finite besides */
 
 /* The scheduler's words. */
+/* Row tiles of a sequence, or chunks, and the number of its last place and one. */
+typedef struct tally {
+    int32_t slots;
+    uint32_t end;
+} tally;
 enum { TELL_PLACE, TELL_END, TELL_LAST }; /* a place; the pass is at its end; there is no other one */
+typedef struct word {
+    int32_t what;
+    uint32_t number, pass; /* of the place, counted over all passes */
+    int32_t careful;       /* for the second time */
+} word;
 
 typedef struct shared_notes {
     uint64_t q_full[QBUF], q_empty[QBUF], k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
     uint64_t errand_full[ERRANDS], errand_empty[ERRANDS], place_full[PLACES], place_empty[PLACES], pass;
     errand errands[ERRANDS];
-    uint32_t tiles[TILES]; /* tile_word */
+    int32_t tiles[TILES];  /* tile_word */
     uint32_t dirty[2];     /* number of the last place, even or odd, some V of which was not finite: one more than that */
     uint32_t again[2];     /* the same of passes, some O of which was not finite: they are done again */
     int32_t is_seen[QBUF]; /* does any row of the place see any key? */
     uint32_t lots[LOTS];   /* the places that the scheduler took in this pass */
-    int32_t told[PLACES];
+    word told[PLACES];
+    outlook ahead;  /* the loader's */
+    uint32_t given; /* errands, by the loader */
+    word next;      /* that the scheduler will say */
+    uint32_t lot;   /* the scheduler's next place in this pass, and where that is */
+    spot where;
+    uint32_t said;   /* places and ends that it has told */
+    int32_t tally_b; /* where it stands: find_next */
+    tally tallies[32];
+    int32_t start;         /* the first sequence at which it stood when the pass began ... */
+    uint32_t start_before; /* ... and the places before that: numbers only grow */
     tile_place places[PLACES];
 } shared_notes;
 static_assert(sizeof(shared_notes) <= ATTN_HOPPER_NOTES, "give the notes more room");
@@ -214,7 +248,7 @@ DEVICE buffers find_buffers(uint8_t *shared) {
     b.out = b.q + QBUF * Q_BYTES;
     b.k = b.out + HAS_OUT * CONSUMERS * OUT_BYTES;
     b.v = b.k + STAGES * K_BYTES;
-    b.notes = (shared_notes *)(shared + (b.v - b.q) + STAGES * V_BYTES);
+    b.notes = (shared_notes *)shared_pointer(b.v + STAGES * V_BYTES);
     return b;
 }
 
@@ -240,6 +274,9 @@ DEVICE void make_barriers(const buffers &b) {
     }
     mbarrier_init(BARRIER(b, pass, 0), THREADS + (OWN ? 64 : 32));
     for (int n = 0; n < 2; n++) b.notes->dirty[n] = b.notes->again[n] = 0;
+    b.notes->next = {};
+    b.notes->given = b.notes->lot = b.notes->said = b.notes->start_before = 0;
+    b.notes->start = 0;
     fence_mbarrier_init();
 }
 
@@ -253,7 +290,6 @@ DEVICE void make_barriers(const buffers &b) {
 typedef struct consumer {
     int number;
     ring q, k, v;
-    uint32_t tile;            /* number of the next one, counted over all places */
     int32_t n_first;          /* tile of keys, the last one of the place */
     int32_t n_last;           /* the first that these rows see; -1: none */
     int32_t all_from, all_to; /* keys that all of its rows see */
@@ -261,7 +297,7 @@ typedef struct consumer {
     uint64_t of_q, of_k, of_v; /* operands, in the buffers at hand */
 } consumer;
 
-DEVICE bool is_first_thread(void) { return (threadIdx.x & 127) == 0; }
+DEVICE bool is_first_thread(void) { return (thread_here() & 127) == 0; }
 DEVICE void take_turn(const consumer &me) { bar_sync(BARRIER_TURN + me.number, 256); }
 DEVICE void pass_turn(const consumer &me) { bar_arrive(BARRIER_TURN + (me.number + 1) % CONSUMERS, 256); }
 
@@ -279,9 +315,10 @@ DEVICE bool follow_scores(const attn_cuda_args &a, const tile_place &at, bool &h
     return raise;
 }
 
-/* Exponentials of S, in place. */
+/* Exponentials of S, in place. has_huge: some maximum of the warp may be; in lines for every feature no register is left that would know. */
 DEVICE void exponentials(float scale, bool has_huge, float s[MT][NT][4], float m[MT][2], float l[MT][2]) {
     float less[MT][2];
+    if (ALL) has_huge = says(fmaxf(fabsf(__fmul_rn(m[0][0], scale)), fabsf(__fmul_rn(m[0][1], scale))) > HUGE_SCORE);
     subtract_maximum(less, s, m, scale, has_huge, 0, NT);
 #pragma unroll
     for (int nt = 0; nt < NT; nt++)
@@ -312,8 +349,8 @@ DEVICE bool hides(const consumer &me, int32_t n) { return n * BN < me.all_from |
 /* The tile at hand: without FlashMask they simply come one after the other. */
 DEVICE tile tile_here(const attn_cuda_args &a, const buffers &b, const consumer &me, int32_t n) {
     if (ALL && a.ranges) { /* one lane of each warp reads it, that which arrives in let_go_of_k */
-        uint32_t word = 0;
-        if ((threadIdx.x & 31) == 0) word = b.notes->tiles[me.tile % TILES];
+        int32_t word = 0;
+        if ((threadIdx.x & 31) == 0) word = b.notes->tiles[tile_at(me.k)];
         return tile_of(__shfl_sync(~0u, word, 0));
     }
     return {n, hides(me, n), n == me.n_first};
@@ -343,7 +380,6 @@ DEVICE void let_go_of_k(const buffers &b, consumer &me, bool last) {
     arrive_by_warps(BARRIER(b, k_empty, me.k.at));
     if (!THROUGH_Q && last) arrive_by_threads(BARRIER(b, q_empty, me.q.at));
     turn_k(b, me);
-    me.tile++;
 }
 DEVICE void let_go_of_v(const buffers &b, consumer &me) {
     arrive_by_warps(BARRIER(b, v_empty, me.v.at));
@@ -412,7 +448,7 @@ DEVICE void pass_over(const buffers &b, consumer &me, tile t) {
     else
 /* All tiles of one place. Says whether V held something that is not finite. */
 DEVICE bool walk(const attn_cuda_args &a, const tile_place &at, consumer &me, const buffers &b, float o[MT][DT][4],
-                 float m[MT][2], float l[MT][2], uint32_t number) {
+                 float m[MT][2], float l[MT][2], const stroll &where) {
     float s[MT][NT][4];
     uint32_t p[PV_STEPS][MT][4];
     const int masked = !ALL || at.step == STEP_PLAIN ? (int)STEP_MASK : (int)STEP_ANY;
@@ -430,7 +466,7 @@ DEVICE bool walk(const attn_cuda_args &a, const tile_place &at, consumer &me, co
         first_step(a, at, me, b, s, p, m, l, t, STEP_ANY);
     while (!agrees(t.last)) {
         wait_for_k(b, me);
-        t = tile_here(a, b, me, t.n - 1);
+        t = packed_tile(tile_here(a, b, me, t.n - 1));
         const int kind = t.partial ? masked : ALL ? (int)at.step : (int)STEP_PLAIN;
         STEP_IF(STEP_PLAIN)
         STEP_IF(STEP_MASK)
@@ -442,6 +478,7 @@ DEVICE bool walk(const attn_cuda_args &a, const tile_place &at, consumer &me, co
     wait_for_v(b, me);
     begin_pv(o, p, me.of_v);
     wgmma_wait_group(0);
+    const uint32_t number = number_at(b, where);
     const bool dirty = b.notes->dirty[number & 1] == number + 1;
     let_go_of_v(b, me);
     return dirty;
@@ -537,22 +574,25 @@ DEVICE void store_o(const attn_cuda_args90 &x, const buffers &b, const tile_plac
  * What clean_v took out of V, added to the results of those rows that see it: such a term is p * v = v for any p > 0. Rare, so slow: the
  * threads of a consumer stand along the columns, and look at V in memory again.
  */
-static __device__ __noinline__ void add_nonfinite(const attn_cuda_args &a, const tile_place &at, int32_t row0) {
-    const int32_t rows = attn__min32(at.row + at.rows, row0 + 64);
+static __device__ __noinline__ void add_nonfinite(const attn_cuda_args &a, const tile_place &at) {
+    const int32_t row0 = at.row + (thread_here() & ~127) / 2, rows = attn__min32(at.row + at.rows, row0 + 64);
     const attn_dtype dtype = at.split ? ATTN_F32 : a.p.out_dtype;
     void *const data = at.split ? a.part_o : a.f.o.data;
+#pragma unroll 1
     for (int32_t j = at.n_first * BN; j < attn__min32(at.s.sk, (at.n_last + 1) * BN); j++)
-        for (int32_t c = at.dv0 + (threadIdx.x & 127); c < attn__min32(at.dv0 + DV, a.p.dim_v); c += 128) {
+#pragma unroll 1
+        for (int32_t c = at.dv0 + (thread_here() & 127); c < attn__min32(at.dv0 + DV, a.p.dim_v); c += 128) {
             const int64_t from = cache_offset(a, a.f.v, at.s, at.s.leftpad + j, at.kv_head) + c;
             const float v = (float)attn__load(a.p.kv_dtype, a.f.v.data, from) * at.o_factor;
             if (fabsf(v) < INFINITY || (CLIPS && (j < at.from || j >= at.to))) continue;
             const int32_t *flash = at.mask.vectors ? attn__flash_at(&a.p, &a.f, at.s.b, at.kv_head, j) : NULL;
+#pragma unroll 1
             for (int32_t i = row0; i < rows; i++) {
                 if (!attn__mask_allowed(&at.mask, i, j, flash)) continue;
                 if (drops(a) && is_dropped(a, at, i, j)) continue;
                 const int64_t to = c + (at.split ? part_index(a, at.s, i, at.h, at.chunk) * a.p.dim_v
                                                  : attn__q_offset(&a.p, &a.f.o, &at.s, i, at.h));
-                attn__store(dtype, data, to, attn__load(dtype, data, to) + v);
+                store_number(dtype, data, to, attn__load_float(dtype, data, to) + v);
             }
         }
 }
@@ -565,16 +605,19 @@ DEVICE bool holds_nonfinite(float o[MT][DT][4]) {
     return !(sum[0] + sum[1] < INFINITY);
 }
 
-/* One place. masks: some may be masked by more than the end of the tensor, beyond which all is zero. */
-DEVICE void work_at(const attn_cuda_args90 &x, const buffers &b, consumer &me, const stroll &s, const tile_place &at,
-                    bool masks) {
+/* May keys be masked by more than the end of the tensor, beyond which all is zero? */
+DEVICE bool masks(const attn_cuda_args &a) { return OWN || (a.p.flags & (ATTN_CAUSAL | ATTN_WINDOW)); }
+
+/* One place. */
+DEVICE void work_at(const attn_cuda_args90 &x, const buffers &b, consumer &me, const stroll &s, const tile_place &at) {
     const attn_cuda_args &a = x.a;
     const int32_t row0 = at.row + me.number * 64;
     float o[MT][DT][4] = {}, m[MT][2] = {{at.least, at.least}}, l[MT][2] = {};
     bool dirty = false;
     me.has_huge = true;
     me.n_first = at.n_first;
-    me.of_q = wgmma_k_major(b.q + me.q.at * Q_BYTES + me.number * 64 * ROW);
+    if (OWN) me.q = ring_at(number_at(b, s), QBUF);
+    me.of_q = wgmma_k_major(b.q + me.q.at * Q_BYTES + (DV > 192 ? here(me.number) : me.number) * 64 * ROW);
     attn__mask_rows_all(&at.mask, row0, attn__min32(row0 + 64, at.s.sq), &me.all_from, &me.all_to);
     if (SKIPS) {
         int32_t from, to;
@@ -587,23 +630,25 @@ DEVICE void work_at(const attn_cuda_args90 &x, const buffers &b, consumer &me, c
     }
     mbarrier_wait_parity(BARRIER(b, q_full, me.q.at), me.q.parity);
     if (says(OWN ? b.notes->is_seen[me.q.at] : at.n_last >= 0))
-        dirty = walk(a, at, me, b, o, m, l, s.number);
-    else if (!THROUGH_Q)
-        arrive_by_threads(BARRIER(b, q_empty, me.q.at));
-    if (masks && !s.careful && holds_nonfinite(o)) b.notes->again[s.pass & 1] = s.pass + 1;
+        dirty = walk(a, at, me, b, o, m, l, s);
+    else if (!THROUGH_Q && (OWN || is_first_thread()))
+        mbarrier_arrive_count(BARRIER(b, q_empty, me.q.at), OWN ? 1 : 128);
+    if (OWN) me.q = ring_at(number_at(b, s), QBUF); /* read again: no register holds it meanwhile */
+    if (masks(a) && !careful_at(b, s) && holds_nonfinite(o)) b.notes->again[pass_at(b, s) & 1] = pass_at(b, s) + 1;
     finish(a, at, o, m, l);
     store_o(x, b, at, me, o);
     if (LENDS) {
         turn_k(b, me);
         turn_v(b, me);
     }
-    turn_ring(me.q, QBUF);
+    if (!OWN) turn_ring(me.q, QBUF);
     if (dirty) {
-        const tile_place &told = at, copy = OWN ? tile_place{} : at; /* what is in registers stays there but for this */
+        tile_place again; /* plain lines: what is in registers stays there, and nothing is kept for this */
+        if (!OWN) plain_place(a, s.w, again);
         if (is_first_thread()) cp_async_bulk_wait_group();
         fence_proxy_async_global();
         bar_sync(BARRIER_STORE + me.number, 128);
-        add_nonfinite(a, OWN ? told : copy, row0);
+        add_nonfinite(a, OWN ? at : again);
     }
 }
 
@@ -613,12 +658,11 @@ DEVICE void consume(const attn_cuda_args90 &x, const buffers &b) {
     me.number = __shfl_sync(~0u, threadIdx.x >> 7, 0);
     me.of_k = wgmma_k_major(b.k);
     me.of_v = wgmma_mn_major(b.v, BN * ROW);
-    if (me.number == CONSUMERS - 1) bar_arrive(BARRIER_TURN, 256);       /* the first turn is the first consumer's */
-    const bool masks = OWN || (a.p.flags & (ATTN_CAUSAL | ATTN_WINDOW)); /* other than by the end of the tensor */
+    if (me.number == CONSUMERS - 1) bar_arrive(BARRIER_TURN, 256); /* the first turn is the first consumer's */
     stroll s = start_stroll(a);
     tile_place own;
     do {
-        for (; at_place(a, b, s, own); leave_place(a, b, s)) work_at(x, b, me, s, PLACE(b, s, own), masks);
+        for (; at_place(a, b, s, own); go_on(a, b, s)) work_at(x, b, me, s, PLACE(b, s, own));
         if (is_first_thread()) cp_async_bulk_wait_group(); /* before the same rows are stored again */
     } while (start_again(a, b, s));
 }

@@ -12,6 +12,13 @@ PTX int here(int x) {
     return x;
 }
 
+/* threadIdx.x, read anew. */
+PTX int thread_here(void) {
+    int x;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
+    return x;
+}
+
 PTX float here_float(float x) {
     asm volatile("" : "+f"(x));
     return x;
@@ -31,6 +38,8 @@ PTX uint32_t cvta_shared(const void *p) { return (uint32_t)__cvta_generic_to_sha
  * this number has to compare it with cvta_shared of the array first.
  */
 PTX uint32_t shared_start(void) { return 1024; }
+/* What is at such an address. */
+PTX void *shared_pointer(uint32_t at) { return __cvta_shared_to_generic(at); }
 
 /* 16 bytes to shared memory, past L1: nobody else on this SM wants them. */
 PTX void cp_async_cg(uint32_t to, const void *from) {

@@ -33,14 +33,16 @@ typedef struct tile_place {
     int32_t pad_from, pad_to; /* rows that are padding, for whoever finds the place to fill: even one with nothing to do */
     int32_t dv0;              /* first dim of V that the block computes */
     bool split;
-    int8_t step;     /* STEP_...: what tiles without a mask need */
-    int8_t bias;     /* BIAS_... */
-    float cap, to_y; /* softcap; the factor of a product on its way to y of cap_scores */
-    float slope;     /* of ALiBi; divided by the scale of scores where that is to come */
-    float scale;     /* to base 2, descales included, positive: the factor of a score on its way into exp2 */
-    float raw;       /* the factor of a product, applied before that, where `scale` cannot do: see find_features */
-    float least;     /* below every score; finite, and so is its product with scale */
-    float o_factor;  /* of O at the end: v_descale, dropout */
+    bool gathers;             /* Hopper: the accelerator does not know the way to K and V */
+    int8_t step;              /* STEP_...: what tiles without a mask need */
+    int8_t bias;              /* BIAS_... */
+    float cap, to_y;          /* softcap; the factor of a product on its way to y of cap_scores */
+    float small[3], smallest; /* ... and the polynomial for products that are small, and below what that is */
+    float slope;              /* of ALiBi; divided by the scale of scores where that is to come */
+    float scale;              /* to base 2, descales included, positive: the factor of a score on its way into exp2 */
+    float raw;                /* the factor of a product, applied before that, where `scale` cannot do: see find_features */
+    float least;              /* below every score; finite, and so is its product with scale */
+    float o_factor;           /* of O at the end: v_descale, dropout */
 } tile_place;
 
 /* All elements of S that a thread has. */
@@ -86,6 +88,18 @@ DEVICE void see_head(const attn_cuda_args &a, tile_place &at, uint32_t head) {
     at.h = (int32_t)(SLICED ? head / parts : head);
     at.dv0 = SLICED ? (int32_t)(head % parts) * DV : 0;
     at.kv_head = (int32_t)attn__divide((uint32_t)at.h, a.by_share);
+}
+
+/* n / by, for numbers that hardly ever come: a loop, because a call of the compiler's division would take many registers. */
+DEVICE uint64_t divide_slowly(uint64_t n, uint32_t by) {
+    uint64_t rest = 0;
+#pragma unroll 1
+    for (int bit = 0; bit < 64; bit++) { /* the quotient moves into n from below as n moves out */
+        rest = rest << 1 | n >> 63;
+        n <<= 1;
+        if (rest >= by) rest -= by, n |= 1;
+    }
+    return n;
 }
 
 /* Row tile `tile` of a sequence and head, or chunk `slot` of its keys. */
@@ -151,7 +165,8 @@ DEVICE bool find_spot(const attn_cuda_args &a, spot &x, int64_t first, uint32_t 
     int32_t slot = (int32_t)(size == (uint32_t)a.group ? attn__divide(index, a.by_group) : index / size);
     if (slot >= a.slots) return false;
     bh = first + (index - slot * size);
-    x.batch = bh <= INT32_MAX ? (int32_t)attn__divide((uint32_t)bh, a.by_heads) : (int32_t)(bh / heads_of(a));
+    x.batch = bh <= INT32_MAX ? (int32_t)attn__divide((uint32_t)bh, a.by_heads)
+                              : (int32_t)divide_slowly((uint64_t)bh, (uint32_t)heads_of(a));
     x.head = (uint32_t)(bh - (int64_t)x.batch * heads_of(a));
     x.slot = slot;
     x.tile = a.row_tiles - 1 - slot;
@@ -168,19 +183,6 @@ DEVICE const attn_flash_range *range_of(const attn_cuda_args &a, const tile_plac
 }
 
 /* ---- pieces of rows, by elements ---- */
-
-/* One piece of a row by elements: any dtype, any alignment. */
-static __device__ __noinline__ uint4 gather(const void *data, attn_dtype dtype, int64_t from, int32_t count) {
-    uint32_t word[4] = {0, 0, 0, 0};
-    for (int x = 0; x < count; x++) {
-        float value = (float)attn__load(dtype, data, from + x);
-        if (EB == 4)
-            word[x] = __float_as_uint(value);
-        else
-            word[x / 2] |= (uint32_t)(BF16 ? attn__to_bf16(value) : attn__to_f16(value)) << (x % 2 * 16);
-    }
-    return make_uint4(word[0], word[1], word[2], word[3]);
-}
 
 /* Elements of piece `chunk` that lie before column dim. */
 DEVICE int chunk_count(int chunk, int dim) {

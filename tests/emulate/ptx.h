@@ -17,12 +17,14 @@
 enum { SHARED_BASE = EMULATE_SHARED_BASE, MOST_COPIES = 512, MOST_THREADS = 512 };
 
 static inline int here(int x) { return x; }
+static inline int thread_here(void) { return (int)threadIdx.x; }
 static inline float here_float(float x) { return x; }
 static inline const uint8_t *here_pointer(const uint8_t *x) { return x; }
 
 static inline uint32_t cvta_shared(const void *p) { return (uint32_t)((const uint8_t *)p - shared) + SHARED_BASE; }
 
 static inline uint32_t shared_start(void) { return SHARED_BASE; }
+static inline void *shared_pointer(uint32_t at) { return shared + (at - SHARED_BASE); }
 
 /* For copies and products of compute capability 9.0, which do not see at once what threads write. */
 static inline void note_write(const uint8_t *to, uint32_t bytes) {
