@@ -572,9 +572,11 @@ DEVICE void consume(const attn_cuda_args &a, const buffers &b, const place &at) 
     else
         bar_sync(BARRIER_FREE + me.number, THREADS);
     send_keys(a, b.k, at, me, a.f.d_k, d_k, a.p.dim_qk, (float)a.p.scale);
+    __syncwarp();
     send_keys(a, b.v, at, me, a.f.d_v, d_v, a.p.dim_v, 1);
+    __syncwarp();
     bar_sync(BARRIER_END, THREADS);
-    if (ld_shared_b32(NOTE(b, bad))) add_nonfinite(a, at, threadIdx.x);
+    if (ld_shared_b32(NOTE(b, bad))) add_nonfinite(a, at, 0, BN, threadIdx.x);
 }
 
 KERNEL __launch_bounds__(THREADS + 128, 1) VARIANT(const __grid_constant__ attn_cuda_args90 x) {

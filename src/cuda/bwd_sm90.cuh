@@ -404,21 +404,22 @@ DEVICE void store_keys(const attn_cuda_args &a, const place &at, int32_t first, 
 }
 
 /*
- * What the tender took out of d_o, added to d_v of the keys that its rows see: p * d_o = d_o for any p > 0. Rare, so slow: a thread has a
- * column, and looks at d_o in memory again. Tiles without a mask add theirs twice, which changes nothing.
+ * What the tender took out of d_o, added to d_v of the keys [from, to) of the block that its rows see: p * d_o = d_o for any p > 0. Rare, so
+ * slow: a thread has a column, and looks at d_o in memory again. Tiles without a mask add theirs twice, which changes nothing.
  */
-static __device__ __noinline__ void add_nonfinite(const attn_cuda_args &a, const place &at, int32_t c) {
+static __device__ __noinline__ void add_nonfinite(const attn_cuda_args &a, const place &at, int32_t from, int32_t to,
+                                                  int32_t c) {
     if (c >= a.p.dim_v || !a.f.d_v.data) return;
     for (walk w = first_tile(a, at); w.h < at.h_end; w = next_tile(a, at, w))
         for (int32_t i = w.n * BM; i < attn__min32(w.n * BM + BM, at.s.sq); i++) {
             const float x =
                 (float)attn__load(a.p.out_dtype, a.f.d_o.data, attn__q_offset(&a.p, &a.f.d_o, &at.s, i, w.h) + c);
             if (fabsf(x) < INFINITY) continue;
-            for (int32_t j = at.own; j < at.own + at.count; j++) {
+            for (int32_t j = at.own + from; j < at.own + attn__min32(to, at.count); j++) {
                 const int32_t *flash = a.ranges ? attn__flash_at(&a.p, &a.f, at.s.b, at.kv_head, j) : NULL;
                 if (!attn__mask_allowed(&at.mask, i, j, flash)) continue;
-                const int64_t to = attn__kv_offset(&a.p, &a.f, &a.f.d_v, &at.s, at.s.leftpad + j, at.kv_head) + c;
-                attn__store(a.p.kv_dtype, a.f.d_v.data, to, attn__load(a.p.kv_dtype, a.f.d_v.data, to) + x);
+                const int64_t sum = attn__kv_offset(&a.p, &a.f, &a.f.d_v, &at.s, at.s.leftpad + j, at.kv_head) + c;
+                attn__store(a.p.kv_dtype, a.f.d_v.data, sum, attn__load(a.p.kv_dtype, a.f.d_v.data, sum) + x);
             }
         }
 }

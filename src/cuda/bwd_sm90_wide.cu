@@ -440,7 +440,8 @@ DEVICE void score(const attn_cuda_args &a, const buffers &b, const place &at) {
     store_keys(a, at, (int32_t)b.rank * KEYS + my_key(), a.f.d_v, d_v, a.p.dim_v, 1 / fit_of_p());
     bar_sync(BARRIER_END, 128);
     if (!ld_shared_b32(NOTE(b, bad))) return;
-    for (int32_t c = threadIdx.x; c < DIM; c += 128) add_nonfinite(a, at, c);
+    const int32_t first = (int32_t)b.rank * KEYS; /* the other block has stored its own, or not yet */
+    for (int32_t c = threadIdx.x; c < DIM; c += 128) add_nonfinite(a, at, first, first + KEYS, c);
 }
 
 /* ---- the grader ---- */
