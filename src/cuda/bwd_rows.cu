@@ -374,7 +374,8 @@ KERNEL __launch_bounds__(ATTN_CAST_THREADS) bwd_cast(const __grid_constant__ att
             uint4 x[4];
             uint32_t low[4], high[4];
 #pragma unroll
-            for (int k = 0; k < 4; k++) x[k] = from[(group * tiles + t + k) * ATTN_CAST_THREADS];
+            for (int k = 0; k < 4; k++)
+                x[k] = seen[0] || seen[1] ? from[(group * tiles + t + k) * ATTN_CAST_THREADS] : make_uint4(0, 0, 0, 0);
 #pragma unroll
             for (int k = 0; k < 4; k++) {
                 low[k] = seen[0] ? two_halves(x[k].x, x[k].y, scale, bf16) : 0;

@@ -196,8 +196,9 @@ DEVICE void make_barriers(const buffers &b) {
         mbarrier_init(BARRIER(b, d_q_full, QBUF + n), WARPS);
         mbarrier_init(BARRIER(b, d_q_empty, n), 1);
     }
-    mbarrier_init(NOTE(b, p_full), WARPS);
-    mbarrier_init(NOTE(b, p_empty), WARPS);
+    mbarrier_init(NOTE(b, p_full),
+                  32 * WARPS); /* threads write and read P themselves, and racecheck follows no arrival for others */
+    mbarrier_init(NOTE(b, p_empty), 32 * WARPS);
     st_shared_b32(NOTE(b, bad), 0);
     fence_mbarrier_init();
 }
@@ -428,7 +429,7 @@ DEVICE void score(const attn_cuda_args &a, const buffers &b, const place &at) {
         mbarrier_wait_parity(NOTE(b, p_empty), parity);
 #pragma unroll
         for (int nt = 0; nt < NT; nt++) put_numbers(b.p, nt, s[nt]);
-        hand_on(NOTE(b, p_full));
+        mbarrier_arrive(NOTE(b, p_full));
         parity ^= 1;
         mbarrier_wait_parity(BARRIER(b, o_full, o.at), o.parity);
         begin_sum(d_v, p, b.o + o.at * Q_BYTES);
@@ -513,7 +514,7 @@ DEVICE void grade(const attn_cuda_args &a, const buffers &b, const place &at) {
             weigh_gradient(d, b.p, d_s, delta, fit, false);
         else
             weigh_gradient(d, b.p, d_s, delta, fit, true);
-        hand_on(NOTE(b, p_empty));
+        mbarrier_arrive(NOTE(b, p_empty));
         mbarrier_wait_parity(BARRIER(b, d_s_empty, out.at), out.parity ^ 1);
         put_d_s(b.d_s + out.at * D_S_BYTES, d_s);
         fence_proxy_async();

@@ -27,16 +27,6 @@ DEVICE int8_t bias_kind(const attn_cuda_args &a, const tile_place &at) {
     return wide ? BIAS_FLOATS : BIAS_HALVES;
 }
 
-/* For products up to 0.22 of the cap; none, where the numbers are so odd that the coefficients might not be floats. */
-DEVICE void find_small(tile_place &at, double scale) {
-    const float z = at.to_y * 0.5f;
-    const bool fits = fabsf(z) > 1e-6f && fabsf(z) < 1e3f && at.cap > 1e-6f && at.cap < 1e6f;
-    at.small[0] = (float)(scale * 0.9999998146079717);
-    at.small[1] = (float)(scale * -0.3332642442481853) * z * z;
-    at.small[2] = (float)(scale * 0.129501082762654) * z * z * z * z;
-    at.smallest = fits ? 0.22f / fabsf(z) : 0;
-}
-
 /*
  * The numbers that features need. Scores are products times `raw`, with softcap and the rest, times `scale`: then they are in base
  * 2. Without softcap and bias raw is 1, and the slope of ALiBi is divided by what raw would be; unless the quotient, or the scale,
@@ -61,25 +51,19 @@ DEVICE void find_features(const attn_cuda_args &a, tile_place &at, double scale)
         at.step = has_cap ? STEP_CAP : has_alibi ? STEP_ALIBI : has_bias ? STEP_BIAS : STEP_DROP;
     at.cap = (float)a.p.softcap;
     at.to_y = has_cap ? (float)fmin(fmax(2 * scale / a.p.softcap, -1e38), 1e38) : 0;
-    if (has_cap) find_small(at, scale);
 }
 
 /* ---- softcap, ALiBi ---- */
 
 /*
- * cap * tanh(x / cap) of a product s, with x = raw * s and y = 2 x / cap: a polynomial of s where x is up to 0.22 cap, as most are, a
- * longer one of y up to 0.9 cap, both off by 2e-7 of itself at most; further out cap - 2 cap / (1 + e^y), off by a few units of the
- * last place of cap. Which of them it is depends on the number alone, but what no number of the warp needs is not computed. Float32,
- * whose P would notice, has it exact.
+ * cap * tanh(x / cap) of a product s, with x = raw * s and y = 2 x / cap: a polynomial where x is up to 0.9 cap, off by 2e-7
+ * of itself at most, which needs no special function; further out cap - 2 cap / (1 + e^y), off by a few units of the last place of
+ * cap. Which of them it is depends on the number alone. Float32, whose P would notice, has it exact.
  */
 #define NEAR 1.8f /* of |y| */
 DEVICE float capped_near(float y, const float c[6]) {
     const float t = y * y; /* and a product that stays one, whatever is added to it */
     return __fmul_rn(y, fmaf(t, fmaf(t, fmaf(t, fmaf(t, fmaf(t, c[5], c[4]), c[3]), c[2]), c[1]), c[0]));
-}
-DEVICE float capped_small(float s, const float c[3]) {
-    const float t = s * s;
-    return __fmul_rn(s, fmaf(t, fmaf(t, c[2], c[1]), c[0]));
 }
 DEVICE float capped_far(float y, float cap) {
     return fmaf(-2 * cap, rcp_approx(1 + ex2_approx(y * (float)ATTN_LOG2E)), cap);
@@ -91,27 +75,17 @@ DEVICE void cap_scores(float s[MT][NT][4], const tile_place &at) {
         EACH_SCORE(mt, nt, e) s[mt][nt][e] = cap * tanhf(__fmul_rn(s[mt][nt][e], at.raw) / cap);
         return;
     }
+    const float c[6] = {cap * 0.4999999f,       cap * -0.0416644173f,  cap * 0.00415832574f,
+                        cap * -0.000410048877f, cap * 3.51292659e-05f, cap * -1.79529371e-06f};
     float most[4] = {}; /* in four chains: one alone would take as long as the polynomials */
     EACH_SCORE(mt, nt, e) most[e] = fmaxf(most[e], fabsf(s[mt][nt][e]));
     const float largest = fmaxf(fmaxf(most[0], most[1]), fmaxf(most[2], most[3]));
-    const float below = at.smallest, small[3] = {at.small[0], at.small[1], at.small[2]};
-    if (!__any_sync(~0u, !(largest < below))) { /* most often */
-        EACH_SCORE(mt, nt, e) s[mt][nt][e] = capped_small(s[mt][nt][e], small);
-        return;
-    }
-    const float c[6] = {cap * 0.4999999f,       cap * -0.0416644173f,  cap * 0.00415832574f,
-                        cap * -0.000410048877f, cap * 3.51292659e-05f, cap * -1.79529371e-06f};
-    if (!__any_sync(~0u, !(fabsf(__fmul_rn(largest, to_y)) < NEAR))) {
-        EACH_SCORE(mt, nt, e) {
-            const float x = here_float(s[mt][nt][e]), y = __fmul_rn(x, to_y);
-            s[mt][nt][e] = fabsf(x) < below ? capped_small(x, small) : capped_near(y, c);
-        }
+    if (!__any_sync(~0u, !(fabsf(__fmul_rn(largest, to_y)) < NEAR))) { /* most often */
+        EACH_SCORE(mt, nt, e) s[mt][nt][e] = capped_near(__fmul_rn(s[mt][nt][e], to_y), c);
     } else {
         EACH_SCORE(mt, nt, e) {
-            const float x = here_float(s[mt][nt][e]), y = __fmul_rn(x, to_y);
-            s[mt][nt][e] = fabsf(x) < below  ? capped_small(x, small)
-                           : fabsf(y) < NEAR ? capped_near(y, c)
-                                             : capped_far(y, cap);
+            const float y = __fmul_rn(s[mt][nt][e], to_y);
+            s[mt][nt][e] = fabsf(y) < NEAR ? capped_near(y, c) : capped_far(y, cap);
         }
     }
 }

@@ -33,16 +33,15 @@ typedef struct tile_place {
     int32_t pad_from, pad_to; /* rows that are padding, for whoever finds the place to fill: even one with nothing to do */
     int32_t dv0;              /* first dim of V that the block computes */
     bool split;
-    bool gathers;             /* Hopper: the accelerator does not know the way to K and V */
-    int8_t step;              /* STEP_...: what tiles without a mask need */
-    int8_t bias;              /* BIAS_... */
-    float cap, to_y;          /* softcap; the factor of a product on its way to y of cap_scores */
-    float small[3], smallest; /* ... and the polynomial for products that are small, and below what that is */
-    float slope;              /* of ALiBi; divided by the scale of scores where that is to come */
-    float scale;              /* to base 2, descales included, positive: the factor of a score on its way into exp2 */
-    float raw;                /* the factor of a product, applied before that, where `scale` cannot do: see find_features */
-    float least;              /* below every score; finite, and so is its product with scale */
-    float o_factor;           /* of O at the end: v_descale, dropout */
+    bool gathers;    /* Hopper: the accelerator does not know the way to K and V */
+    int8_t step;     /* STEP_...: what tiles without a mask need */
+    int8_t bias;     /* BIAS_... */
+    float cap, to_y; /* softcap; the factor of a product on its way to y of cap_scores */
+    float slope;     /* of ALiBi; divided by the scale of scores where that is to come */
+    float scale;     /* to base 2, descales included, positive: the factor of a score on its way into exp2 */
+    float raw;       /* the factor of a product, applied before that, where `scale` cannot do: see find_features */
+    float least;     /* below every score; finite, and so is its product with scale */
+    float o_factor;  /* of O at the end: v_descale, dropout */
 } tile_place;
 
 /* All elements of S that a thread has. */
