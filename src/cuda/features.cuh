@@ -225,7 +225,7 @@ DEVICE void make_hidden(const attn_cuda_args &a, const tile_place &at, int32_t n
             if (j >= at.s.sk || (CLIPS && (j < at.from || j >= at.to))) end = first;
 #pragma unroll
             for (int mt = 0; mt < MT; mt++) {
-                const int32_t row0 = at.row + ((int32_t)(threadIdx.x >> 5) * MT + mt) * 16;
+                const int32_t row0 = at.row + ((int32_t)(here(threadIdx.x) >> 5) * MT + mt) * 16;
                 const uint32_t rows = (~rows_between(first, end, row0) & 0xffff) | rows_between(f.v[0], f.v[1], row0) |
                                       rows_between(f.v[2], f.v[3], row0);
                 hidden[mt][w] = c == 0 ? rows : hidden[mt][w] | rows << 16;

@@ -232,7 +232,9 @@ typedef struct shared_notes {
     tally tallies[32];
     int32_t start;         /* the first sequence at which it stood when the pass began ... */
     uint32_t start_before; /* ... and the places before that: numbers only grow */
-    tile_place places[PLACES];
+    tile_place
+        places[PLACES > CONSUMERS ? (int)PLACES : (int)CONSUMERS]; /* plain lines: of a consumer, when it needs one ... */
+    const attn_cuda_args *args; /* ... and where these are, which no register holds for that */
 } shared_notes;
 static_assert(sizeof(shared_notes) <= ATTN_HOPPER_NOTES, "give the notes more room");
 
@@ -643,12 +645,13 @@ DEVICE void work_at(const attn_cuda_args90 &x, const buffers &b, consumer &me, c
     }
     if (!OWN) turn_ring(me.q, QBUF);
     if (dirty) {
-        tile_place again; /* plain lines: what is in registers stays there, and nothing is kept for this */
-        if (!OWN) plain_place(a, s.w, again);
+        tile_place &again =
+            b.notes->places[me.number]; /* plain lines: what is in registers stays there, and nothing is kept for this */
+        if (!OWN && is_first_thread()) plain_place(a, s.w, again);
         if (is_first_thread()) cp_async_bulk_wait_group();
         fence_proxy_async_global();
         bar_sync(BARRIER_STORE + me.number, 128);
-        add_nonfinite(a, OWN ? at : again);
+        add_nonfinite(OWN ? a : *b.notes->args, OWN ? at : again);
     }
 }
 
@@ -671,7 +674,10 @@ KERNEL __launch_bounds__(THREADS + 128, 1) VARIANT(const __grid_constant__ attn_
     extern __shared__ __align__(1024) uint8_t shared[];
     const buffers b = find_buffers(shared);
     if (cvta_shared(shared) != shared_start()) __trap();
-    if (threadIdx.x == 0) make_barriers(b);
+    if (threadIdx.x == 0) {
+        make_barriers(b);
+        b.notes->args = &x.a;
+    }
     __syncthreads();
     if (threadIdx.x >= THREADS) {
         setmaxnreg_dec(PRODUCER_REGISTERS);
