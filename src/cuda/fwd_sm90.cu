@@ -633,8 +633,8 @@ DEVICE void work_at(const attn_cuda_args90 &x, const buffers &b, consumer &me, c
     mbarrier_wait_parity(BARRIER(b, q_full, me.q.at), me.q.parity);
     if (says(OWN ? b.notes->is_seen[me.q.at] : at.n_last >= 0))
         dirty = walk(a, at, me, b, o, m, l, s);
-    else if (!THROUGH_Q && (OWN || is_first_thread()))
-        mbarrier_arrive_count(BARRIER(b, q_empty, me.q.at), OWN ? 1 : 128);
+    else if (!THROUGH_Q) /* each for itself: nobody is to miss that Q was full */
+        mbarrier_arrive(BARRIER(b, q_empty, me.q.at));
     if (OWN) me.q = ring_at(number_at(b, s), QBUF); /* read again: no register holds it meanwhile */
     if (masks(a) && !careful_at(b, s) && holds_nonfinite(o)) b.notes->again[pass_at(b, s) & 1] = pass_at(b, s) + 1;
     finish(a, at, o, m, l);
@@ -645,8 +645,7 @@ DEVICE void work_at(const attn_cuda_args90 &x, const buffers &b, consumer &me, c
     }
     if (!OWN) turn_ring(me.q, QBUF);
     if (dirty) {
-        tile_place &again =
-            b.notes->places[me.number]; /* plain lines: what is in registers stays there, and nothing is kept for this */
+        tile_place &again = b.notes->places[me.number]; /* plain lines: what is in registers stays there */
         if (!OWN && is_first_thread()) plain_place(a, s.w, again);
         if (is_first_thread()) cp_async_bulk_wait_group();
         fence_proxy_async_global();

@@ -322,7 +322,7 @@ DEVICE uint32_t finite_part(uint32_t x) {
 
 /* Rows of V that are not of this sequence become zero. */
 DEVICE void clean_end(const buffers &b, const errand &e) {
-    const int32_t left = b.notes->places[e.place].s.sk - e.n * BN;
+    const int32_t left = attn__min32(b.notes->places[e.place].s.sk - e.n * BN, BN);
     for (int n = left * (ROW / 16) + hand_here(); n < BN * (ROW / 16); n += HANDS)
 #pragma unroll
         for (int c = 0; c < V_BLOCKS; c++) st_shared_v4(e.to + c * BN * ROW + n * 16, make_uint4(0, 0, 0, 0));
