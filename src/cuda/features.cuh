@@ -56,27 +56,23 @@ DEVICE void find_features(const attn_cuda_args &a, tile_place &at, double scale)
 /* ---- softcap, ALiBi ---- */
 
 /*
- * cap * tanh(x / cap) of a product s, with x = raw * s and y = 2 x / cap. A small cap, as models have it: cap - 2 cap / (1 + e^y),
- * off by a few units of the last place of cap. A large one, of which these would be too much: that for x beyond 0.9 cap alone, and else
- * a polynomial, off by 2e-7 of itself at most. Which of them it is depends on the number alone. Float32, whose P would notice, has it exact.
+ * cap * tanh(x / cap) of a product s, with x = raw * s and y = 2 x / cap: a polynomial where x is up to 0.9 cap, off by 2e-7
+ * of itself at most, which needs no special function; further out cap - 2 cap / (1 + e^y), off by a few units of the last place of
+ * cap. Which of them it is depends on the number alone. Float32, whose P would notice, has it exact.
  */
-#define SMALL_CAP 64
 #define NEAR 1.8f /* of |y| */
 DEVICE float capped_near(float y, const float c[6]) {
     const float t = y * y; /* and a product that stays one, whatever is added to it */
     return __fmul_rn(y, fmaf(t, fmaf(t, fmaf(t, fmaf(t, fmaf(t, c[5], c[4]), c[3]), c[2]), c[1]), c[0]));
 }
-/* of y in base 2 */
-DEVICE float capped_far(float y, float cap) { return fmaf(-2 * cap, rcp_approx(1 + ex2_approx(y)), cap); }
+DEVICE float capped_far(float y, float cap) {
+    return fmaf(-2 * cap, rcp_approx(1 + ex2_approx(y * (float)ATTN_LOG2E)), cap);
+}
 
 DEVICE void cap_scores(float s[MT][NT][4], const tile_place &at) {
     const float cap = at.cap, to_y = at.to_y;
     if (WIDE) {
         EACH_SCORE(mt, nt, e) s[mt][nt][e] = cap * tanhf(__fmul_rn(s[mt][nt][e], at.raw) / cap);
-        return;
-    }
-    if (cap <= SMALL_CAP) {
-        EACH_SCORE(mt, nt, e) s[mt][nt][e] = capped_far(__fmul_rn(s[mt][nt][e], to_y * (float)ATTN_LOG2E), cap);
         return;
     }
     const float c[6] = {cap * 0.4999999f,       cap * -0.0416644173f,  cap * 0.00415832574f,
@@ -89,7 +85,7 @@ DEVICE void cap_scores(float s[MT][NT][4], const tile_place &at) {
     } else {
         EACH_SCORE(mt, nt, e) {
             const float y = __fmul_rn(s[mt][nt][e], to_y);
-            s[mt][nt][e] = fabsf(y) < NEAR ? capped_near(y, c) : capped_far(y * (float)ATTN_LOG2E, cap);
+            s[mt][nt][e] = fabsf(y) < NEAR ? capped_near(y, c) : capped_far(y, cap);
         }
     }
 }

@@ -103,6 +103,7 @@ enum {
     LOTS = 128,                             /* of a pass */
     HAS_STEPS = ALL && DV <= 128,           /* code for each kind of tile: with a large O registers would run out */
     HAS_ROOM = HAS_STEPS && CONSUMERS == 2, /* registers for a bias that comes before S is there */
+    LATE_TURN = ALL && CONSUMERS == 2,      /* the other's products begin when this one has its S: what is made meanwhile is long */
     OUT_BYTES = 64 * V_BLOCKS * ROW,        /* of a consumer */
     /* O leaves through its rows of Q, or, where the next Q wants these early, buffers of K and V, if it fits, or one of its own */
     FITS = OUT_BYTES <= K_BYTES && (CONSUMERS - 1) * OUT_BYTES <= V_BYTES,
@@ -406,9 +407,10 @@ DEVICE void step(const attn_cuda_args &a, const tile_place &at, consumer &me, co
     begin_qk(s, me.of_q, me.of_k);
     wait_for_v(b, me);
     begin_pv(o, p, me.of_v);
-    pass_turn(me);
+    if (!LATE_TURN) pass_turn(me);
     if (ALL) make_extras(a, at, kind, t.n, x);
     wgmma_wait_group(1);
+    if (LATE_TURN) pass_turn(me);
     let_go_of_k(b, me, agrees(t.last));
     bool raise = follow_scores(a, at, me.has_huge, s, m, l, factor, x, t, kind);
     exponentials(scale_of(a, at), me.has_huge, s, m, l);
