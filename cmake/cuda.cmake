@@ -9,10 +9,10 @@
 set(ATTN_CUDA AUTO CACHE STRING "GPU kernels: AUTO (if nvcc is found), ON or OFF")
 set_property(CACHE ATTN_CUDA PROPERTY STRINGS AUTO ON OFF)
 set(ATTN_CUDA_KERNELS_DIR "" CACHE PATH "A folder of ready-made fatbins to embed instead of compiling them")
-# sm_87 runs the code of sm_80 or sm_86; what is newer than sm_90 compiles the PTX when it is loaded. All code comes from the PTX of
+# sm_87 and sm_89 run the code of sm_80 or sm_86; what is newer than sm_90 compiles the PTX when it is loaded. All code comes from the PTX of
 # compute_80: these kernels have nothing that is newer, and the front end, up to half of the time, runs once.
 set(ATTN_CUDA_ARCHS
-    -gencode arch=compute_80,code=sm_80 -gencode arch=compute_80,code=sm_86 -gencode arch=compute_80,code=sm_89
+    -gencode arch=compute_80,code=sm_80 -gencode arch=compute_80,code=sm_86
     -gencode arch=compute_80,code=sm_90 -gencode arch=compute_80,code=compute_80
     CACHE STRING "Code that the fatbins hold, as nvcc's -gencode; Hopper's own kernels have theirs")
 # The kernels of FWD90 and BWD90 lines: wgmma and setmaxnreg are in sm_90a only, and PTX for it would compile for nothing else.
@@ -124,14 +124,14 @@ function(attn_add_kernel folder name)
         COMMENT "GPU kernel ${name}" VERBATIM)
 endfunction()
 
-# Which code a kernel has, of ATTN_CUDA_ARCHS. Only plain forward kernels have code for each GPU; of the others sm_86 and sm_89 run that of
-# sm_80. Where Hopper has lines of its own the portable ones are never run there.
+# Which code a kernel has, of ATTN_CUDA_ARCHS. Only plain forward kernels have code for sm_86, which sm_89 runs too; of the others both run that
+# of sm_80. Where Hopper has lines of its own the portable ones are never run there.
 function(attn_archs_of name result)
     set(archs ${ATTN_CUDA_ARCHS})
     if(attn_line_${name} MATCHES "^(FWD90|BWD90)")
         set(archs ${attn_hopper_archs})
     elseif(NOT DEFINED attn_line_${name} OR attn_line_${name} MATCHES "^(FWD.*, *1\\)|BWD.*|DECODE.*)$")
-        list(FILTER archs EXCLUDE REGEX "code=sm_8[69]$")
+        list(FILTER archs EXCLUDE REGEX "code=sm_86$")
     endif()
     if(attn_line_${name} MATCHES "^FWD\\(.*, *B?F16, *(64|96|128|192|256),")
         list(FILTER archs EXCLUDE REGEX "code=sm_90$")
