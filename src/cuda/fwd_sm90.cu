@@ -103,8 +103,9 @@ enum {
     LOTS = 128,                             /* of a pass */
     HAS_STEPS = ALL && DV <= 128,           /* code for each kind of tile: with a large O registers would run out */
     HAS_ROOM = HAS_STEPS && CONSUMERS == 2, /* registers for a bias that comes before S is there */
-    LATE_TURN = ALL == (CONSUMERS == 2),    /* passed on when S is there, not when its product is begun: measured */
-    OUT_BYTES = 64 * V_BLOCKS * ROW,        /* of a consumer */
+    LATE_TURN =
+        ALL ? CONSUMERS == 2 : !OWN && CONSUMERS == 3, /* passed on when S is there, not when its product is begun */
+    OUT_BYTES = 64 * V_BLOCKS * ROW,                   /* of a consumer */
     /* O leaves through its rows of Q, or, where the next Q wants these early, buffers of K and V, if it fits, or one of its own */
     FITS = OUT_BYTES <= K_BYTES && (CONSUMERS - 1) * OUT_BYTES <= V_BYTES,
     THROUGH_Q = QBUF == 2,
