@@ -405,7 +405,7 @@ static void describe_kernels(attn_plan *plan, bool tuned) {
 
 /* ---- plan: splits and workspace ---- */
 
-/* Does a kernel of its own have the sequences of few rows on every device, or on any? */
+/* Does a kernel of its own have the sequences of few rows on every device? */
 static bool decodes_everywhere(const attn_plan *plan) {
     for (int32_t n = 0; n < plan->context->cuda->state->gpus; n++)
         if (plan->gpu_kernel[n][0] >= 0 && plan->gpu_decode[n] < 0) return false;
@@ -514,7 +514,7 @@ static bool decode_room(const attn_plan *plan, int64_t *floats, int64_t *counter
         if (!attn__cuda_decode_sizes(e, p, cuda->state->gpu[n].sms, cuda->state->gpu[n].shared_bytes, &c, &blocks))
             return false;
         const int64_t items = c.supers > 1 ? (int64_t)p->batch * p->heads_kv * c.blocks : 0;
-        slots = items * c.supers + (int64_t)c.shared * c.each; /* neither is past 2^62 / ... as sizes has seen */
+        slots = items * c.supers + (int64_t)c.shared * c.each; /* attn__cuda_decode_sizes keeps both small */
         if (__builtin_mul_overflow(slots, attn__cuda_slot(e, &c), &some)) return false;
         if (some > *floats) *floats = some;
         if (c.shared + items > *counters) *counters = c.shared + items;
