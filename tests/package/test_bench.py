@@ -18,6 +18,7 @@ import measure  # noqa: E402
 import peers  # noqa: E402
 import peers_cpu  # noqa: E402
 import plots_cpu  # noqa: E402
+import train  # noqa: E402
 
 QUICK = ["--device", "cpu", "--quick"]
 
@@ -168,6 +169,51 @@ def test_verdicts(capsys):
     assert lines[-1] == "grid / best peer: mean 0.500, least 0.250 d128-causal-s512 MISSED (want 1.00, 0.95), 2 cases"
     assert lines[-3].startswith("fp16 / bf16: mean 0.985, least 0.970 d128-causal-s512 MISSED")
     assert lines[-4] == "d96, d192 / cuDNN: mean 1.010, least 1.010 d96-causal-s512 met (want 1.00, 1.00), 1 cases"
+
+
+# ---- training ----
+
+
+def test_training(capsys, tmp_path):
+    lines, picture = tmp_path / "train.jsonl", tmp_path / "train.png"
+    assert train.main([*QUICK, "--json", str(lines)]) == 0
+    header, *rest = map(json.loads, lines.read_text().splitlines())
+    assert header["device"] == "cpu" and header["steps"] == 40 and len(rest) == 6
+    assert [r["name"] for r in rest[:3]] == ["libattn", "fa2", "math"]
+    assert all(len(r["losses"]) == 40 and r["ms"] > 0 for r in rest[:3])
+    assert [x["between"] for x in rest[3:]] == [["libattn", "fa2"], ["libattn", "math"], ["fa2", "math"]]
+    assert all(0 < x["mean"] < x["largest"] < 1e-3 for x in rest[3:])
+    assert "within noise" in capsys.readouterr().out
+    assert train.main(["--draw", str(lines), str(picture)]) == 0 and picture.stat().st_size > 1000
+
+
+def test_training_with_gradients_that_are_wrong(capsys, monkeypatch):
+    """A forward without a fault, and a d_v that is a hundredth too large: losses stay close, and are not within noise."""
+
+    class Slightly(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return 1.01 * gradient
+
+    right = train.libattn_attention
+    monkeypatch.setattr(train, "libattn_attention", lambda q, k, v: right(q, k, Slightly.apply(v)))
+    assert train.main([*QUICK, "--steps", "12"]) == 1
+    assert "WRONG: libattn and fa2 differ" in capsys.readouterr().out
+
+
+def test_training_text():
+    """Half of it says again what stood a distance before; the rest is made of pairs that the chain has."""
+    sizes = train.Sizes(context=256, batch=4, steps=3, tokens=50)
+    text = train.make_text(sizes, "cpu").view(-1, 257)
+    assert torch.equal(text, train.make_text(sizes, "cpu").view(-1, 257)) and text.max() < 50
+    for row in text:
+        again = max((row[n:] == row[:-n]).float().mean() for n in range(64, 128))
+        assert again > 0.4
+    assert len(set(map(tuple, torch.stack([text[:, :-1].flatten(), text[:, 1:].flatten()], 1).tolist()))) < 600
 
 
 # ---- peers on the host ----
