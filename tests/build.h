@@ -41,6 +41,7 @@ typedef struct rig {
     bool probs;           /* allocate probs too */
     bool clean_workspace; /* workspace of zeros instead of NaNs */
     size_t limit;         /* most bytes that rig_make may allocate; 0: 256 MiB */
+    struct load *beside;  /* a GPU's work that is begun right before a run of this (check.h); NULL: none */
     attn_problem full;    /* p with every default filled in; set by rig_make */
     uint64_t random;      /* state of the generator */
     int blocks;

@@ -63,9 +63,9 @@ static void reruns(attn_context *context, attn_dtype dtype) {
         again = first;
         CHECK(rig_make(&first, 36) && rig_make(&again, 36));
         CHECK_OK(rig_run(&first, context));
+        again.beside = beside;
         for (int t = 1; t < times; t++) {
             rig_reset(&again, (unsigned char)t);
-            if (beside) CHECK_OK(load_run(beside));
             CHECK_OK(rig_run(&again, context));
             if (!CHECK_SAY(rig_same(&first, &again), "dim %d, run %d of %d", dim, t, times)) break;
         }
