@@ -7,9 +7,9 @@
     python bench/gradients.py --device cpu --quick  few rows, on the host
 
 Three kinds of inputs: normal, all N(0,1); outliers, to whose q, k and v N(0,100) is added with probability 0.001; and
-outliers-d_o, with the same in d_o. Truth is the textbook's formula in float64 on the inputs as they are rounded, head by head.
-Everybody starts from a forward of their own. The error is RMS of the difference over RMS of the truth: of all heads together, and
-in brackets of the worst row by itself, which may be a key that hardly any row sees.
+outliers-d_o, with the same in d_o. Truth is the textbook's formula in float64 on the inputs as they are rounded, head by
+head. Everybody starts from a forward of their own. The error is RMS of the difference over RMS of the truth: of all heads
+together, and in brackets of the worst row by itself, which may have next to no gradient.
 
 Exit status 1: libattn is above a bar, or not a number. "least": the error of the truth rounded to the dtype.
 """

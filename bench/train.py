@@ -18,8 +18,9 @@ means that it is not, or that nothing was learned.
 The text is made up: a chain of tokens, of which each has few successors, with stretches that repeat what stood a distance
 before, another in each sequence. The former can be learned from the last token, the latter by attention alone.
 
-Times are medians over steps, from the first kernel of a forward to the last of the optimizer, by CUDA events. Peak memory is
-what torch's allocator had given out at most within a step beyond what lay there before it: activations, gradients, workspace.
+Times are medians over steps, from the first kernel of a forward to the last of the optimizer, by CUDA events. Peak memory
+is what torch's allocator had given out at most within a step beyond what lay there before: activations, gradients,
+workspace.
 """
 
 from __future__ import annotations
@@ -253,7 +254,7 @@ def faults(results):
     """What is not as it should be, in words."""
     *ours, noise = differences(results)
     found = [
-        f"{' and '.join(x['between'])} differ by {x['mean']:.2e}, more than {NOISE:g} times the noise of {noise['mean']:.2e}"
+        f"{' and '.join(x['between'])} differ by {x['mean']:.2e}, more than {NOISE:g} times the noise, {noise['mean']:.2e}"
         for x in ours
         if not x["mean"] <= NOISE * noise["mean"]
     ]
@@ -272,7 +273,8 @@ def print_results(results):
     print(f"\n{'losses':20}{'mean gap':>12}{'largest':>12}{'/ noise':>12}")
     noise = differences(results)[-1]["mean"]
     for x in differences(results):
-        print(f"{' - '.join(x['between']):20}{x['mean']:12.2e}{x['largest']:12.2e}{x['mean'] / max(noise, 1e-30):12.2f}")
+        over = x["mean"] / max(noise, 1e-30)
+        print(f"{' - '.join(x['between']):20}{x['mean']:12.2e}{x['largest']:12.2e}{over:12.2f}")
 
 
 def draw(results, title, path):
@@ -317,9 +319,9 @@ def main(argv=None):
     parser.add_argument("--quick", action="store_true", help="a tiny model, few steps: does it work at all?")
     for name in Sizes._fields:
         parser.add_argument(f"--{name}", type=int, help=f"default {getattr(Sizes(), name)}")
-    parser.add_argument("--json", metavar="FILE", help="write lines of JSON there, too: a header, each run, each difference")
+    parser.add_argument("--json", metavar="FILE", help="write a line of JSON for each run and difference there")
     parser.add_argument("--png", metavar="FILE", help="draw the curves; wants matplotlib")
-    parser.add_argument("--draw", nargs=2, metavar=("LINES", "PNG"), help="draw those of a file of --json and do nothing else")
+    parser.add_argument("--draw", nargs=2, metavar=("LINES", "PNG"), help="draw those of a file of --json, no more")
     arguments = parser.parse_args(argv)
     if arguments.draw:
         draw_file(*arguments.draw)
