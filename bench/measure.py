@@ -102,7 +102,7 @@ class Report:
             "libattn": libattn.__version__,
             "commit": commit(),
             **facts,
-            "seconds": arguments.seconds,
+            **({"seconds": arguments.seconds} if hasattr(arguments, "seconds") else {}),
         }
         print(", ".join(f"{key} {value}" for key, value in header.items()))
         self.file = open(arguments.json, "w") if arguments.json else None

@@ -7,8 +7,8 @@
 #   check      attn check against ref, CASES (5000) cases for each of SEEDS ("1 2 3"), and of backward ones alone; as many forward in
 #              bf16 and f16, the dtypes for which a GPU may have kernels besides the portable ones
 #   bars       the accuracy at 4096 x 4096 x 128
-#   tests      the contract's tests (C1, C2, C4, C5) and those of extreme numbers (s01, s09), every array on the GPU
-#   repeat     the same bits 1000 times, beside other work, for REPEAT_CASES (20) cases
+#   tests      the contract's tests (C1, C2, C4, C5) and those of extreme numbers (s01, s02, s09), every array on the GPU
+#   repeat     the same bits 1000 times, beside other work, for REPEAT_CASES (20) cases, and for 16 heads of q to 2 of k
 #   sanitize   compute-sanitizer's four tools over SANITIZE_CASES (200) small cases each; SANITIZER names another program
 #   package    the Python package's tests of CUDA tensors; wants torch and pytest
 #   tune       the ladder of docs/kernels/forward-portable.md, and a tuning file; alone on the GPU; wants TUNE_KERNELS
@@ -16,6 +16,8 @@
 #   hopper     what Hopper's kernels are held to: cuDNN, fp16 beside bf16, more head dims; alone on the GPU; wants torch
 #   masks      FlashMask patterns beside torch's FlexAttention; alone on the GPU; wants torch with Triton
 #   features   what softcap, ALiBi, windows, GQA, varlen, dropout, sinks, pages, bias cost; alone on the GPU; wants torch
+#   gradients  errors of gradients against float64, beside torch's, with outliers; wants torch
+#   train      a small GPT with libattn's attention and with torch's, 200 steps; alone on the GPU; wants torch
 #
 # Without parts, all of them. Parts that only test run beside each other. KERNELS is a folder of ready-made fatbins (make
 # kernels, on any machine with nvcc), for one that has no nvcc; the default is build/kernels if it holds any. TUNE_KERNELS
@@ -23,7 +25,7 @@
 # programs than cmake and python3. The summary comes last; exit 1: something failed or could not be run.
 set -u
 cd "$(dirname "$0")/.."
-all="build check bars tests repeat sanitize package tune peers hopper masks features"
+all="build check bars tests repeat sanitize package tune peers hopper masks features gradients train"
 kernels=${ATTN_CUDA_KERNELS_DIR:-}
 logs=gpu-logs
 while getopts k:o: option; do
@@ -31,7 +33,7 @@ while getopts k:o: option; do
     k) kernels=$OPTARG ;;
     o) logs=$OPTARG ;;
     *)
-        sed -n '2,24s/^# \{0,1\}//p' "$0" >&2
+        sed -n '2,26s/^# \{0,1\}//p' "$0" >&2
         exit 2
         ;;
     esac
@@ -127,11 +129,15 @@ if wants check; then
     done
 fi
 if wants bars; then start bars $attn check --backend cuda --bars; fi
-if wants tests; then start tests env ATTN_TEST_BACKEND=cuda $build/attn-tests c1_ c2_ c4_ c5_ s01_ s09_; fi
+if wants tests; then start tests env ATTN_TEST_BACKEND=cuda $build/attn-tests c1_ c2_ c4_ c5_ s01_ s02_softcap_of s09_; fi
 if wants repeat; then
     start repeat $attn check --backend cuda --cases "${REPEAT_CASES:-20}" --repeat 1000 --seed 5
     start repeat-backward $attn check --backend cuda --op backward --feature gqa,varlen_q,window \
         --cases "${REPEAT_CASES:-20}" --repeat 1000 --seed 6
+    for dtype in bf16 f16; do
+        start "repeat-heads-$dtype" env ATTN_TEST_BACKEND=cuda ATTN_TEST_DTYPE=$dtype ATTN_TEST_REPEAT=1000 \
+            $build/attn-tests c5_reruns
+    done
 fi
 finish
 
@@ -199,6 +205,8 @@ compare peers bench/peers.py
 compare hopper bench/peers.py --hopper
 compare masks bench/masks.py
 compare features bench/features.py
+compare gradients bench/gradients.py
+compare train bench/train.py
 
 echo
 printf '%s\n' "${summary[@]}"

@@ -8,7 +8,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "device.h"
+#include "check.h"
 #include "internal.h"
 #include "numeric.h"
 #include "schedule.h"
@@ -298,7 +298,9 @@ static attn_status call_there(const rig *r, attn_context *context, const attn_pl
     if (works && mirror_own(&m, r, f) && mirror_upload(&m)) {
         attn_buffers there = mirror_buffers(&m, f);
         void *stream = device_stream(m.d, 0);
-        status = plan                     ? attn_run(plan, &there, stream)
+        status = r->beside ? load_run(r->beside) : ATTN_OK; /* last: an upload would wait for it */
+        status = status != ATTN_OK        ? status
+                 : plan                   ? attn_run(plan, &there, stream)
                  : p->op == ATTN_FORWARD  ? attn_forward(context, p, &there, stream)
                  : p->op == ATTN_BACKWARD ? attn_backward(context, p, &there, stream)
                                           : attn_kv_append(context, p, &there, stream);

@@ -41,6 +41,7 @@ typedef struct rig {
     bool probs;           /* allocate probs too */
     bool clean_workspace; /* workspace of zeros instead of NaNs */
     size_t limit;         /* most bytes that rig_make may allocate; 0: 256 MiB */
+    struct load *beside;  /* a GPU's work that is begun right before a run of this (check.h); NULL: none */
     attn_problem full;    /* p with every default filled in; set by rig_make */
     uint64_t random;      /* state of the generator */
     int blocks;
@@ -74,6 +75,7 @@ attn_status rig_call(rig *r, attn_context *context);
  * ATTN_TEST_BACKEND=cuda in the environment: what each_cpu and each_host run goes to the GPU instead, on copies in its memory.
  * ATTN_TEST_BACKEND=copies: the same with the cpu backend, to see that the tests stand it.
  * ATTN_TEST_DTYPE=bf16: each_cpu goes through that dtype alone, where an emulated GPU takes its time.
+ * ATTN_TEST_REPEAT=1000: c5_reruns_* run so often, on a GPU beside other work.
  */
 bool on_host(void);
 struct device *test_device(const attn_context *context); /* its memory, of device.h; NULL: cannot be had */
@@ -129,6 +131,9 @@ void rig_check_close(const rig *a, const rig *b, double tolerance);
 
 /* Calls body for ref and cpu (or ATTN_TEST_BACKEND), in float with a tolerance of 2e-5 and in double with one of 1e-12. */
 void each_host(void (*body)(attn_context *context, attn_dtype dtype, double tolerance));
+
+/* Head dims for which GPUs have kernels of their own; on the host, whose kernels are those of all dims, one of them. 0: past the end. */
+int32_t wide_dim(int index);
 
 /* Calls body for every instruction set (or ATTN_TEST_BACKEND) and every float dtype, on two threads; a failure says which. */
 void each_cpu(void (*body)(attn_context *context, attn_dtype dtype));

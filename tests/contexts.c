@@ -11,6 +11,11 @@
 #include "numeric.h"
 #include "test.h"
 
+int32_t wide_dim(int index) {
+    static const int32_t dims[] = {64, 128, 192, 256, 0}, one[] = {192, 0};
+    return on_host() ? one[index] : dims[index];
+}
+
 attn_context *make_context(attn_backend_id backend, int32_t threads) {
     attn_context *context;
     attn_config config = {.size = sizeof config, .backend = backend, .threads = threads};

@@ -8,6 +8,7 @@
 #include <string.h>
 
 #include "build.h"
+#include "check.h"
 #include "numeric.h"
 #include "schedule.h"
 #include "test.h"
@@ -42,6 +43,38 @@ static void run_is_rerun(attn_context *context, attn_dtype dtype) {
     check_same(context, &decode, context, &decode);
 }
 TEST(c5_run_is_rerun) { each_cpu(run_is_rerun); }
+
+/*
+ * Packed sequences, none of rows or keys among them, groups of eight heads, a window: ATTN_TEST_REPEAT times, beside a load that lets
+ * blocks start in another order each time.
+ */
+static void reruns(attn_context *context, attn_dtype dtype) {
+    const char *wish = getenv("ATTN_TEST_REPEAT");
+    const int times = wish ? atoi(wish) : 2;
+    struct device *d = test_device(context);
+    load *beside = wish && d && device_is_gpu(d) ? load_make(context, d) : NULL;
+    for (int32_t n = 0, dim; (dim = wide_dim(n)) != 0; n++) {
+        rig first = {.p = problem(dtype, 6, 16, 2, 260, 300, dim), .backward = true}, again;
+        first.p.flags = ATTN_VARLEN_Q | ATTN_VARLEN_KV | ATTN_WINDOW;
+        first.p.window_left = 100, first.p.window_right = 3;
+        first.p.total_q = 456, first.p.total_kv = 640;
+        first.f.cu_q = (int32_t[]){0, 0, 130, 131, 391, 400, 456};
+        first.f.cu_kv = (int32_t[]){0, 40, 170, 250, 550, 550, 640};
+        again = first;
+        CHECK(rig_make(&first, 36) && rig_make(&again, 36));
+        CHECK_OK(rig_run(&first, context));
+        again.beside = beside;
+        for (int t = 1; t < times; t++) {
+            rig_reset(&again, (unsigned char)t);
+            CHECK_OK(rig_run(&again, context));
+            if (!CHECK_SAY(rig_same(&first, &again), "dim %d, run %d of %d", dim, t, times)) break;
+        }
+        rig_free(&first);
+        rig_free(&again);
+    }
+    load_free(beside);
+}
+TEST(c5_reruns_of_groups_of_heads_packed_with_a_window) { each_cpu(reruns); }
 
 static void call_is_plan(attn_context *context, attn_dtype dtype) {
     rig a = rich(dtype, 2, 50, 70), b = a;
@@ -327,6 +360,21 @@ static void varlen_is_alone(attn_context *context, attn_dtype dtype) {
 }
 TEST(c5_varlen_is_each_sequence_alone) { each_cpu(varlen_is_alone); }
 
+/* One row against many keys, as in decoding, beside long sequences and empty ones, where GPUs have kernels of their own. */
+static void wide_varlen_is_alone(attn_context *context, attn_dtype dtype) {
+    for (int32_t n = 0, dim; (dim = wide_dim(n)) != 0; n++) {
+        rig r = {.p = problem(dtype, 6, 2, 1, 140, 600, dim), .backward = true};
+        r.p.flags = ATTN_CAUSAL | ATTN_VARLEN_Q | ATTN_VARLEN_KV;
+        r.p.total_q = 225, r.p.total_kv = 1000;
+        r.f.cu_q = (int32_t[]){0, 1, 141, 141, 158, 208, 225};
+        r.f.cu_kv = (int32_t[]){0, 600, 740, 780, 797, 797, 1000};
+        CHECK(rig_make(&r, 37));
+        check_alone(context, &r, ATTN_CAUSAL);
+        rig_free(&r);
+    }
+}
+TEST(c5_varlen_of_large_dims_is_each_sequence_alone) { each_cpu(wide_varlen_is_alone); }
+
 /* Sequences with one row and thousands of keys in a batch whose longest has many rows: splits may not depend on that. */
 static void varlen_decode_is_alone(attn_context *context, attn_dtype dtype) {
     rig r = {.p = problem(dtype, 3, 2, 1, 140, 3000, 16), .backward = true};
@@ -552,6 +600,46 @@ static void causal_prefix(attn_context *context, attn_dtype dtype) {
     rig_free(&whole);
 }
 TEST(c5_causal_prefix) { each_cpu(causal_prefix); }
+
+/* The first `length` rows and keys of `whole`, which has run, by themselves. */
+static void check_prefix(attn_context *context, const rig *whole, int32_t length) {
+    rig prefix = {.p = whole->p};
+    prefix.p.max_q = prefix.p.max_kv = length;
+    CHECK(rig_make(&prefix, 29));
+    rig_copy(&prefix, 0, whole, 0);
+    CHECK_OK(rig_run(&prefix, context));
+    CHECK_SAY(rig_same_rows(&prefix, 0, whole, 0, length), "dim %d, prefix of %d", whole->p.dim_qk, length);
+    rig_free(&prefix);
+}
+
+/* The same where GPUs have kernels of their own. Prefixes of 2 to 16 rows go to another one there: docs/kernels/decode.md. */
+static void wide_causal_prefix(attn_context *context, attn_dtype dtype) {
+    static const int32_t prefixes[] = {17, 63, 64, 65, 128, 130, 255, 2, 9, 16};
+    for (int32_t n = 0, dim; (dim = wide_dim(n)) != 0; n++) {
+        rig whole = {.p = problem(dtype, 1, 2, 1, 290, 290, dim)};
+        whole.p.flags = ATTN_CAUSAL;
+        CHECK(rig_make(&whole, 28));
+        CHECK_OK(rig_run(&whole, context));
+        for (int i = 0; i < (strcmp(attn_context_backend(context), "cuda") == 0 ? 7 : 10); i++)
+            check_prefix(context, &whole, prefixes[i]);
+        rig_free(&whole);
+    }
+}
+TEST(c5_causal_prefix_of_large_dims) { each_cpu(wide_causal_prefix); }
+
+/* One row and one key: o is v, and lse a dot product, which on a GPU one kernel multiplies by other instructions than the next. */
+static void wide_first_row(attn_context *context, attn_dtype dtype) {
+    static const int32_t lengths[] = {17, 64, 200};
+    for (int32_t n = 0, dim; (dim = wide_dim(n / 3)) != 0; n++) {
+        rig whole = {.p = problem(dtype, 1, 4, 2, lengths[n % 3], lengths[n % 3], dim)};
+        whole.p.flags = ATTN_CAUSAL;
+        CHECK(rig_make(&whole, 38));
+        CHECK_OK(rig_run(&whole, context));
+        check_prefix(context, &whole, 1);
+        rig_free(&whole);
+    }
+}
+TEST(c5_first_row_of_large_dims_is_the_row_alone) { each_cpu(wide_first_row); }
 
 /* The last rows of a causal problem by themselves see the same keys: bottom-right alignment. */
 static void causal_suffix(attn_context *context, attn_dtype dtype) {

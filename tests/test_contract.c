@@ -133,6 +133,37 @@ static void keys_of_minus_infinity(attn_context *context, attn_dtype dtype) {
 }
 TEST(c1_keys_of_minus_infinity_give_zero) { each_cpu(keys_of_minus_infinity); }
 
+/*
+ * Where GPUs have kernels of their own: sequences without rows or without keys, rows before the first key, keys after the last row's
+ * window. Zeros are zeros exactly.
+ */
+static void wide_empty_rows_and_keys(attn_context *context, attn_dtype dtype) {
+    for (int32_t n = 0, dim; (dim = wide_dim(n)) != 0; n++) {
+        rig r = {.p = problem(dtype, 4, 4, 2, 150, 170, dim), .backward = true};
+        r.p.flags = ATTN_VARLEN_Q | ATTN_VARLEN_KV | ATTN_CAUSAL | ATTN_WINDOW;
+        r.p.window_left = 20;
+        r.p.total_q = 250, r.p.total_kv = 330;
+        r.f.cu_q = (int32_t[]){0, 0, 70, 220, 250};
+        r.f.cu_kv = (int32_t[]){0, 90, 90, 160, 330};
+        CHECK(rig_make(&r, 15));
+        CHECK_OK(rig_run(&r, context));
+        for (int32_t i = 0; i < 70; i++) check_row_is_empty(&r, 1, i); /* no keys */
+        for (int32_t i = 0; i < 80; i++) check_row_is_empty(&r, 2, i); /* 150 rows, 70 keys */
+        CHECK(isfinite(rig_lse(&r, 2, 80, 3)) && isfinite(rig_lse(&r, 3, 0, 3)));
+        const int32_t unseen[][2] = {{0, 90}, {3, 120}}; /* no rows; 30 rows, of which the first sees keys from 120 on */
+        for (int u = 0; u < 2; u++)
+            for (int32_t j = 0; j < 2 * unseen[u][1]; j++) {
+                CHECK(all_zero(dtype, rig_key(&r, &r.f.d_k, dtype, unseen[u][0], j / 2, j % 2), dim));
+                CHECK(all_zero(dtype, rig_key(&r, &r.f.d_v, dtype, unseen[u][0], j / 2, j % 2), dim));
+            }
+        CHECK(all_finite(dtype, r.f.d_q.data, (int64_t)250 * 4 * dim));
+        CHECK(all_finite(dtype, r.f.d_k.data, (int64_t)330 * 2 * dim));
+        CHECK(all_finite(dtype, r.f.d_v.data, (int64_t)330 * 2 * dim));
+        rig_free(&r);
+    }
+}
+TEST(c1_rows_and_keys_without_partner_of_large_dims_give_zero) { each_cpu(wide_empty_rows_and_keys); }
+
 /* ---- C2: memory that does not count ---- */
 
 /* Makes the rig twice, runs the second one with `poison` applied to its inputs, and compares every output bit. */

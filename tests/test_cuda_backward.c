@@ -308,3 +308,59 @@ TEST(cuda_backward_workspace_is_two_numbers_a_row) {
     CHECK(stub_live() == 0);
     stub_stop();
 }
+
+/* What docs/kernels/backward.md says that the workspace is, part by part. rows, dim, blocks: of the line, 0 rows in two passes. */
+static size_t documented(const attn_problem *p, int64_t rows, int64_t dim, int64_t blocks, bool fits) {
+    const bool packed = p->flags & ATTN_VARLEN_Q;
+    const int64_t all = packed ? p->heads_q * p->total_q : (int64_t)p->batch * p->heads_q * p->max_q;
+    const int64_t tiles = !rows    ? 0
+                          : packed ? p->heads_q * (p->total_q / rows + p->batch + 1)
+                                   : (int64_t)p->heads_q * p->batch * ((p->max_q + rows - 1) / rows);
+    const int64_t turns = rows ? tiles * blocks + 1 + (fits ? 3 * p->batch * p->heads_kv : 0) : 0;
+    const int64_t parts[] = {8 * all, 4 * tiles * rows * dim, 4 * turns};
+    size_t sum = 0;
+    for (int n = 0; n < 3; n++) sum += (size_t)(parts[n] + 63) / 64 * 64;
+    return sum;
+}
+
+/*
+ * The formula, on Hopper and elsewhere, and the bound: d_q in float and two floats for each row, where dims are a line's and rows are
+ * whole tiles; to that come 4 or 8 bytes for 64 rows (a thousandth), and a few for each sequence. ATTN_UNORDERED changes nothing.
+ */
+TEST(cuda_backward_workspace_is_d_q_in_float_and_two_numbers_a_row) {
+    static const struct {
+        int32_t arch;
+        attn_dtype dtype;
+        int32_t dim, rows, blocks; /* of the line that serves dim */
+    } lines[] = {
+        {90, ATTN_BF16, 64, 128, 1}, {90, ATTN_BF16, 128, 64, 1}, {90, ATTN_BF16, 192, 64, 1}, {90, ATTN_BF16, 256, 64, 2},
+        {90, ATTN_F16, 64, 64, 1},   {90, ATTN_F16, 128, 64, 2},  {90, ATTN_F16, 192, 64, 1},  {90, ATTN_F16, 256, 64, 2},
+        {80, ATTN_BF16, 128, 64, 1}, {80, ATTN_BF16, 64, 0, 0},   {80, ATTN_BF16, 96, 0, 0},   {80, ATTN_BF16, 256, 0, 0},
+        {80, ATTN_F16, 128, 0, 0},   {80, ATTN_F32, 128, 0, 0},
+    };
+    for (size_t n = 0; n < sizeof lines / sizeof lines[0]; n++) {
+        const int32_t dim = lines[n].dim, rows = lines[n].rows;
+        const bool fits = lines[n].arch == 90 && lines[n].dtype == ATTN_F16;
+        stub_start();
+        stub.arch[0] = lines[n].arch;
+        stub.shared_bytes[0] = lines[n].arch == 90 ? 232448 : 166912;
+        attn_context *context = cuda_context();
+        for (int way = 0; way < 8; way++) {
+            attn_problem p = problem(lines[n].dtype, 3, 16, 2, way & 1 ? 1024 : 700, 2000, way & 2 ? dim - 8 : dim);
+            p.op = ATTN_BACKWARD;
+            p.flags = way & 4 ? ATTN_VARLEN_Q : 0;
+            if (way & 4) p.total_q = 1500;
+            const size_t have = workspace_of(context, p), want = documented(&p, rows, dim, lines[n].blocks, fits);
+            test_context("sm_%d, %s, dim %d, way %d", lines[n].arch, attn_dtype_name(lines[n].dtype), dim, way);
+            CHECK_SAY(have == want, "%zu bytes, and not %zu", have, want);
+            p.flags |= ATTN_UNORDERED;
+            CHECK(workspace_of(context, p) == want);
+            const size_t all = (size_t)3 * 16 * 1024, bound = all * (4 * (size_t)dim + 8);
+            if (way == 1) CHECK_SAY(have <= bound + all / 8 + 3 * 2 * 12 + 192, "%zu bytes, bound %zu", have, bound);
+        }
+        attn_context_destroy(context);
+        CHECK(stub_live() == 0);
+        stub_stop();
+    }
+    test_context(NULL);
+}

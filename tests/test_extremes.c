@@ -270,3 +270,60 @@ static void alignment(attn_context *context, attn_dtype dtype) {
     }
 }
 TEST(c5_alignment_does_not_matter) { each_cpu(alignment); }
+
+/*
+ * One row of d_o for all rows, heads and sequences, by strides of zero, as the gradient of a sum has it; against the same numbers
+ * written out. Other kernels may have to serve it on a GPU, so there it is close.
+ */
+static void flat_gradient(attn_context *context, attn_dtype dtype) {
+    enum { B = 2, H = 4, S = 130 };
+    for (int32_t n = 0, dim; (dim = wide_dim(n)) != 0; n++) {
+        const size_t row = (size_t)dim * attn_dtype_size(dtype);
+        rig dense = {.p = problem(dtype, B, H, 2, S, S, dim), .backward = true}, flat = dense;
+        CHECK(rig_make(&dense, 12) && rig_make(&flat, 12));
+        for (int32_t x = 0; x < dim; x++) { /* small, so that sums are around 1, for which the tolerance is */
+            const double small = attn__load(dtype, dense.f.d_o.data, x) / 8;
+            attn__store(dtype, dense.f.d_o.data, x, small);
+            attn__store(dtype, flat.f.d_o.data, x, small);
+        }
+        for (size_t i = 1; i < (size_t)B * H * S; i++) memcpy((char *)dense.f.d_o.data + i * row, dense.f.d_o.data, row);
+        CHECK_OK(rig_run(&dense, context));
+        CHECK_OK(rig_run_op(&flat, context, ATTN_FORWARD, rig_forward_buffers(&flat)));
+        attn_buffers f = rig_backward_buffers(&flat);
+        memset(f.d_o.stride, 0, sizeof f.d_o.stride);
+        CHECK_OK(rig_run_op(&flat, context, ATTN_BACKWARD, f));
+        if (on_host())
+            CHECK_SAY(rig_same(&dense, &flat), "dim %d", dim);
+        else
+            rig_check_close(&dense, &flat, 2 * rounding_of(dtype));
+        rig_free(&dense);
+        rig_free(&flat);
+    }
+}
+TEST(s09_gradient_with_zero_strides) { each_cpu(flat_gradient); }
+
+/*
+ * Scores of +-2048 and more under a softcap of 30 are +-30, to the last bit, and do not change with q or k: their gradients are zero,
+ * or what is left of 1 - tanh^2 in float. V's are those of equal weights for half of the keys.
+ */
+static void softcap_of_huge_scores(attn_context *context, attn_dtype dtype) {
+    enum { SQ = 100, SK = 150 };
+    for (int32_t n = 0, dim; (dim = wide_dim(n)) != 0; n++) {
+        rig r = {.p = problem(dtype, 1, 2, 2, SQ, SK, dim), .backward = true};
+        r.p.softcap = 30;
+        rig expected = r;
+        CHECK(rig_make(&r, 13) && rig_make(&expected, 13));
+        for (int64_t x = 0; x < (int64_t)2 * SQ * dim; x++) attn__store(dtype, r.f.q.data, x, x / dim % 3 ? 256 : -256);
+        for (int64_t x = 0; x < (int64_t)2 * SK * dim; x++) attn__store(dtype, r.f.k.data, x, x / dim % 5 ? 1 : -1);
+        memcpy(expected.f.q.data, r.f.q.data, (size_t)2 * SQ * (size_t)dim * attn_dtype_size(dtype));
+        memcpy(expected.f.k.data, r.f.k.data, (size_t)2 * SK * (size_t)dim * attn_dtype_size(dtype));
+        attn_context *ref = make_context(ATTN_BACKEND_REF, 1);
+        CHECK_OK(rig_run(&expected, ref));
+        CHECK_OK(rig_run(&r, context));
+        rig_check_close(&r, &expected, 2 * rounding_of(dtype));
+        attn_context_destroy(ref);
+        rig_free(&expected);
+        rig_free(&r);
+    }
+}
+TEST(s02_softcap_of_huge_scores) { each_cpu(softcap_of_huge_scores); }

@@ -140,6 +140,7 @@ typedef struct check_case {
     sequence seq[CASE_BATCH];
     bool strict;       /* keys and rows that the mask hides altogether are NaN too */
     bool one_shot;     /* attn_forward instead of a plan */
+    bool wide;         /* a dim is to be in 129 to 256 */
     double q_size;     /* standard deviation of q */
     int64_t rows_q;    /* rows of q: total_q, or batch * max_q */
     int64_t rows_kv;   /* rows of k without pages: total_kv, or slots * max_kv */

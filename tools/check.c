@@ -99,6 +99,7 @@ static attn_status run_mirrored(check_case *c, attn_context *context, const cont
         given.workspace = s->data;
         there = mirror_buffers(&m, &given);
         there.workspace_size = s->bytes;
+        if (j->load) refuse(v, "load", load_run(j->load)); /* last: an upload would wait for it */
         status = plan                             ? attn_run(plan, &there, stream)
                  : c->problem.op == ATTN_FORWARD  ? attn_forward(context, &c->given, &there, stream)
                  : c->problem.op == ATTN_BACKWARD ? attn_backward(context, &c->given, &there, stream)
@@ -139,8 +140,7 @@ static void run_again(check_case *c, const contexts *j, int32_t times, verdict *
     }
     for (int32_t time = 0; time < times && !v->failed; time++) {
         case_restore(c);
-        if (j->load) refuse(v, "load", load_run(j->load));
-        if (!v->failed) refuse(v, attn_context_backend(j->other), run(c, j->other, j, v));
+        refuse(v, attn_context_backend(j->other), run(c, j->other, j, v));
         for (int n = 0; n < c->block_count; n++)
             if (memcmp(c->blocks[n].begin, first[n], c->blocks[n].bytes) != 0)
                 verdict_fail(v, "%s: other bits in run %d, with %d threads after %d", c->blocks[n].name, time + 2,

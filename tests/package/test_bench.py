@@ -13,11 +13,13 @@ from test_masks import masked_rows
 
 sys.path.insert(0, str(ROOT / "bench"))
 import features  # noqa: E402
+import gradients  # noqa: E402
 import masks  # noqa: E402
 import measure  # noqa: E402
 import peers  # noqa: E402
 import peers_cpu  # noqa: E402
 import plots_cpu  # noqa: E402
+import train  # noqa: E402
 
 QUICK = ["--device", "cpu", "--quick"]
 
@@ -168,6 +170,96 @@ def test_verdicts(capsys):
     assert lines[-1] == "grid / best peer: mean 0.500, least 0.250 d128-causal-s512 MISSED (want 1.00, 0.95), 2 cases"
     assert lines[-3].startswith("fp16 / bf16: mean 0.985, least 0.970 d128-causal-s512 MISSED")
     assert lines[-4] == "d96, d192 / cuDNN: mean 1.010, least 1.010 d96-causal-s512 met (want 1.00, 1.00), 1 cases"
+
+
+# ---- gradients ----
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_exact_gradients(causal):
+    q, k, v = (torch.randn(1, 40, 2, 16, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    d_o = torch.randn(1, 40, 2, 16, dtype=torch.float64)
+    o = torch.nn.functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=causal)
+    o.transpose(1, 2).backward(d_o)
+    for found, x in zip(gradients.exact(q.detach(), k.detach(), v.detach(), d_o, causal), (q, k, v)):
+        torch.testing.assert_close(found, x.grad)
+
+
+def test_gradients(capsys, monkeypatch, tmp_path):
+    lines = tmp_path / "gradients.jsonl"
+    small = [*QUICK, "--rows", "96", "--heads", "1", "--dim", "32"]
+    assert gradients.main([*small, "--json", str(lines)]) == 0
+    _, *results = map(json.loads, lines.read_text().splitlines())
+    assert {(r["dtype"], r["inputs"]) for r in results} == {
+        (dtype, kind) for dtype in ("bfloat16", "float16") for kind in gradients.KINDS
+    }
+    assert {r["name"] for r in results} == {"libattn", "fa2", "math", "least"}
+    for r in results:
+        assert r["name"] != "least" or all(1e-4 < rms < 3e-3 for rms, _ in r["error"].values())
+    assert "every bar is met" in capsys.readouterr().out
+
+    def off(*words):
+        run, kernel = right(*words)
+        return lambda: tuple(x * y for x, y in zip(run(), (1, 1.01, 1))), kernel
+
+    right = gradients.libattn_backward_run
+    monkeypatch.setattr(gradients, "libattn_backward_run", off)
+    assert gradients.main(small) == 1
+    out = capsys.readouterr().out
+    assert "MISSED: bfloat16 normal d_k" in out and "MISSED: float16 normal d_k" in out and "normal d_q 1" not in out
+
+
+def test_outliers():
+    plain, some, more = (gradients.make_inputs(kind, 512, 2, 64, torch.float32, "cpu") for kind in gradients.KINDS)
+    for n, (x, y, z) in enumerate(zip(plain, some, more)):
+        changed = (x != z).float().mean().item()
+        assert 5e-4 < changed < 2e-3 and (z - x)[x != z].std().item() == pytest.approx(10, rel=0.3)
+        assert torch.equal(y, x if n == 3 else z)
+
+
+# ---- training ----
+
+
+def test_training(capsys, tmp_path):
+    lines, picture = tmp_path / "train.jsonl", tmp_path / "train.png"
+    assert train.main([*QUICK, "--json", str(lines)]) == 0
+    header, *rest = map(json.loads, lines.read_text().splitlines())
+    assert header["device"] == "cpu" and header["steps"] == 40 and len(rest) == 6
+    assert [r["name"] for r in rest[:3]] == ["libattn", "fa2", "math"]
+    assert all(len(r["losses"]) == 40 and r["ms"] > 0 for r in rest[:3])
+    assert [x["between"] for x in rest[3:]] == [["libattn", "fa2"], ["libattn", "math"], ["fa2", "math"]]
+    assert all(0 < x["mean"] < x["largest"] < 1e-3 for x in rest[3:])
+    assert "within noise" in capsys.readouterr().out
+    assert train.main(["--draw", str(lines), str(picture)]) == 0 and picture.stat().st_size > 1000
+
+
+def test_training_with_gradients_that_are_wrong(capsys, monkeypatch):
+    """A forward without a fault, and a d_v that is a hundredth too large: losses stay close, and are not within noise."""
+
+    class Slightly(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return 1.01 * gradient
+
+    right = train.libattn_attention
+    monkeypatch.setattr(train, "libattn_attention", lambda q, k, v: right(q, k, Slightly.apply(v)))
+    assert train.main([*QUICK, "--steps", "12"]) == 1
+    assert "WRONG: libattn and fa2 differ" in capsys.readouterr().out
+
+
+def test_training_text():
+    """Half of it says again what stood a distance before; the rest is made of pairs that the chain has."""
+    sizes = train.Sizes(context=256, batch=4, steps=3, tokens=50)
+    text = train.make_text(sizes, "cpu").view(-1, 257)
+    assert torch.equal(text, train.make_text(sizes, "cpu").view(-1, 257)) and text.max() < 50
+    for row in text:
+        again = max((row[n:] == row[:-n]).float().mean() for n in range(64, 128))
+        assert again > 0.4
+    assert len(set(map(tuple, torch.stack([text[:, :-1].flatten(), text[:, 1:].flatten()], 1).tolist()))) < 600
 
 
 # ---- peers on the host ----
