@@ -120,8 +120,7 @@ bool npz_read(const npz *f, const char *name, const char *dtype, int dims, const
     }
     snprintf(want + used, sizeof want - (size_t)used, ")");
     if (header <= strlen(want) || memcmp(p + start, want, strlen(want)) != 0)
-        return fail("%s: %s is not of the shape %s or dtype %s: its header is %.*s", f->path, name, want + begin - 1, dtype,
-                    (int)(header < 100 ? header : 100), (const char *)p + start);
+        return fail("%s: %s is not of the shape %s, dtype %s and C order", f->path, name, want + begin - 1, dtype);
     if (bytes - start - header != count * 4) return fail("%s: %s has not as many elements as it says", f->path, name);
     memcpy(to, p + start + header, count * 4);
     return true;

@@ -14,7 +14,7 @@ import model  # noqa: E402
 PROGRAM = pathlib.Path(ATTN).parent / "example-generate"
 SMALL = {"vocab": 61, "width": 24, "layers": 2, "heads": 6, "heads_kv": 2, "dim": 10, "mlp": 37}
 PROMPTS = [[5], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13], list(range(50, 0, -1)), [7, 7, 7]]
-COUNT = 24
+COUNT = 16
 
 
 def generate(*options, prompts=PROMPTS):
@@ -25,7 +25,7 @@ def generate(*options, prompts=PROMPTS):
 @pytest.fixture(scope="module", params=["small", "larger"])
 def weights(request, tmp_path_factory):
     path = tmp_path_factory.mktemp("model") / f"{request.param}.npz"
-    model.make(path, SMALL if request.param == "small" else model.SIZES, seed=4)
+    model.make(path, SMALL if request.param == "small" else model.SIZES, seed=3)
     return path
 
 
@@ -58,7 +58,7 @@ def test_bad_files(tmp_path):
     random = np.random.default_rng(2)
     end = whole.rindex(b"PK\x05\x06")
     directory = int.from_bytes(whole[end + 16 : end + 20], "little")
-    for n in range(60):  # in the directory, and in the beginning of a member
+    for n in range(40):  # in the directory, and in the beginning of a member
         changed = bytearray(whole)
         for _ in range(3):
             at = random.integers(directory, len(whole)) if n % 2 else random.integers(0, 200)
@@ -75,10 +75,10 @@ def test_other_arrays(tmp_path):
     np.savez_compressed(path, **arrays)
     assert "shape is compressed; use numpy.savez" in generate("--model", path).stderr
     for name, array, words in (
-        ("layer1.up", arrays["layer1.up"].T, "layer1.up is not of the shape (37, 24) or dtype <f4"),
-        ("layer0.q", arrays["layer0.q"].astype(np.float64), "layer0.q is not of the shape (60, 24) or dtype <f4"),
-        ("norm", np.ones((1, 24), np.float32), "norm is not of the shape (24,)"),
-        ("shape", arrays["shape"] * [1, 1, 1, 1, 2, 1, 1], "shape is not of the shape (7,) or dtype <i4"),
+        ("layer1.up", arrays["layer1.up"].T, "layer1.up is not of the shape (37, 24), dtype <f4"),
+        ("layer0.q", arrays["layer0.q"].astype(np.float64), "layer0.q is not of the shape (60, 24), dtype <f4"),
+        ("norm", np.ones((1, 24), np.float32), "norm is not of the shape (24,),"),
+        ("shape", arrays["shape"] * [1, 1, 1, 1, 2, 1, 1], "shape is not of the shape (7,), dtype <i4"),
         ("shape", np.array([61, 24, 2, 6, 4, 10, 37], np.int32), "heads-kv=4: want a divisor of heads=6"),
         ("shape", np.array([61, 24, -2, 6, 2, 10, 37], np.int32), "layers=-2: want 1 to"),
     ):
