@@ -4,9 +4,11 @@
     libattn.transformers.register()
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="libattn")
 
-A mask is one number per key instead of a square: FlashMask rows (see libattn.flashmask_attention), which carry padding and
-the sliding window; the causal rule applies besides. Only other patterns (packed sequences, chunks, static caches, masks of
-the user's own) take transformers' square mask, added to the scores.
+A mask is None where no token is padding, and two numbers per sequence, where its keys begin and end, where the padding is on the
+left or the cache is a static one, which is longer than what it holds: both take the kernels for decoding. Any other padding, and a
+sliding window, is one number per key: FlashMask rows (see libattn.flashmask_attention). The causal rule applies besides. Only
+other patterns (packed sequences, chunks, windows in a static cache, masks of the user's own) take transformers' square mask,
+added to the scores.
 """
 
 from __future__ import annotations
@@ -18,8 +20,23 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
-from . import _torch
+from . import _quick, _torch
 from ._core import Options
+
+
+def _look_at(present: Tensor, used) -> Tuple[bool, bool]:
+    """Whether there is no padding among the keys that count, and whether there is none but on the left. Waits for the device."""
+    enough = torch.as_tensor(used, device=present.device) <= present.shape[1]
+    rises = (present[:, 1:] >= present[:, :-1]).all() & present[:, -1].all() & enough
+    return tuple(torch.stack([rises & present[:, 0].all(), rises]).tolist())
+
+
+def _ends(leftpad, used, batch_size: int, device) -> Tensor:
+    """Where the keys of each sequence begin and end: (1, 2, 1, batch) int32. Masks that are ready have four dims in transformers,
+    and FlashMask rows have 1 where these have 2."""
+    ends = torch.empty((1, 2, 1, batch_size), dtype=torch.int32, device=device)
+    ends[0, 0], ends[0, 1] = leftpad, used
+    return ends
 
 
 def attention_mask(
@@ -35,12 +52,25 @@ def attention_mask(
     device="cpu",
     **rest,
 ) -> Optional[Tensor]:
-    """The mask of one kind of layer: None (causal), FlashMask rows (batch, 1, kv_length, 1) int32, or a square of bool.
+    """The mask of one kind of layer: None (causal), ends (see _ends), FlashMask rows (batch, 1, kv_length, 1) int32, or a
+    square of bool.
 
-    allow_is_causal_skip says that the pattern is causal, or causal with a window of local_size, and nothing else. The
-    causal rule looks from the last key back, so it holds only where the last query stands at the last key.
+    allow_is_causal_skip says that the pattern is causal, or causal with a window of local_size, and nothing else; with a static
+    cache it is not said. The causal rule looks from the last key back, so it holds only where the last query stands at the last
+    key that counts.
     """
-    aligned = isinstance(q_offset, int) and q_offset + q_length == kv_offset + kv_length
+    used = q_offset + q_length - kv_offset  # a tensor, with a static cache
+    aligned = isinstance(used, int) and used == kv_length
+    present = None if attention_mask is None else attention_mask[:, kv_offset : kv_offset + kv_length].bool()
+    if mask_function is causal_mask_function and local_size is None:
+        if present is None:
+            return None if aligned else _ends(0, used, batch_size, device)
+        if present.numel() and not torch.compiler.is_compiling():
+            complete, left = _look_at(present, used)
+            if complete and aligned:
+                return None
+            if left:
+                return _ends(present.shape[1] - present.sum(1), used, batch_size, device)
     if not (allow_is_causal_skip and aligned):
         return sdpa_mask(
             batch_size,
@@ -56,14 +86,13 @@ def attention_mask(
             **rest,
         )
     windowed = local_size is not None and kv_length > local_size
-    if attention_mask is None and not windowed:
+    if present is None and not windowed:
         return None
     rows = torch.full((batch_size, kv_length), q_length, dtype=torch.int32, device=device)
     if windowed:  # key j is seen last by the row that is local_size - 1 behind it
         behind = torch.arange(kv_length, dtype=torch.int32, device=device) + (local_size - kv_length + q_length)
         rows = torch.minimum(rows, behind.clamp(min=0))
-    if attention_mask is not None:
-        present = attention_mask[:, kv_offset : kv_offset + kv_length].bool()
+    if present is not None:
         short = kv_length - present.shape[1]  # a mask may stop before the tokens that are being generated
         present = torch.nn.functional.pad(present, (0, short)) if short > 0 else present
         rows = rows * present
@@ -97,6 +126,8 @@ def attention_forward(
     if attention_mask is None:
         window = sliding_window - 1 if causal and sliding_window is not None else -1
         options = options._replace(causal=causal, window_left=window)
+    elif attention_mask.dtype == torch.int32 and attention_mask.shape[1] == 2:
+        options = options._replace(causal=True, leftpad=attention_mask[0, 0, 0], used_kv=attention_mask[0, 1, 0])
     elif attention_mask.dtype == torch.int32:
         options = options._replace(causal=True, flashmask=attention_mask)
     else:
@@ -104,8 +135,9 @@ def attention_forward(
         options = options._replace(bias=mask if position_bias is None else mask + position_bias)
     if dropout > 0:
         options = options._replace(seed=_torch.new_seed(query))
-    out, _, _ = _torch.attention(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), options)
-    return out, None
+    query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    out = _quick.forward(query, key, value, options)
+    return (_torch.attention(query, key, value, options)[0] if out is None else out), None
 
 
 def register(name: str = "libattn") -> None:

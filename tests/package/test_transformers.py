@@ -115,17 +115,65 @@ def test_training_step(models, batch):
             torch.testing.assert_close(grads[1][name], wanted, rtol=1e-3, atol=1e-5 + 1e-4 * wanted.abs().max().item())
 
 
-def test_masks_are_one_number_per_key(models, batch, monkeypatch):
-    """No square is made for a padded batch."""
+@pytest.fixture
+def seen(monkeypatch):
+    """The options of each call of attention; a square mask fails."""
     seen = []
     monkeypatch.setattr(libattn.transformers, "sdpa_mask", lambda *args, **kwargs: pytest.fail("a square mask"))
-    forward = libattn.transformers._torch.attention
+    forward = libattn.transformers._quick.forward
     monkeypatch.setattr(
-        libattn.transformers._torch, "attention", lambda q, k, v, options: seen.append(options) or forward(q, k, v, options)
+        libattn.transformers._quick, "forward", lambda q, k, v, options: seen.append(options) or forward(q, k, v, options)
     )
+    return seen
+
+
+def kind(options):
+    assert options.bias is None and options.causal
+    if options.flashmask is not None:
+        return "rows"
+    return "causal" if options.used_kv is None else "ends"
+
+
+def test_masks_are_one_number_per_key(models, batch, seen):
+    """No square is made for a padded batch: ends where the padding is on the left and there is no window, otherwise rows."""
+    windows = {"llama": 0, "mistral": 2}.get(models[1].config.model_type, 1)  # layers that have one
     with torch.no_grad():
         models[1].eval()(**batch)
-    assert len(seen) == 2 and all(options.flashmask.shape == (3, 1, 20, 1) and options.bias is None for options in seen)
+        assert sorted(map(kind, seen)) == ["ends"] * (2 - windows) + ["rows"] * windows
+        seen.clear()
+        models[1](input_ids=batch["input_ids"].flip(1), attention_mask=batch["attention_mask"].flip(1))
+        assert list(map(kind, seen)) == ["rows"] * 2
+        seen.clear()
+        models[1](input_ids=batch["input_ids"], attention_mask=torch.ones_like(batch["input_ids"]))
+        assert sorted(map(kind, seen)) == ["causal"] * (2 - windows) + ["rows"] * windows
+
+
+@pytest.mark.parametrize("padded", [True, False])
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_generation_takes_the_kernels_for_decoding(batch, cache, padded, seen):
+    """Which take used lengths and padding on the left, but neither FlashMask nor a bias; and nothing is copied for them."""
+    model = transformers.AutoModelForCausalLM.from_config(CONFIGS["llama"], attn_implementation="libattn").eval()
+    mask = batch["attention_mask"] if padded else torch.ones_like(batch["input_ids"])
+    options = {"max_new_tokens": 5, "do_sample": False, "disable_compile": True, "cache_implementation": cache}
+    model.generate(input_ids=batch["input_ids"], attention_mask=mask, **options)
+    assert len(seen) == 10 and set(map(kind, seen)) == {"ends" if padded or cache == "static" else "causal"}
+    tables = [table for options in seen for table in (options.used_kv, options.leftpad) if table is not None]
+    assert all(table.is_contiguous() and table.dtype == torch.int32 for table in tables)
+
+
+def test_mask_that_stops_early_or_goes_on():
+    """A static cache of 9, of which 6 count; eager's mask says what is to be seen."""
+    from transformers.masking_utils import sdpa_mask
+
+    for columns in ([1] * 6, [0, 0, 1, 1, 1, 1], [0, 1, 1, 1, 1, 1, 1, 1, 1], [1] * 5, [1, 0, 1, 1, 1, 1], [1] * 6 + [0] * 3):
+        for q_offset in (5, torch.tensor(5)):
+            given = torch.tensor([columns], dtype=torch.bool)
+            made = libattn.transformers.attention_mask(1, 1, 9, q_offset, attention_mask=given)
+            wanted = sdpa_mask(1, 1, 9, q_offset, attention_mask=given, allow_is_causal_skip=False)
+            if made.dtype == torch.int32:
+                begin, end = made.flatten().tolist()
+                made = (torch.arange(9) >= begin) & (torch.arange(9) < end)
+            assert torch.equal(made.flatten(), wanted.flatten()), columns
 
 
 def test_dropout_in_training():
