@@ -34,8 +34,7 @@ _NUMBERS = slice(Options._fields.index("max_q"), None)
 
 def _is_plain(*tensors) -> bool:
     return (
-        not torch.compiler.is_compiling()
-        and not torch.jit.is_tracing()
+        not torch.jit.is_tracing()
         and torch._C._len_torch_dispatch_stack() == 0
         and torch._C._functorch.peek_interpreter_stack() is None
         and all(type(x) is torch.Tensor for x in tensors)
@@ -63,6 +62,8 @@ def _make(q, k, v, options: Options, tables: tuple) -> Optional[Ready]:
 
 def forward(q, k, v, options: Options):
     """o of attention; None where this is not the way."""
+    if torch.compiler.is_compiling():  # first of all: the rest is not for its eyes
+        return None
     tables = tuple(name for name in _TABLES if getattr(options, name) is not None)
     given = [getattr(options, name) for name in tables]
     arrays = sum(x is not None for x in options[_ARRAYS])

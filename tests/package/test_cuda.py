@@ -410,6 +410,27 @@ def test_graph_with_lengths_that_change():
         assert (lse == -torch.inf).all(-1).all(-1).tolist() == [n == 0 for n in values]
 
 
+def test_without_the_dispatcher():
+    """libattn._quick: the operator's bits, also from a graph, and with padding on the left."""
+    from libattn import _quick, _torch
+    from libattn._core import Options
+
+    k, v = torch.randn(2, 3, 2000, 2, 64, device=GPU, dtype=torch.bfloat16).transpose(2, 3).contiguous().transpose(2, 3)
+    q = torch.randn(3, 1, 8, 64, device=GPU, dtype=torch.bfloat16)
+    lengths, begins = ints(2000, 700, 5).to(GPU), ints(0, 300, 4).to(GPU)
+    options = Options(causal=True, used_kv=lengths, leftpad=begins)
+    assert torch.equal(_quick.forward(q, k, v, options), _torch.attention(q, k, v, options)[0])
+    assert torch.equal(_quick.forward(q, k, v, Options()), _torch.attention(q, k, v, Options())[0])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = _quick.forward(q, k, v, options)
+    for values in ((2000, 700, 5), (100, 301, 2000)):
+        lengths.copy_(ints(*values))
+        q.normal_()
+        graph.replay()
+        assert torch.equal(out, _torch.attention(q, k, v, options)[0]), values
+
+
 def test_graph_with_append_and_packed_rows():
     q, new = torch.randn(8, 4, 64, device=GPU), torch.randn(2, 8, 4, 64, device=GPU)
     caches, used, cu = torch.zeros(2, 2, 64, 4, 64, device=GPU), ints(0, 9).to(GPU), ints(0, 3, 8).to(GPU)

@@ -100,6 +100,26 @@ def test_greedy_tokens(models, batch, cache):
     assert len(set(ours[:, 20:].flatten().tolist())) > 4  # the models have more than one thing to say
 
 
+@pytest.mark.parametrize("padded", [True, False])
+def test_compiled_decoding(batch, padded):
+    """What transformers compiles on a GPU: a step of decoding into a static cache, in one graph, with a mask made outside."""
+    tokens, steps = [], []
+    for implementation in ("eager", "libattn"):
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(CONFIGS["llama"], attn_implementation=implementation).eval()
+        mask = batch["attention_mask"] if padded else torch.ones_like(batch["input_ids"])
+        options = {"max_new_tokens": 12, "do_sample": False, "cache_implementation": "static"}
+        if implementation == "libattn":
+            compiled = torch.compile(model.forward, fullgraph=True, backend="aot_eager")
+            step = lambda *args, compiled=compiled, **rest: steps.append(1) or compiled(*args, **rest)  # noqa: E731
+            model.get_compiled_call = lambda config, step=step: step
+            model._valid_auto_compile_criteria = lambda *args: True
+        else:
+            options["disable_compile"] = True
+        tokens.append(model.generate(input_ids=batch["input_ids"], attention_mask=mask, **options))
+    assert torch.equal(*tokens) and len(steps) == 11
+
+
 def test_training_step(models, batch):
     """Gradients of the loss by every parameter, sinks included."""
     seen = batch["attention_mask"].bool()
