@@ -37,7 +37,7 @@ def _is_plain(*tensors) -> bool:
         not torch.jit.is_tracing()
         and torch._C._len_torch_dispatch_stack() == 0
         and torch._C._functorch.peek_interpreter_stack() is None
-        and all(type(x) is torch.Tensor for x in tensors)
+        and all(type(x) in (torch.Tensor, torch.nn.Parameter) for x in tensors)
         and not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors))
         and not torch.is_autocast_enabled(tensors[0].device.type)
     )

@@ -158,6 +158,17 @@ def test_kvcache(rows, paged, dtype):
     assert all(torch.equal(a.cpu(), b) for a, b in zip(others, caches))  # what is appended is the same bits
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_shared_prefix(dtype):
+    from test_kvcache import with_shared_prefix
+
+    prefix, own = normal(2, 3000, 2, 64, dtype=dtype), normal(2, 21, 600, 2, 64, dtype=dtype)
+    q, used = normal(21, 8, 64, dtype=dtype), ints(*(29 * n % 600 for n in range(21)))
+    found = compare(with_shared_prefix, q, prefix, own, used, dtype=dtype)
+    alone = with_shared_prefix(*map(to_gpu, (q[20:], prefix, own[:, 20:], used[20:])))
+    assert torch.equal(found[20:], alone)
+
+
 def test_flashmask_and_sdpa():
     q, k, v = normal(2, 60, 4, 32), normal(2, 60, 2, 32), normal(2, 60, 2, 32)
     for vectors, causal in ((1, True), (2, True), (2, False), (4, False)):
