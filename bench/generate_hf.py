@@ -1,24 +1,26 @@
 #!/usr/bin/env python3
 """Generation by a Llama of Hugging Face transformers with random weights: libattn beside sdpa and eager.
 
-    python bench/generate_hf.py                      tokens in float32, then time per token in bf16 (cpu: float32), 8k of context
-    python bench/generate_hf.py --model 8b           a larger model (1b without it); --context, --new say the lengths
-    python bench/generate_hf.py --cases static       only cases whose names have one of the words
-    python bench/generate_hf.py --device cpu --quick does it work at all?
+    python bench/generate_hf.py                       tokens in float32, then time per token in bf16 at 8k of context
+    python bench/generate_hf.py --model 8b            a larger model (1b without it); --context, --new say the lengths
+    python bench/generate_hf.py --cases static        only cases whose names have one of the words
+    python bench/generate_hf.py --device cpu --quick  does it work at all? In float32
 
-First a small model generates in float32 with eager attention and with libattn, from prompts with and without padding on the left,
-into a cache that grows and into a static one: the tokens must be the same, and how far apart the two largest logits of eager were
-at least is printed. Exit status 1 means that they are not.
+First a small model generates in float32 with eager attention and with libattn, from prompts with and without padding on the
+left, into a cache that grows and into a static one: the tokens must be the same, and how far apart the two largest logits
+of eager were at least is printed. Exit status 1 means that they are not.
 
-Then model.generate is timed as it is: from one token's arrival at a streamer to the next one's, the first one apart (which is the
-prefill's). The implementations take turns, with the same weights; of all tokens of an implementation the median counts. With --compile
-there are static caches with transformers' compiled decode, too. How many calls of attention went which way is counted.
+Then model.generate is timed as it is: from one token's arrival to the next one's, the first one apart (which is the
+prefill's). The implementations take turns, with the same weights; of all tokens of an implementation the median counts.
+With --compile there are static caches with transformers' compiled decode, too. How many calls of attention went
+which way is counted.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import importlib
 import statistics
 import sys
 import time
@@ -27,12 +29,12 @@ import torch
 import transformers
 from measure import Report, add_common_arguments, finish_arguments, libattn, turns
 
-import libattn.transformers  # which measure has found
+importlib.import_module("libattn.transformers")  # of the libattn that measure has found
 
-SIZES = {
-    "tiny": {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "heads": 4, "heads_kv": 2, "vocab": 97},
-    "1b": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "heads": 32, "heads_kv": 8, "vocab": 32000},
-    "8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "heads": 32, "heads_kv": 8, "vocab": 32000},
+SIZES = {  # width, width of the MLP, layers, heads, KV heads, vocabulary
+    "tiny": (64, 96, 2, 4, 2, 97),
+    "1b": (2048, 8192, 16, 32, 8, 32000),
+    "8b": (4096, 14336, 32, 32, 8, 32000),
 }
 # name: batch, cache, left padding
 CASES = {
@@ -45,14 +47,14 @@ CASES = {
 
 
 def config_of(size, positions, **rest):
-    sizes = SIZES[size]
+    width, mlp, layers, heads, heads_kv, vocab = SIZES[size]
     return transformers.LlamaConfig(
-        hidden_size=sizes["hidden_size"],
-        intermediate_size=sizes["intermediate_size"],
-        num_hidden_layers=sizes["num_hidden_layers"],
-        num_attention_heads=sizes["heads"],
-        num_key_value_heads=sizes["heads_kv"],
-        vocab_size=sizes["vocab"],
+        hidden_size=width,
+        intermediate_size=mlp,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads_kv,
+        vocab_size=vocab,
         max_position_embeddings=positions,
         pad_token_id=0,
         bos_token_id=1,
@@ -97,7 +99,8 @@ def tokens_of(model, inputs, cache, count):
 def check(arguments, report):
     """Whether eager and libattn give the same tokens in float32."""
     length, count = (24, 8) if arguments.quick else (300, 64)
-    config = config_of("tiny" if arguments.quick else "1b", length + count, initializer_range=0.3 if arguments.quick else 0.05)
+    size, spread = ("tiny", 0.3) if arguments.quick else ("1b", 0.05)
+    config = config_of(size, length + count, initializer_range=spread)
     config.num_hidden_layers = min(config.num_hidden_layers, 4)
     eager, ours = (make(config, torch.float32, arguments.device, name) for name in ("eager", "libattn"))
     ours.load_state_dict(eager.state_dict())
@@ -108,8 +111,9 @@ def check(arguments, report):
             (wanted, margin), (found, _) = (tokens_of(model, inputs, cache, count) for model in (eager, ours))
             same = torch.equal(wanted, found)
             right = right and same
-            print(f"float32, {cache} cache{', padded' if padded else ''}: 4 x {count} tokens {'the same as' if same else 'DIFFER from'} "
-                  f"eager's; the two largest logits at least {margin:.2g} apart", flush=True)
+            title = f"float32, {cache} cache{', padded' if padded else ''}: 4 x {count} tokens"
+            verdict = "the same as" if same else "DIFFER from"
+            print(f"{title} {verdict} eager's; the two largest logits at least {margin:.2g} apart", flush=True)
             report.write({"case": "tokens", "cache": cache, "padded": padded, "same": same, "margin": margin})
     return right
 
@@ -118,7 +122,7 @@ def check(arguments, report):
 
 
 class Clock:
-    """A streamer that notes when tokens come; the first call brings the prompt. Waits for the device, as who prints tokens does."""
+    """Notes when tokens come, as a streamer of transformers, whose first call brings the prompt; waits for the device."""
 
     def __init__(self):
         self.times = []
@@ -145,8 +149,8 @@ class Counter:
     def __exit__(self, *_):
         libattn.transformers._quick.forward = self.forward
 
-    def __call__(self, *arguments):
-        o = self.forward(*arguments)
+    def __call__(self, *arguments, **options):
+        o = self.forward(*arguments, **options)
         self.calls["operator" if o is None else "quick"] += 1
         return o
 
@@ -183,13 +187,25 @@ def bench(model, title, case, compiled, arguments, report):
                 rest[name] += [1e3 * t for t in tokens]
             rounds += 1
     prefill, token = ({name: statistics.median(t[name]) for name in names} for t in (first, rest))
-    print(f"{title:24} {arguments.context} tokens: "
-          f"ms per token libattn {token['libattn']:.3f}, sdpa {token['sdpa']:.3f} ({token['sdpa'] / token['libattn']:.3f}x); "
-          f"ms to the first libattn {prefill['libattn']:.1f}, sdpa {prefill['sdpa']:.1f} ({prefill['sdpa'] / prefill['libattn']:.3f}x); "
-          f"{rounds} rounds, calls {counter.calls}", flush=True)
-    report.write({"case": title, "batch": batch, "cache": cache, "padded": padded, "compiled": compiled,
-                  "context": arguments.context, "ms_per_token": token, "ms_to_first": prefill, "rounds": rounds,
-                  "tokens": {name: len(t) for name, t in rest.items()}, "calls": counter.calls})
+    for what, ms in (("per token", token), ("to the first", prefill)):
+        ratio = ms["sdpa"] / ms["libattn"]
+        print(f"{title:24} ms {what:12} libattn {ms['libattn']:9.3f}  sdpa {ms['sdpa']:9.3f}  ({ratio:.3f}x)", flush=True)
+    print(f"{title:24} {arguments.context} tokens of context, {rounds} rounds, calls {counter.calls}", flush=True)
+    report.write(
+        {
+            "case": title,
+            "batch": batch,
+            "cache": cache,
+            "padded": padded,
+            "compiled": compiled,
+            "context": arguments.context,
+            "ms_per_token": token,
+            "ms_to_first": prefill,
+            "rounds": rounds,
+            "tokens": {name: len(t) for name, t in rest.items()},
+            "calls": counter.calls,
+        }
+    )
 
 
 def main(words=None):

@@ -1,8 +1,9 @@
 """Attention on torch tensors without gradients, for callers who come once for each layer and token.
 
-What depends on shapes, strides and dtypes alone (the problem, the plan, the strides in the buffers, every check) is found out
-once and kept; a call fills in addresses and runs. torch's dispatcher is left out, which costs more than all the rest: so this is
-for plain tensors outside of compilation, autograd and tracing, and forward() returns None for whatever else it is given.
+What depends on shapes, strides and dtypes alone (the problem, the plan, the strides in the buffers, every check) is found
+out once and kept; a call fills in addresses and runs. torch's dispatcher is left out, which costs more than all the rest:
+so this is for plain tensors outside of compilation, autograd and tracing, and forward() returns None for whatever else
+it is given.
 """
 
 from __future__ import annotations
@@ -22,29 +23,25 @@ class Ready(NamedTuple):
     problem: Any  # _lib.Problem, which nobody changes
     buffers: bytes  # of _lib.Buffers: all but the addresses
     plan: Optional[_lib.Plan]  # on a GPU
-    o: tuple  # shape and dtype of the output
-    tables: tuple  # names of the tables that there are
+    o_shape: tuple
+    o_dtype: torch.dtype
 
 
 _ready: dict[tuple, Ready] = {}
 _TABLES = ("used_kv", "leftpad", "sink")  # those that are taken here
-_ARRAYS = slice(0, Options._fields.index("max_q"))
+_TYPES = (torch.Tensor, torch.nn.Parameter)
+_ARRAYS = Options._fields[: Options._fields.index("max_q")]
 _NUMBERS = slice(Options._fields.index("max_q"), None)
 
 
-def _is_plain(*tensors) -> bool:
-    return (
-        not torch.jit.is_tracing()
-        and torch._C._len_torch_dispatch_stack() == 0
-        and torch._C._functorch.peek_interpreter_stack() is None
-        and all(type(x) in (torch.Tensor, torch.nn.Parameter) for x in tensors)
-        and not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors))
-        and not torch.is_autocast_enabled(tensors[0].device.type)
-    )
-
-
-def _look(x):
-    return x.shape, x.stride(), x.dtype, x.device
+def _is_plain(tensors) -> bool:
+    if torch.jit.is_tracing() or torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack():
+        return False
+    grad = torch.is_grad_enabled()
+    for x in tensors:
+        if type(x) not in _TYPES or (grad and x.requires_grad):
+            return False
+    return not torch.is_autocast_enabled(tensors[0].device.type)
 
 
 def _make(q, k, v, options: Options, tables: tuple) -> Optional[Ready]:
@@ -57,22 +54,31 @@ def _make(q, k, v, options: Options, tables: tuple) -> Optional[Ready]:
     o_dtype = _torch.DTYPES[_core.output_code(call.problem.dtype)]
     call.buffers.o = _core.tensor(_torch.view(torch.empty(o_shape, dtype=o_dtype, device="meta")))
     plan = _lib.cuda_plan(bytes(call.problem)) if q.is_cuda else None
-    return Ready(call.problem, bytes(call.buffers), plan, (o_shape, o_dtype), tables)
+    return Ready(call.problem, bytes(call.buffers), plan, o_shape, o_dtype)
 
 
-def forward(q, k, v, options: Options):
-    """o of attention; None where this is not the way."""
+def forward(q, k, v, options: Options, heads_first: bool = False):
+    """o of attention; None where this is not the way. heads_first: q, k and v are (batch, heads, rows, dim); o never is."""
     if torch.compiler.is_compiling():  # first of all: the rest is not for its eyes
         return None
-    tables = tuple(name for name in _TABLES if getattr(options, name) is not None)
-    given = [getattr(options, name) for name in tables]
-    arrays = sum(x is not None for x in options[_ARRAYS])
-    if arrays > len(tables) or options.dropout or not _is_plain(q, k, v, *given):
+    given, tables = [q, k, v], []
+    for name, x in zip(_ARRAYS, options):
+        if x is None:
+            continue
+        if name not in _TABLES:
+            return None
+        given.append(x)
+        tables.append(name)
+    if options.dropout or not _is_plain(given):
         return None
-    key = (_look(q), _look(k), _look(v), *map(_look, given), tables, options[_NUMBERS], _lib.float32_flags())
+    key = [heads_first, options[_NUMBERS], _lib.float32_flags(), *tables]
+    for x in given:
+        key += (x.shape, x.stride(), x.dtype, x.device)
+    key = tuple(key)
     ready = _ready.get(key)
     if ready is None:
-        ready = _make(q, k, v, options, tables)
+        seen = [x.transpose(1, 2) for x in given[:3]] if heads_first else given[:3]
+        ready = _make(*seen, options, tables)
         if ready is None:
             return None
         if len(_ready) >= _MOST:
@@ -80,9 +86,9 @@ def forward(q, k, v, options: Options):
         _ready[key] = ready
     place = _torch.place(q)
     b = _lib.Buffers.from_buffer_copy(ready.buffers)
-    o = torch.empty(ready.o[0], dtype=ready.o[1], device=q.device)
+    o = torch.empty(ready.o_shape, dtype=ready.o_dtype, device=q.device)
     b.q.data, b.k.data, b.v.data, b.o.data = q.data_ptr(), k.data_ptr(), v.data_ptr(), o.data_ptr()
-    for name, x in zip(tables, given):
+    for name, x in zip(tables, given[3:]):
         setattr(b, name, x.data_ptr())
     if ready.plan is None:
         _lib.check(_lib.library.attn_forward(place.context, ctypes.byref(ready.problem), ctypes.byref(b), place.stream))

@@ -4,11 +4,11 @@
     libattn.transformers.register()
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="libattn")
 
-A mask is None where no token is padding, and two numbers per sequence, where its keys begin and end, where the padding is on the
-left or the cache is a static one, which is longer than what it holds: both take the kernels for decoding. Any other padding, and a
-sliding window, is one number per key: FlashMask rows (see libattn.flashmask_attention). The causal rule applies besides. Only
-other patterns (packed sequences, chunks, windows in a static cache, masks of the user's own) take transformers' square mask,
-added to the scores.
+A mask is None where no token is padding, and two numbers per sequence, where its keys begin and end, where the padding is
+on the left or the cache is a static one, which is longer than what it holds: both take the kernels for decoding. Any other
+padding, and a sliding window, is one number per key: FlashMask rows (see libattn.flashmask_attention). The causal rule
+applies besides. Only other patterns (packed sequences, chunks, windows in a static cache, masks of the user's own) take
+transformers' square mask, added to the scores.
 """
 
 from __future__ import annotations
@@ -25,15 +25,17 @@ from ._core import Options
 
 
 def _look_at(present: Tensor, used) -> Tuple[bool, bool]:
-    """Whether there is no padding among the keys that count, and whether there is none but on the left. Waits for the device."""
+    """Whether no key that counts is padding, and whether none is but on the left. Waits for the device."""
     enough = torch.as_tensor(used, device=present.device) <= present.shape[1]
     rises = (present[:, 1:] >= present[:, :-1]).all() & present[:, -1].all() & enough
     return tuple(torch.stack([rises & present[:, 0].all(), rises]).tolist())
 
 
 def _ends(leftpad, used, batch_size: int, device) -> Tensor:
-    """Where the keys of each sequence begin and end: (1, 2, 1, batch) int32. Masks that are ready have four dims in transformers,
-    and FlashMask rows have 1 where these have 2."""
+    """Where the keys of each sequence begin and end: (1, 2, 1, batch) int32.
+
+    Masks that are ready have four dims in transformers, and FlashMask rows have 1 where these have 2.
+    """
     ends = torch.empty((1, 2, 1, batch_size), dtype=torch.int32, device=device)
     ends[0, 0], ends[0, 1] = leftpad, used
     return ends
@@ -52,12 +54,11 @@ def attention_mask(
     device="cpu",
     **rest,
 ) -> Optional[Tensor]:
-    """The mask of one kind of layer: None (causal), ends (see _ends), FlashMask rows (batch, 1, kv_length, 1) int32, or a
-    square of bool.
+    """The mask of a kind of layer: None (causal), _ends, FlashMask rows (batch, 1, kv_length, 1) int32, a square of bool.
 
-    allow_is_causal_skip says that the pattern is causal, or causal with a window of local_size, and nothing else; with a static
-    cache it is not said. The causal rule looks from the last key back, so it holds only where the last query stands at the last
-    key that counts.
+    allow_is_causal_skip says that the pattern is causal, or causal with a window of local_size, and nothing else; with a
+    static cache it is not said. The causal rule looks from the last key back, so it holds only where the last query stands
+    at the last key that counts.
     """
     used = q_offset + q_length - kv_offset  # a tensor, with a static cache
     aligned = isinstance(used, int) and used == kv_length
@@ -120,24 +121,36 @@ def attention_forward(
     returned: they are never stored.
     """
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    options = Options(
-        bias=position_bias, sink=_torch.float32(s_aux), scale=scaling, softcap=softcap or 0.0, dropout=dropout
-    )
+    window, bias, rows, begin, end = -1, position_bias, None, None, None
     if attention_mask is None:
         window = sliding_window - 1 if causal and sliding_window is not None else -1
-        options = options._replace(causal=causal, window_left=window)
-    elif attention_mask.dtype == torch.int32 and attention_mask.shape[1] == 2:
-        options = options._replace(causal=True, leftpad=attention_mask[0, 0, 0], used_kv=attention_mask[0, 1, 0])
     elif attention_mask.dtype == torch.int32:
-        options = options._replace(causal=True, flashmask=attention_mask)
+        causal = True
+        if attention_mask.shape[1] == 2:
+            begin, end = attention_mask.view(2, -1).unbind()
+        else:
+            rows = attention_mask
     else:
+        causal = False
         mask = _torch.bias_of_mask(attention_mask[..., : key.shape[2]], query)
-        options = options._replace(bias=mask if position_bias is None else mask + position_bias)
-    if dropout > 0:
-        options = options._replace(seed=_torch.new_seed(query))
-    query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-    out = _quick.forward(query, key, value, options)
-    return (_torch.attention(query, key, value, options)[0] if out is None else out), None
+        bias = mask if position_bias is None else mask + position_bias
+    options = Options(
+        bias=bias,
+        sink=_torch.float32(s_aux),
+        used_kv=end,
+        leftpad=begin,
+        flashmask=rows,
+        seed=_torch.new_seed(query) if dropout > 0 else None,
+        scale=scaling,
+        causal=causal,
+        window_left=window,
+        softcap=softcap or 0.0,
+        dropout=dropout,
+    )
+    out = _quick.forward(query, key, value, options, heads_first=True)
+    if out is None:
+        out = _torch.attention(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), options)[0]
+    return out, None
 
 
 def register(name: str = "libattn") -> None:

@@ -24,7 +24,7 @@ def test_generation(capsys, monkeypatch, tmp_path):
         assert r["calls"]["quick"] > 0 and r["calls"]["operator"] == 0
     assert "DIFFER" not in capsys.readouterr().out
     forward = generate_hf.libattn.transformers._quick.forward
-    other = lambda q, k, v, options: forward(q, k, v, options._replace(scale=1.0))  # noqa: E731
+    other = lambda q, k, v, options, **rest: forward(q, k, v, options._replace(scale=1.0), **rest)  # noqa: E731
     monkeypatch.setattr(generate_hf.libattn.transformers._quick, "forward", other)
     assert generate_hf.main([*QUICK, "--cases", "none"]) == 1
     assert "DIFFER from eager's" in capsys.readouterr().out

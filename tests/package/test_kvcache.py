@@ -163,8 +163,11 @@ GROUP = 16
 
 
 def with_shared_prefix(q, prefix, own, used):
-    """A step of decoding by sequences that begin with the same keys: q (batch, heads, dim), prefix (keys, heads_kv, dim) twice, own
-    (batch, capacity, heads_kv, dim) twice. Groups of 16 rows attend to the prefix, each sequence to its own, and that is merged."""
+    """A step of decoding by sequences that begin with the same keys.
+
+    q (batch, heads, dim); keys and values of the prefix (2, keys, heads_kv, dim), of their own (2, batch, capacity,
+    heads_kv, dim). Groups of 16 rows attend to the prefix, each sequence to its own, and that is merged.
+    """
     batch = len(q)
     rows = torch.nn.functional.pad(q, (0, 0, 0, 0, 0, -batch % GROUP)).unflatten(0, (-1, GROUP))
     slots = torch.zeros(len(rows), dtype=torch.int32, device=q.device)

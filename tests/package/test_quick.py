@@ -28,6 +28,10 @@ def test_same_bits(dtype, names):
         assert torch.equal(_quick.forward(q, k, v, options), wanted)
         strided = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]  # as transformers has them
         assert torch.equal(_quick.forward(*strided, options), wanted)
+        first = [x.transpose(1, 2) for x in (q, k, v)]
+        assert torch.equal(_quick.forward(*first, options, heads_first=True), wanted)
+        first = [x.contiguous() for x in first]
+        assert torch.equal(_quick.forward(*first, options, heads_first=True), wanted)
 
 
 def test_lengths_change_under_the_same_shapes():

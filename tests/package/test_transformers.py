@@ -102,7 +102,7 @@ def test_greedy_tokens(models, batch, cache):
 
 @pytest.mark.parametrize("padded", [True, False])
 def test_compiled_decoding(batch, padded):
-    """What transformers compiles on a GPU: a step of decoding into a static cache, in one graph, with a mask made outside."""
+    """What transformers compiles on a GPU: a step of decoding into a static cache, in one graph, its mask made outside."""
     tokens, steps = [], []
     for implementation in ("eager", "libattn"):
         torch.manual_seed(0)
@@ -142,7 +142,7 @@ def seen(monkeypatch):
     monkeypatch.setattr(libattn.transformers, "sdpa_mask", lambda *args, **kwargs: pytest.fail("a square mask"))
     forward = libattn.transformers._quick.forward
     monkeypatch.setattr(
-        libattn.transformers._quick, "forward", lambda q, k, v, options: seen.append(options) or forward(q, k, v, options)
+        libattn.transformers._quick, "forward", lambda q, k, v, o, **rest: seen.append(o) or forward(q, k, v, o, **rest)
     )
     return seen
 
@@ -155,7 +155,7 @@ def kind(options):
 
 
 def test_masks_are_one_number_per_key(models, batch, seen):
-    """No square is made for a padded batch: ends where the padding is on the left and there is no window, otherwise rows."""
+    """No square is made for a padded batch: ends where the padding is on the left and no window, otherwise rows."""
     windows = {"llama": 0, "mistral": 2}.get(models[1].config.model_type, 1)  # layers that have one
     with torch.no_grad():
         models[1].eval()(**batch)
@@ -171,7 +171,7 @@ def test_masks_are_one_number_per_key(models, batch, seen):
 @pytest.mark.parametrize("padded", [True, False])
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_generation_takes_the_kernels_for_decoding(batch, cache, padded, seen):
-    """Which take used lengths and padding on the left, but neither FlashMask nor a bias; and nothing is copied for them."""
+    """Which take used lengths and padding on the left, but neither FlashMask nor a bias; nothing is copied."""
     model = transformers.AutoModelForCausalLM.from_config(CONFIGS["llama"], attn_implementation="libattn").eval()
     mask = batch["attention_mask"] if padded else torch.ones_like(batch["input_ids"])
     options = {"max_new_tokens": 5, "do_sample": False, "disable_compile": True, "cache_implementation": cache}
@@ -185,7 +185,8 @@ def test_mask_that_stops_early_or_goes_on():
     """A static cache of 9, of which 6 count; eager's mask says what is to be seen."""
     from transformers.masking_utils import sdpa_mask
 
-    for columns in ([1] * 6, [0, 0, 1, 1, 1, 1], [0, 1, 1, 1, 1, 1, 1, 1, 1], [1] * 5, [1, 0, 1, 1, 1, 1], [1] * 6 + [0] * 3):
+    left, holes, short, long = [0, 0, 1, 1, 1, 1], [1, 0, 1, 1, 1, 1], [1] * 5, [1] * 6 + [0] * 3
+    for columns in ([1] * 6, left, left + [1] * 3, holes, short, long):
         for q_offset in (5, torch.tensor(5)):
             given = torch.tensor([columns], dtype=torch.bool)
             made = libattn.transformers.attention_mask(1, 1, 9, q_offset, attention_mask=given)

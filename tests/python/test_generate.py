@@ -1,4 +1,4 @@
-"""example-generate against a model in plain numpy, from the same file of weights; and files that are not as they should be."""
+"""example-generate against a model in plain numpy, from the same file of weights; and files that are not in order."""
 
 import pathlib
 import subprocess
