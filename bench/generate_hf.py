@@ -36,11 +36,13 @@ SIZES = {  # width, width of the MLP, layers, heads, KV heads, vocabulary
     "1b": (2048, 8192, 16, 32, 8, 32000),
     "8b": (4096, 14336, 32, 32, 8, 32000),
 }
-# name: batch, cache, left padding
+# name: batch, cache, left padding. growing: libattn's GrowingCache, for sdpa too
 CASES = {
     "dynamic b1": (1, "dynamic", False),
     "dynamic b8": (8, "dynamic", False),
     "dynamic b8 padded": (8, "dynamic", True),
+    "growing b1": (1, "growing", False),
+    "growing b8": (8, "growing", False),
     "static b1": (1, "static", False),
     "static b8 padded": (8, "static", True),
 }
@@ -159,7 +161,11 @@ def run(model, name, inputs, cache, compiled, count):
     """Seconds of the prefill, and of each token after it."""
     model.set_attn_implementation(name)
     clock = Clock()
-    options = {"max_new_tokens": count, "min_new_tokens": count, "do_sample": False, "cache_implementation": cache}
+    options = {"max_new_tokens": count, "min_new_tokens": count, "do_sample": False}
+    if cache == "growing":
+        options["past_key_values"] = libattn.transformers.GrowingCache(config=model.config)
+    else:
+        options["cache_implementation"] = cache
     began = time.perf_counter()
     if inputs["input_ids"].shape[0] == 1:
         model.generate(**inputs, **options, streamer=clock, disable_compile=not compiled)

@@ -17,7 +17,8 @@ from typing import Callable, Optional, Tuple
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
+from transformers.cache_utils import DynamicLayer
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from . import _quick, _torch
@@ -151,6 +152,49 @@ def attention_forward(
     if out is None:
         out = _torch.attention(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), options)[0]
     return out, None
+
+
+class GrowingLayer(DynamicLayer):
+    """Keys and values of a layer with room behind them: a token is written there, where DynamicLayer copies all of them.
+
+    What the layer shows is a view of the beginning of its rooms. Whatever else transformers does with that (beam search,
+    cropping, moving) gives either a shorter view, after which writing goes on, or another tensor, which moves to a new room.
+    """
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> Tuple[Tensor, Tensor]:
+        if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
+            return super().update(key_states, value_states, *args, **kwargs)  # autograd wants the old ones unchanged
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+            self.rooms = [None, None]
+        self.keys = self._append(0, self.keys, key_states)
+        self.values = self._append(1, self.values, value_states)
+        return self.keys, self.values
+
+    def _append(self, which: int, old: Tensor, new: Tensor) -> Tensor:
+        room, used = self.rooms[which], old.shape[2] if old.numel() else 0
+        end = used + new.shape[2]
+        fits = room is not None and room.shape[2] >= end and used > 0
+        if not (fits and old.data_ptr() == room.data_ptr() and old.stride() == room.stride() and len(old) == len(room)):
+            room = new.new_empty((*new.shape[:2], end + max(end // 4, 256), new.shape[3]))
+            if used:
+                room[:, :, :used] = old
+            self.rooms[which] = room
+        room[:, :, used:end] = new
+        return room[:, :, :end]
+
+
+class GrowingCache(DynamicCache):
+    """DynamicCache, but that a token costs what it is large, not what the cache is.
+
+    model.generate(..., past_key_values=libattn.transformers.GrowingCache(config=model.config))
+    """
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.layers = [GrowingLayer() if type(layer) is DynamicLayer else layer for layer in self.layers]
+        if self.layer_class_to_replicate is DynamicLayer:
+            self.layer_class_to_replicate = GrowingLayer
 
 
 def register(name: str = "libattn") -> None:

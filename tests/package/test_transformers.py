@@ -6,6 +6,7 @@ import libattn.transformers
 import pytest
 import torch
 import transformers
+from transformers.cache_utils import DynamicLayer
 
 libattn.transformers.register()
 transformers.logging.set_verbosity_error()
@@ -98,6 +99,59 @@ def test_greedy_tokens(models, batch, cache):
     eager, ours = (model.eval().generate(**batch, **options) for model in models)
     assert ours.shape == (3, 84) and torch.equal(ours, eager)
     assert len(set(ours[:, 20:].flatten().tolist())) > 4  # the models have more than one thing to say
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_growing_cache(models, batch, beams):
+    """The tokens of transformers' own cache, with another's attention too, past the end of the first room."""
+    options = {"max_new_tokens": 24, "do_sample": False, "num_beams": beams}
+    for model in models:
+        wanted = model.eval().generate(**batch, **options)
+        cache = libattn.transformers.GrowingCache(config=model.config)
+        assert torch.equal(model.generate(**batch, **options, past_key_values=cache), wanted)
+        kinds = {type(layer).__name__ for layer in cache.layers}
+        assert kinds <= {"GrowingLayer", "DynamicSlidingWindowLayer"}
+
+
+def test_growing_layer():
+    """Against DynamicLayer, step by step: what is copied, and what other operations leave behind."""
+    grown, plain = libattn.transformers.GrowingLayer(), DynamicLayer()
+
+    def both(act):
+        return [act(layer) for layer in (grown, plain)]
+
+    def append(rows, batch=2):
+        k, v = torch.randn(batch, 3, rows, 8), torch.randn(batch, 3, rows, 4)
+        for mine, wanted in zip(*both(lambda layer: layer.update(k, v))):
+            assert torch.equal(mine, wanted)
+        assert grown.get_seq_length() == plain.get_seq_length() == grown.keys.shape[2]
+
+    append(5)
+    rooms = grown.rooms[:]
+    for _ in range(250):
+        append(1)
+    assert all(mine is room for mine, room in zip(grown.rooms, rooms)) and grown.keys.data_ptr() == rooms[0].data_ptr()
+    before = grown.keys.clone(), grown.keys
+    append(20)
+    assert grown.rooms[0] is not rooms[0] and torch.equal(*before)  # moved on; who holds the old keys, keeps them
+    both(lambda layer: layer.crop(-7))
+    append(3)
+    both(lambda layer: layer.reorder_cache(torch.tensor([1, 1])))
+    append(1)
+    both(lambda layer: layer.batch_repeat_interleave(2))
+    append(2, batch=4)
+    both(lambda layer: layer.batch_select_indices(torch.tensor([0, 3])))
+    append(2)
+    both(lambda layer: layer.reset())
+    append(4)
+    copied = copy.deepcopy(grown)
+    append(1)
+    copied.update(torch.zeros(2, 3, 1, 8), torch.zeros(2, 3, 1, 4))
+    assert grown.keys[:, :, -1].any() and not copied.keys[:, :, -1].any()
+    weight = torch.ones(8, requires_grad=True)
+    keys, _ = grown.update(torch.randn(2, 3, 1, 8) * weight, torch.randn(2, 3, 1, 4))
+    keys.sum().backward()
+    assert weight.grad.any()
 
 
 @pytest.mark.parametrize("padded", [True, False])
