@@ -27,8 +27,12 @@ from ._core import Options
 
 def _look_at(present: Tensor, used) -> Tuple[bool, bool]:
     """Whether no key that counts is padding, and whether none is but on the left. Waits for the device."""
-    enough = torch.as_tensor(used, device=present.device) <= present.shape[1]
-    rises = (present[:, 1:] >= present[:, :-1]).all() & present[:, -1].all() & enough
+    if isinstance(used, int):
+        if used > present.shape[1]:
+            return False, False
+        if present.all():  # mostly: so this is asked first, by itself
+            return True, True
+    rises = (present[:, 1:] >= present[:, :-1]).all() & present[:, -1].all() & (used <= present.shape[1])
     return tuple(torch.stack([rises & present[:, 0].all(), rises]).tolist())
 
 
@@ -158,7 +162,7 @@ class GrowingLayer(DynamicLayer):
     """Keys and values of a layer with room behind them: a token is written there, where DynamicLayer copies all of them.
 
     What the layer shows is a view of the beginning of its rooms. Whatever else transformers does with that (beam search,
-    cropping, moving) gives either a shorter view, after which writing goes on, or another tensor, which moves to a new room.
+    cropping, moving) gives either a shorter view, after which writing goes on, or another tensor, which moves to a new one.
     """
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> Tuple[Tensor, Tensor]:
