@@ -162,7 +162,10 @@ attention *attention_create(const attention_settings *settings, const shape *s) 
     a->shape = *s;
     a->element = attn_dtype_size(settings->dtype);
     a->pages_each = (settings->tokens + settings->page - 1) / settings->page;
-    if (make_plans(a) && make_buffers(a) && make_rotary(a)) return a;
+    const int64_t pages = (int64_t)settings->batch * a->pages_each;
+    const bool fits = (pages <= INT32_MAX && settings->rows <= INT32_MAX) ||
+                      fail("%d sequences of up to %d tokens are too many", settings->batch, settings->tokens);
+    if (fits && make_plans(a) && make_buffers(a) && make_rotary(a)) return a;
     attention_destroy(a);
     return NULL;
 }
