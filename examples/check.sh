@@ -10,4 +10,6 @@ for source in "$(dirname "$0")"/*.c; do
     "$build/example-$(basename "$source" .c)"
     count=$((count + 1))
 done
-echo "$count passed"
+echo "--- generate"
+"$(dirname "$0")/generate/check.sh" "$build"
+echo "$((count + 1)) passed"

@@ -18,6 +18,8 @@
 #   features   what softcap, ALiBi, windows, GQA, varlen, dropout, sinks, pages, bias cost; alone on the GPU; wants torch
 #   gradients  errors of gradients against float64, beside torch's, with outliers; wants torch
 #   train      a small GPT with libattn's attention and with torch's, 200 steps; alone on the GPU; wants torch
+#   generate   examples/generate with its attention on the GPU; tokens and time of Hugging Face generation beside eager's and sdpa's, alone on
+#              the GPU; wants torch and transformers
 #
 # Without parts, all of them. Parts that only test run beside each other. KERNELS is a folder of ready-made fatbins (make
 # kernels, on any machine with nvcc), for one that has no nvcc; the default is build/kernels if it holds any. TUNE_KERNELS
@@ -25,7 +27,7 @@
 # programs than cmake and python3. The summary comes last; exit 1: something failed or could not be run.
 set -u
 cd "$(dirname "$0")/.."
-all="build check bars tests repeat sanitize package tune peers hopper masks features gradients train"
+all="build check bars tests repeat sanitize package tune peers hopper masks features gradients train generate"
 kernels=${ATTN_CUDA_KERNELS_DIR:-}
 logs=gpu-logs
 while getopts k:o: option; do
@@ -105,7 +107,7 @@ skip() {
 build_all() {
     # shellcheck disable=SC2086
     "$cmake" -S . -B $build -DCMAKE_BUILD_TYPE=Release -DATTN_CUDA=ON ${kernels:+-DATTN_CUDA_KERNELS_DIR="$kernels"} &&
-        "$cmake" --build $build -j "$(nproc)" --target attn_tool attn_shared attn-tests &&
+        "$cmake" --build $build -j "$(nproc)" --target attn_tool attn_shared attn-tests example-generate &&
         $attn info --backend cuda
 }
 
@@ -188,12 +190,19 @@ if wants tune; then
         skip tune "$tune_kernels/tune.def is not there; make tune-kernels makes it"
     fi
 fi
-# compare PART SCRIPT OPTION...: one script of bench/, alone on the GPU; its table is shown.
+if wants generate; then
+    for dtype in f32 bf16; do
+        start example-$dtype env GENERATE_OPTIONS="--backend cuda --dtype $dtype" examples/generate/check.sh $build
+    done
+    finish
+fi
+# compare PART SCRIPT OPTION...: one script of bench/, alone on the GPU; its table is shown. It wants the modules of $wanted.
+wanted=torch
 compare() {
     local part=$1
     shift
     if ! wants "$part"; then return; fi
-    if "$python" -c 'import torch' 2>"$logs/$part.log"; then
+    if "$python" -c "import $wanted" 2>"$logs/$part.log"; then
         start "$part" "$python" "$@" --json "$logs/$part.jsonl"
         finish
         cat "$logs/$part.log"
@@ -207,6 +216,8 @@ compare masks bench/masks.py
 compare features bench/features.py
 compare gradients bench/gradients.py
 compare train bench/train.py
+wanted="torch, transformers"
+compare generate bench/generate_hf.py
 
 echo
 printf '%s\n' "${summary[@]}"

@@ -438,6 +438,35 @@ static void decode_batch_of_64(attn_context *context, attn_dtype dtype) {
 }
 TEST(c5_one_decode_is_the_same_in_a_batch_of_64) { each_cpu(decode_batch_of_64); }
 
+/*
+ * Queries of several sequences as rows of one, to keys that all of them share (examples/prefix.c): what a row gives depends
+ * neither on the other rows nor on its place among them.
+ */
+static void rows_of_a_group(attn_context *context, attn_dtype dtype) {
+    enum { ROWS = 16, GROUPS = 2, HEADS = 4, DIM = 24, TURN = 5 };
+    rig a = {.p = problem(dtype, GROUPS, HEADS, 2, ROWS, 1300, DIM)};
+    a.p.flags = ATTN_BATCH_INDEX;
+    a.p.cache_batch = 1;
+    a.f.batch_index = (int32_t[GROUPS]){0};
+    rig b = a;
+    CHECK(rig_make(&a, 23) && rig_make(&b, 24));
+    memcpy(b.f.k.data, a.f.k.data, (size_t)(1300 * 2 * DIM) * attn_dtype_size(dtype));
+    memcpy(b.f.v.data, a.f.v.data, (size_t)(1300 * 2 * DIM) * attn_dtype_size(dtype));
+    for (int32_t i = 0; i < ROWS; i++) /* in the second group of b, among others, in another order */
+        memcpy(rig_row(&b, &b.f.q, dtype, 1, (i + TURN) % ROWS, 0), rig_row(&a, &a.f.q, dtype, 0, i, 0),
+               (size_t)(i < ROWS / 2 ? HEADS * DIM : 0) * attn_dtype_size(dtype));
+    CHECK_OK(rig_run(&a, context));
+    CHECK_OK(rig_run(&b, context));
+    for (int32_t i = 0; i < ROWS / 2; i++)
+        for (int32_t h = 0; h < HEADS; h++) {
+            CHECK(rig_lse(&a, 0, i, h) == rig_lse(&b, 1, (i + TURN) % ROWS, h));
+            for (int32_t x = 0; x < DIM; x++) CHECK(rig_o(&a, 0, i, h, x) == rig_o(&b, 1, (i + TURN) % ROWS, h, x));
+        }
+    rig_free(&a);
+    rig_free(&b);
+}
+TEST(c5_rows_that_share_their_keys) { each_cpu(rows_of_a_group); }
+
 static void batch_index_is_order(attn_context *context, attn_dtype dtype) {
     static const int32_t slots[] = {4, 0, 2};
     rig indexed = {.p = problem(dtype, 3, 4, 2, 5, 90, 16)};

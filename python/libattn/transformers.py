@@ -4,9 +4,11 @@
     libattn.transformers.register()
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="libattn")
 
-A mask is one number per key instead of a square: FlashMask rows (see libattn.flashmask_attention), which carry padding and
-the sliding window; the causal rule applies besides. Only other patterns (packed sequences, chunks, static caches, masks of
-the user's own) take transformers' square mask, added to the scores.
+A mask is None where no token is padding, and two numbers per sequence, where its keys begin and end, where the padding is
+on the left or the cache is a static one, which is longer than what it holds: both take the kernels for decoding. Any other
+padding, and a sliding window, is one number per key: FlashMask rows (see libattn.flashmask_attention). The causal rule
+applies besides. Only other patterns (packed sequences, chunks, windows in a static cache, masks of the user's own) take
+transformers' square mask, added to the scores.
 """
 
 from __future__ import annotations
@@ -15,11 +17,33 @@ from typing import Callable, Optional, Tuple
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
+from transformers.cache_utils import DynamicLayer
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
-from . import _torch
+from . import _quick, _torch
 from ._core import Options
+
+
+def _look_at(present: Tensor, used) -> Tuple[bool, bool]:
+    """Whether no key that counts is padding, and whether none is but on the left. Waits for the device."""
+    if isinstance(used, int):
+        if used > present.shape[1]:
+            return False, False
+        if present.all():  # mostly: so this is asked first, by itself
+            return True, True
+    rises = (present[:, 1:] >= present[:, :-1]).all() & present[:, -1].all() & (used <= present.shape[1])
+    return tuple(torch.stack([rises & present[:, 0].all(), rises]).tolist())
+
+
+def _ends(leftpad, used, batch_size: int, device) -> Tensor:
+    """Where the keys of each sequence begin and end: (1, 2, 1, batch) int32.
+
+    Masks that are ready have four dims in transformers, and FlashMask rows have 1 where these have 2.
+    """
+    ends = torch.empty((1, 2, 1, batch_size), dtype=torch.int32, device=device)
+    ends[0, 0], ends[0, 1] = leftpad, used
+    return ends
 
 
 def attention_mask(
@@ -35,12 +59,24 @@ def attention_mask(
     device="cpu",
     **rest,
 ) -> Optional[Tensor]:
-    """The mask of one kind of layer: None (causal), FlashMask rows (batch, 1, kv_length, 1) int32, or a square of bool.
+    """The mask of a kind of layer: None (causal), _ends, FlashMask rows (batch, 1, kv_length, 1) int32, a square of bool.
 
-    allow_is_causal_skip says that the pattern is causal, or causal with a window of local_size, and nothing else. The
-    causal rule looks from the last key back, so it holds only where the last query stands at the last key.
+    allow_is_causal_skip says that the pattern is causal, or causal with a window of local_size, and nothing else; with a
+    static cache it is not said. The causal rule looks from the last key back, so it holds only where the last query stands
+    at the last key that counts.
     """
-    aligned = isinstance(q_offset, int) and q_offset + q_length == kv_offset + kv_length
+    used = q_offset + q_length - kv_offset  # a tensor, with a static cache
+    aligned = isinstance(used, int) and used == kv_length
+    present = None if attention_mask is None else attention_mask[:, kv_offset : kv_offset + kv_length].bool()
+    if mask_function is causal_mask_function and local_size is None:
+        if present is None:
+            return None if aligned else _ends(0, used, batch_size, device)
+        if present.numel() and not torch.compiler.is_compiling():
+            complete, left = _look_at(present, used)
+            if complete and aligned:
+                return None
+            if left:
+                return _ends(present.shape[1] - present.sum(1), used, batch_size, device)
     if not (allow_is_causal_skip and aligned):
         return sdpa_mask(
             batch_size,
@@ -56,14 +92,13 @@ def attention_mask(
             **rest,
         )
     windowed = local_size is not None and kv_length > local_size
-    if attention_mask is None and not windowed:
+    if present is None and not windowed:
         return None
     rows = torch.full((batch_size, kv_length), q_length, dtype=torch.int32, device=device)
     if windowed:  # key j is seen last by the row that is local_size - 1 behind it
         behind = torch.arange(kv_length, dtype=torch.int32, device=device) + (local_size - kv_length + q_length)
         rows = torch.minimum(rows, behind.clamp(min=0))
-    if attention_mask is not None:
-        present = attention_mask[:, kv_offset : kv_offset + kv_length].bool()
+    if present is not None:
         short = kv_length - present.shape[1]  # a mask may stop before the tokens that are being generated
         present = torch.nn.functional.pad(present, (0, short)) if short > 0 else present
         rows = rows * present
@@ -91,21 +126,79 @@ def attention_forward(
     returned: they are never stored.
     """
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    options = Options(
-        bias=position_bias, sink=_torch.float32(s_aux), scale=scaling, softcap=softcap or 0.0, dropout=dropout
-    )
+    window, bias, rows, begin, end = -1, position_bias, None, None, None
     if attention_mask is None:
         window = sliding_window - 1 if causal and sliding_window is not None else -1
-        options = options._replace(causal=causal, window_left=window)
     elif attention_mask.dtype == torch.int32:
-        options = options._replace(causal=True, flashmask=attention_mask)
+        causal = True
+        if attention_mask.shape[1] == 2:
+            begin, end = attention_mask.view(2, -1).unbind()
+        else:
+            rows = attention_mask
     else:
+        causal = False
         mask = _torch.bias_of_mask(attention_mask[..., : key.shape[2]], query)
-        options = options._replace(bias=mask if position_bias is None else mask + position_bias)
-    if dropout > 0:
-        options = options._replace(seed=_torch.new_seed(query))
-    out, _, _ = _torch.attention(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), options)
+        bias = mask if position_bias is None else mask + position_bias
+    options = Options(
+        bias=bias,
+        sink=_torch.float32(s_aux),
+        used_kv=end,
+        leftpad=begin,
+        flashmask=rows,
+        seed=_torch.new_seed(query) if dropout > 0 else None,
+        scale=scaling,
+        causal=causal,
+        window_left=window,
+        softcap=softcap or 0.0,
+        dropout=dropout,
+    )
+    out = _quick.forward(query, key, value, options, heads_first=True)
+    if out is None:
+        out = _torch.attention(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), options)[0]
     return out, None
+
+
+class GrowingLayer(DynamicLayer):
+    """Keys and values of a layer with room behind them: a token is written there, where DynamicLayer copies all of them.
+
+    What the layer shows is a view of the beginning of its rooms. Whatever else transformers does with that (beam search,
+    cropping, moving) gives either a shorter view, after which writing goes on, or another tensor, which moves to a new one.
+    """
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> Tuple[Tensor, Tensor]:
+        if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
+            return super().update(key_states, value_states, *args, **kwargs)  # autograd wants the old ones unchanged
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+            self.rooms = [None, None]
+        self.keys = self._append(0, self.keys, key_states)
+        self.values = self._append(1, self.values, value_states)
+        return self.keys, self.values
+
+    def _append(self, which: int, old: Tensor, new: Tensor) -> Tensor:
+        room, used = self.rooms[which], old.shape[2] if old.numel() else 0
+        end = used + new.shape[2]
+        fits = room is not None and room.shape[2] >= end and used > 0
+        if not (fits and old.data_ptr() == room.data_ptr() and old.stride() == room.stride() and len(old) == len(room)):
+            room = new.new_empty((*new.shape[:2], end + max(end // 4, 256), new.shape[3]))
+            if used:
+                room[:, :, :used] = old
+            self.rooms[which] = room
+        room[:, :, used:end] = new
+        return room[:, :, :end]
+
+
+class GrowingCache(DynamicCache):
+    """DynamicCache, but that a token costs what it is large, not what the cache is.
+
+    model.generate(..., past_key_values=libattn.transformers.GrowingCache(config=model.config))
+    """
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.layers = [GrowingLayer() if type(layer) is DynamicLayer else layer for layer in self.layers]
+        if self.layer_class_to_replicate is DynamicLayer:
+            self.layer_class_to_replicate = GrowingLayer
 
 
 def register(name: str = "libattn") -> None:

@@ -158,6 +158,17 @@ def test_kvcache(rows, paged, dtype):
     assert all(torch.equal(a.cpu(), b) for a, b in zip(others, caches))  # what is appended is the same bits
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_shared_prefix(dtype):
+    from test_kvcache import with_shared_prefix
+
+    prefix, own = normal(2, 3000, 2, 64, dtype=dtype), normal(2, 21, 600, 2, 64, dtype=dtype)
+    q, used = normal(21, 8, 64, dtype=dtype), ints(*(29 * n % 600 for n in range(21)))
+    found = compare(with_shared_prefix, q, prefix, own, used, dtype=dtype)
+    alone = with_shared_prefix(*map(to_gpu, (q[20:], prefix, own[:, 20:], used[20:])))
+    assert torch.equal(found[20:], alone)
+
+
 def test_flashmask_and_sdpa():
     q, k, v = normal(2, 60, 4, 32), normal(2, 60, 2, 32), normal(2, 60, 2, 32)
     for vectors, causal in ((1, True), (2, True), (2, False), (4, False)):
@@ -408,6 +419,27 @@ def test_graph_with_lengths_that_change():
         torch.cuda.synchronize()
         assert torch.equal(out, wanted[0]) and torch.equal(lse, wanted[1]), values
         assert (lse == -torch.inf).all(-1).all(-1).tolist() == [n == 0 for n in values]
+
+
+def test_without_the_dispatcher():
+    """libattn._quick: the operator's bits, also from a graph, and with padding on the left."""
+    from libattn import _quick, _torch
+    from libattn._core import Options
+
+    k, v = torch.randn(2, 3, 2000, 2, 64, device=GPU, dtype=torch.bfloat16).transpose(2, 3).contiguous().transpose(2, 3)
+    q = torch.randn(3, 1, 8, 64, device=GPU, dtype=torch.bfloat16)
+    lengths, begins = ints(2000, 700, 5).to(GPU), ints(0, 300, 4).to(GPU)
+    options = Options(causal=True, used_kv=lengths, leftpad=begins)
+    assert torch.equal(_quick.forward(q, k, v, options), _torch.attention(q, k, v, options)[0])
+    assert torch.equal(_quick.forward(q, k, v, Options()), _torch.attention(q, k, v, Options())[0])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = _quick.forward(q, k, v, options)
+    for values in ((2000, 700, 5), (100, 301, 2000)):
+        lengths.copy_(ints(*values))
+        q.normal_()
+        graph.replay()
+        assert torch.equal(out, _torch.attention(q, k, v, options)[0]), values
 
 
 def test_graph_with_append_and_packed_rows():

@@ -157,3 +157,36 @@ def test_cache_errors():
     with pytest.raises(ValueError, match="last dim must be contiguous"):
         call(q, *(x.mT.contiguous().mT for x in caches), k, v, cache_seqlens=3)
     assert not any(x.any() for x in caches)
+
+
+GROUP = 16
+
+
+def with_shared_prefix(q, prefix, own, used):
+    """A step of decoding by sequences that begin with the same keys.
+
+    q (batch, heads, dim); keys and values of the prefix (2, keys, heads_kv, dim), of their own (2, batch, capacity,
+    heads_kv, dim). Groups of 16 rows attend to the prefix, each sequence to its own, and that is merged.
+    """
+    batch = len(q)
+    rows = torch.nn.functional.pad(q, (0, 0, 0, 0, 0, -batch % GROUP)).unflatten(0, (-1, GROUP))
+    slots = torch.zeros(len(rows), dtype=torch.int32, device=q.device)
+    keys, values = (x[None] for x in prefix)
+    o, lse = libattn.flash_attn_with_kvcache(rows, keys, values, cache_batch_idx=slots, return_softmax_lse=True)
+    o, lse = o.flatten(0, 1)[:batch], lse.transpose(1, 2).flatten(0, 1)[:batch]
+    o_own, lse_own = libattn.flash_attn_with_kvcache(q[:, None], *own, cache_seqlens=used, return_softmax_lse=True)
+    return libattn.flash_attn_combine(
+        torch.stack([o, o_own[:, 0]]).float()[:, None], torch.stack([lse, lse_own[..., 0]])[:, None], out_dtype=q.dtype
+    )[0][0]
+
+
+@pytest.mark.parametrize("batch", [1, 3, 16, 21])
+def test_shared_prefix(batch):
+    prefix, own = torch.randn(2, 70, HEADS_KV, DIM), torch.randn(2, batch, CAPACITY, HEADS_KV, DIM)
+    q, used = torch.randn(batch, HEADS, DIM), ints(11 * n % CAPACITY for n in range(batch))
+    found = with_shared_prefix(q, prefix, own, used)
+    both = torch.cat([prefix[:, None].expand(2, batch, -1, -1, -1), own], 2)
+    wanted = libattn.flash_attn_with_kvcache(q[:, None], *both, cache_seqlens=70 + used)[:, 0]
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+    last = slice(batch - 1, None)
+    assert torch.equal(found[last], with_shared_prefix(q[last], prefix, own[:, last], used[last]))

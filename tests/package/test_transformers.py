@@ -6,6 +6,7 @@ import libattn.transformers
 import pytest
 import torch
 import transformers
+from transformers.cache_utils import DynamicLayer
 
 libattn.transformers.register()
 transformers.logging.set_verbosity_error()
@@ -100,6 +101,79 @@ def test_greedy_tokens(models, batch, cache):
     assert len(set(ours[:, 20:].flatten().tolist())) > 4  # the models have more than one thing to say
 
 
+@pytest.mark.parametrize("beams", [1, 3])
+def test_growing_cache(models, batch, beams):
+    """The tokens of transformers' own cache, with another's attention too, past the end of the first room."""
+    options = {"max_new_tokens": 24, "do_sample": False, "num_beams": beams}
+    for model in models:
+        wanted = model.eval().generate(**batch, **options)
+        cache = libattn.transformers.GrowingCache(config=model.config)
+        assert torch.equal(model.generate(**batch, **options, past_key_values=cache), wanted)
+        kinds = {type(layer).__name__ for layer in cache.layers}
+        assert kinds <= {"GrowingLayer", "DynamicSlidingWindowLayer"}
+
+
+def test_growing_layer():
+    """Against DynamicLayer, step by step: what is copied, and what other operations leave behind."""
+    grown, plain = libattn.transformers.GrowingLayer(), DynamicLayer()
+
+    def both(act):
+        return [act(layer) for layer in (grown, plain)]
+
+    def append(rows, batch=2):
+        k, v = torch.randn(batch, 3, rows, 8), torch.randn(batch, 3, rows, 4)
+        for mine, wanted in zip(*both(lambda layer: layer.update(k, v))):
+            assert torch.equal(mine, wanted)
+        assert grown.get_seq_length() == plain.get_seq_length() == grown.keys.shape[2]
+
+    append(5)
+    rooms = grown.rooms[:]
+    for _ in range(250):
+        append(1)
+    assert all(mine is room for mine, room in zip(grown.rooms, rooms)) and grown.keys.data_ptr() == rooms[0].data_ptr()
+    before = grown.keys.clone(), grown.keys
+    append(20)
+    assert grown.rooms[0] is not rooms[0] and torch.equal(*before)  # moved on; who holds the old keys, keeps them
+    both(lambda layer: layer.crop(-7))
+    append(3)
+    both(lambda layer: layer.reorder_cache(torch.tensor([1, 1])))
+    append(1)
+    both(lambda layer: layer.batch_repeat_interleave(2))
+    append(2, batch=4)
+    both(lambda layer: layer.batch_select_indices(torch.tensor([0, 3])))
+    append(2)
+    both(lambda layer: layer.reset())
+    append(4)
+    copied = copy.deepcopy(grown)
+    append(1)
+    copied.update(torch.zeros(2, 3, 1, 8), torch.zeros(2, 3, 1, 4))
+    assert grown.keys[:, :, -1].any() and not copied.keys[:, :, -1].any()
+    weight = torch.ones(8, requires_grad=True)
+    keys, _ = grown.update(torch.randn(2, 3, 1, 8) * weight, torch.randn(2, 3, 1, 4))
+    keys.sum().backward()
+    assert weight.grad.any()
+
+
+@pytest.mark.parametrize("padded", [True, False])
+def test_compiled_decoding(batch, padded):
+    """What transformers compiles on a GPU: a step of decoding into a static cache, in one graph, its mask made outside."""
+    tokens, steps = [], []
+    for implementation in ("eager", "libattn"):
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(CONFIGS["llama"], attn_implementation=implementation).eval()
+        mask = batch["attention_mask"] if padded else torch.ones_like(batch["input_ids"])
+        options = {"max_new_tokens": 12, "do_sample": False, "cache_implementation": "static"}
+        if implementation == "libattn":
+            compiled = torch.compile(model.forward, fullgraph=True, backend="aot_eager")
+            step = lambda *args, compiled=compiled, **rest: steps.append(1) or compiled(*args, **rest)  # noqa: E731
+            model.get_compiled_call = lambda config, step=step: step
+            model._valid_auto_compile_criteria = lambda *args: True
+        else:
+            options["disable_compile"] = True
+        tokens.append(model.generate(input_ids=batch["input_ids"], attention_mask=mask, **options))
+    assert torch.equal(*tokens) and len(steps) == 11
+
+
 def test_training_step(models, batch):
     """Gradients of the loss by every parameter, sinks included."""
     seen = batch["attention_mask"].bool()
@@ -115,17 +189,66 @@ def test_training_step(models, batch):
             torch.testing.assert_close(grads[1][name], wanted, rtol=1e-3, atol=1e-5 + 1e-4 * wanted.abs().max().item())
 
 
-def test_masks_are_one_number_per_key(models, batch, monkeypatch):
-    """No square is made for a padded batch."""
+@pytest.fixture
+def seen(monkeypatch):
+    """The options of each call of attention; a square mask fails."""
     seen = []
     monkeypatch.setattr(libattn.transformers, "sdpa_mask", lambda *args, **kwargs: pytest.fail("a square mask"))
-    forward = libattn.transformers._torch.attention
+    forward = libattn.transformers._quick.forward
     monkeypatch.setattr(
-        libattn.transformers._torch, "attention", lambda q, k, v, options: seen.append(options) or forward(q, k, v, options)
+        libattn.transformers._quick, "forward", lambda q, k, v, o, **rest: seen.append(o) or forward(q, k, v, o, **rest)
     )
+    return seen
+
+
+def kind(options):
+    assert options.bias is None and options.causal
+    if options.flashmask is not None:
+        return "rows"
+    return "causal" if options.used_kv is None else "ends"
+
+
+def test_masks_are_one_number_per_key(models, batch, seen):
+    """No square is made for a padded batch: ends where the padding is on the left and no window, otherwise rows."""
+    windows = {"llama": 0, "mistral": 2}.get(models[1].config.model_type, 1)  # layers that have one
     with torch.no_grad():
         models[1].eval()(**batch)
-    assert len(seen) == 2 and all(options.flashmask.shape == (3, 1, 20, 1) and options.bias is None for options in seen)
+        assert sorted(map(kind, seen)) == ["ends"] * (2 - windows) + ["rows"] * windows
+        seen.clear()
+        models[1](input_ids=batch["input_ids"].flip(1), attention_mask=batch["attention_mask"].flip(1))
+        assert list(map(kind, seen)) == ["rows"] * 2
+        seen.clear()
+        models[1](input_ids=batch["input_ids"], attention_mask=torch.ones_like(batch["input_ids"]))
+        assert sorted(map(kind, seen)) == ["causal"] * (2 - windows) + ["rows"] * windows
+
+
+@pytest.mark.parametrize("padded", [True, False])
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_generation_takes_the_kernels_for_decoding(batch, cache, padded, seen):
+    """Which take used lengths and padding on the left, but neither FlashMask nor a bias; nothing is copied."""
+    model = transformers.AutoModelForCausalLM.from_config(CONFIGS["llama"], attn_implementation="libattn").eval()
+    mask = batch["attention_mask"] if padded else torch.ones_like(batch["input_ids"])
+    options = {"max_new_tokens": 5, "do_sample": False, "disable_compile": True, "cache_implementation": cache}
+    model.generate(input_ids=batch["input_ids"], attention_mask=mask, **options)
+    assert len(seen) == 10 and set(map(kind, seen)) == {"ends" if padded or cache == "static" else "causal"}
+    tables = [table for options in seen for table in (options.used_kv, options.leftpad) if table is not None]
+    assert all(table.is_contiguous() and table.dtype == torch.int32 for table in tables)
+
+
+def test_mask_that_stops_early_or_goes_on():
+    """A static cache of 9, of which 6 count; eager's mask says what is to be seen."""
+    from transformers.masking_utils import sdpa_mask
+
+    left, holes, short, long = [0, 0, 1, 1, 1, 1], [1, 0, 1, 1, 1, 1], [1] * 5, [1] * 6 + [0] * 3
+    for columns in ([1] * 6, left, left + [1] * 3, holes, short, long):
+        for q_offset in (5, torch.tensor(5)):
+            given = torch.tensor([columns], dtype=torch.bool)
+            made = libattn.transformers.attention_mask(1, 1, 9, q_offset, attention_mask=given)
+            wanted = sdpa_mask(1, 1, 9, q_offset, attention_mask=given, allow_is_causal_skip=False)
+            if made.dtype == torch.int32:
+                begin, end = made.flatten().tolist()
+                made = (torch.arange(9) >= begin) & (torch.arange(9) < end)
+            assert torch.equal(made.flatten(), wanted.flatten()), columns
 
 
 def test_dropout_in_training():
