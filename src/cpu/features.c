@@ -11,6 +11,9 @@
 #if defined(__aarch64__)
 #include <sys/auxv.h>
 #endif
+#if defined(__linux__)
+#include <sys/prctl.h>
+#endif
 
 #if defined(__x86_64__)
 #include <cpuid.h>
@@ -19,6 +22,20 @@
 static int has_f16c(void) {
     unsigned a, b, c, d;
     return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
+}
+#endif
+
+#if defined(__aarch64__)
+enum { HWCAP_OF_SVE = 1 << 22 };
+
+/* Bits of an SVE vector, 0 without. A table is compiled for one length; one of 128 bits gains nothing over NEON. */
+static int sve_bits(void) {
+#if defined(PR_SVE_GET_VL)
+    int bytes = getauxval(AT_HWCAP) & HWCAP_OF_SVE ? prctl(PR_SVE_GET_VL) : 0;
+    return bytes > 0 ? (bytes & PR_SVE_VL_LEN_MASK) * 8 : 0;
+#else
+    return 0;
+#endif
 }
 #endif
 
@@ -32,6 +49,8 @@ static void detect(void) {
         features |= ATTN_CPU_AVX512;
 #elif defined(__aarch64__)
     features |= ATTN_CPU_NEON;
+    if (sve_bits() == 256) features |= ATTN_CPU_SVE256;
+    if (sve_bits() == 512) features |= ATTN_CPU_SVE512;
 #endif
     if (attn__amx_present()) features |= ATTN_CPU_AMX;
 }
@@ -93,11 +112,12 @@ static void write_text(void) {
     } bits[] = {{AT_HWCAP, 1ul << 10, " FP16"},
                 {AT_HWCAP, 1ul << 20, " DOTPROD"},
                 {AT_HWCAP2, 1ul << 14, " BF16"},
-                {AT_HWCAP2, 1ul << 13, " I8MM"},
-                {AT_HWCAP, 1ul << 22, " SVE"}};
+                {AT_HWCAP2, 1ul << 13, " I8MM"}};
     snprintf(text, sizeof text, "aarch64: NEON");
     for (size_t n = 0; n < sizeof bits / sizeof *bits; n++)
         if (getauxval(bits[n].type) & bits[n].bit) strncat(text, bits[n].name, sizeof text - strlen(text) - 1);
+    size_t at = strlen(text);
+    if (sve_bits() > 0) snprintf(text + at, sizeof text - at, " SVE%d", sve_bits());
 #else
     snprintf(text, sizeof text, "plain C");
 #endif

@@ -13,6 +13,10 @@
 #include <immintrin.h>
 #elif defined(ATTN_NEON) /* cmake/library.cmake; table c of aarch64 goes without */
 #include <arm_neon.h>
+#elif __ARM_FEATURE_SVE_BITS /* the vector that the compiler was told; only a CPU that has that one runs the table */
+#include <arm_neon.h>
+#include <arm_sve.h>
+#define ATTN_SVE 1
 #endif
 
 #include "../numeric.h"
@@ -25,6 +29,8 @@ enum { VECTOR_BYTES = 64, MR = 6, NV = 4 };
 enum { VECTOR_BYTES = 32, MR = 6, NV = 2 };
 #elif defined(ATTN_NEON)
 enum { VECTOR_BYTES = 16, MR = 4, NV = 4 };
+#elif defined(ATTN_SVE)
+enum { VECTOR_BYTES = __ARM_FEATURE_SVE_BITS / 8, MR = 6, NV = 4 };
 #else
 enum { VECTOR_BYTES = 16, MR = 6, NV = 2 };
 #endif
@@ -54,6 +60,11 @@ typedef __fp16 vfloat16 __attribute__((vector_size(VL * sizeof(uint16_t))));
 typedef real pair __attribute__((vector_size(2 * sizeof(real))));
 typedef integer vint __attribute__((vector_size(VECTOR_BYTES))); /* what comparisons give */
 typedef natural vbits __attribute__((vector_size(VECTOR_BYTES)));
+#if defined(ATTN_SVE) && defined(ATTN_REAL_F64)
+#define ALL svptrue_b64()
+#elif defined(ATTN_SVE)
+#define ALL svptrue_b32()
+#endif
 
 INLINE vreal load(const real *p) {
     vreal v;
@@ -63,7 +74,7 @@ INLINE vreal load(const real *p) {
 
 INLINE void store(real *p, vreal v) { memcpy(p, &v, sizeof v); }
 
-#if !defined(ATTN_REAL_F64) && !defined(__AVX2__) && !defined(ATTN_NEON)
+#if !defined(ATTN_REAL_F64) && !defined(__AVX2__) && !defined(ATTN_NEON) && !defined(ATTN_SVE)
 /* f16 in the low bits of each lane: the exponent is moved by a product, exact for subnormals too; infinities by a mask. */
 INLINE vreal widened_f16(vbits x) {
     vbits sign = (x & 0x8000) << 16, rest = (x & 0x7fff) << 13, infinite = (vbits)(rest >= 0x7c00u << 13);
@@ -75,7 +86,7 @@ INLINE vreal widened_f16(vbits x) {
 /* VL numbers from place `at` of an array of reals, or of what READABLE names. */
 INLINE int dtype_bytes(const attn_dtype of) { return of == ATTN_F64 ? 8 : of == ATTN_F32 ? 4 : 2; }
 #ifdef ATTN_REAL_F64
-#if defined(ATTN_NEON)
+#if defined(ATTN_NEON) || defined(ATTN_SVE)
 #define READABLE(dtype) ((dtype) == ATTN_F32 || (dtype) == ATTN_F16 || (dtype) == ATTN_BF16)
 #else
 #define READABLE(dtype) ((dtype) == ATTN_F32)
@@ -91,6 +102,11 @@ INLINE vreal load_any(const attn_dtype of, const void *p, int64_t at) {
         return vcvt_f64_f32(vget_low_f32(single));
     }
     return vcvt_f64_f32(vld1_f32((const float *)p + at));
+#elif defined(ATTN_SVE) /* loads and conversions of elements that lie in the low bits of wider ones */
+    if (of == ATTN_F16) return svcvt_f64_f16_x(ALL, svreinterpret_f16_u64(svld1uh_u64(ALL, (const uint16_t *)p + at)));
+    svuint64_t bits = of == ATTN_F32 ? svld1uw_u64(ALL, (const uint32_t *)p + at)
+                                     : svlsl_n_u64_x(ALL, svld1uh_u64(ALL, (const uint16_t *)p + at), 16);
+    return svcvt_f64_f32_x(ALL, svreinterpret_f32_u64(bits));
 #elif defined(__AVX512F__) /* by hand: gcc converts halves and puts them together */
     return _mm512_cvtps_pd(_mm256_loadu_ps((const float *)p + at));
 #elif defined(__AVX2__)
@@ -119,6 +135,10 @@ INLINE vreal load_any(const attn_dtype of, const void *p, int64_t at) {
     memcpy(&v, x, sizeof v);
     if (of == ATTN_F16) return __builtin_convertvector((vfloat16)v, vreal);
     return (vreal)vshll_n_u16(v, 16);
+#elif defined(ATTN_SVE)
+    svuint32_t half = svld1uh_u32(ALL, x);
+    if (of == ATTN_F16) return svcvt_f32_f16_x(ALL, svreinterpret_f16_u32(half));
+    return svreinterpret_f32_u32(svlsl_n_u32_x(ALL, half, 16));
 #else
     vhalf v;
     memcpy(&v, x, sizeof v);
@@ -129,6 +149,14 @@ INLINE vreal load_any(const attn_dtype of, const void *p, int64_t at) {
 #endif
 
 INLINE vreal splat(real x) { return x - (vreal){0}; }
+
+/* *p in all lanes. SVE's load that does it takes a pointer and no distance; the compiler would load, and copy in a multiplier's time. */
+INLINE vreal splat_from(const real *p) {
+#if defined(ATTN_SVE)
+    __asm__("" : "+r"(p));
+#endif
+    return splat(*p);
+}
 
 /*
  * a * b + c, rounded once where the ISA can. Sums have to round alike in every block that they are compiled for, of six rows or of one, and with
@@ -147,6 +175,10 @@ INLINE vreal fused(vreal a, vreal b, vreal c) {
     return vfmaq_f64(c, a, b);
 #elif defined(ATTN_NEON)
     return vfmaq_f32(c, a, b);
+#elif defined(ATTN_SVE) && defined(ATTN_REAL_F64)
+    return svmla_f64_x(ALL, c, a, b);
+#elif defined(ATTN_SVE)
+    return svmla_f32_x(ALL, c, a, b);
 #else
     return a * b + c;
 #endif
@@ -159,6 +191,10 @@ INLINE vreal larger(vreal a, vreal b) {
     return vmaxnmq_f64(a, b);
 #elif defined(ATTN_NEON)
     return vmaxnmq_f32(a, b);
+#elif defined(ATTN_SVE) && defined(ATTN_REAL_F64)
+    return svmaxnm_f64_x(ALL, a, b);
+#elif defined(ATTN_SVE)
+    return svmaxnm_f32_x(ALL, a, b);
 #elif defined(ATTN_REAL_F64)
     return pick(a > b, a, b);
 #elif defined(__AVX512F__)
@@ -222,7 +258,7 @@ INLINE void block(const int mr, const int nv, const attn_dtype of, real *c, int6
         vreal bv[NV];
         UNROLL for (int v = 0; v < nv; v++) bv[v] = load_any(of, b, at + v * VL);
         UNROLL for (int i = 0; i < mr; i++) {
-            vreal av = splat(a[i * row]);
+            vreal av = splat_from(a + i * row);
             UNROLL for (int v = 0; v < nv; v++) acc[i][v] = fused(av, bv[v], acc[i][v]);
         }
         a += col;
@@ -342,7 +378,7 @@ static void micro_dots(real *s, int32_t width, const real *k, int64_t ldk, const
  * Rows of v that are worked, and so many are asked for ahead. Rows that are 4 KiB apart share the same lines of the first cache: a
  * Neoverse-N1's has room for 16 of them.
  */
-#if defined(ATTN_NEON)
+#if defined(ATTN_NEON) || defined(ATTN_SVE)
 enum { AHEAD = 8, KEYS_AT_ONCE = 8 };
 #else
 enum { AHEAD = 16, KEYS_AT_ONCE = 16 };
@@ -372,7 +408,7 @@ INLINE void narrow_block(const int mr, const int nv, const attn_dtype of, real *
         vreal value[NV];
         UNROLL for (int x = 0; x < nv; x++) value[x] = load_any(of, v, at + x * VL);
         UNROLL for (int i = 0; i < mr; i++) {
-            UNROLL for (int x = 0; x < nv; x++) acc[i][x] = fused(splat(p[i]), value[x], acc[i][x]);
+            UNROLL for (int x = 0; x < nv; x++) acc[i][x] = fused(splat_from(p + i), value[x], acc[i][x]);
         }
     }
     UNROLL for (int i = 0; i < mr; i++) { UNROLL for (int x = 0; x < nv; x++) store(sum + i * lds + x * VL, acc[i][x]); }
@@ -429,9 +465,22 @@ static void micro_narrow_gemm(real *c, int64_t ldc, const real *p, int32_t width
 /*
  * Dot products in VL chains: chain c sums every VL-th dim from c on, then the chains are added by halves. There are two ways to
  * do that, which give the same bits: chains in the lanes of one vector, with which nothing is spent on rows that are not there;
- * and rows in lanes, each chain a vector, which needs no sum over lanes.
+ * and rows in lanes, each chain a vector, which needs no sum over lanes. SVE adds neighbours instead of halves: it has an
+ * instruction that does.
  */
 enum { KEYS = 6 * NV / VL < 1 ? 1 : 6 * NV / VL < 6 ? 6 * NV / VL : 6 };
+
+#if defined(ATTN_SVE)
+
+INLINE real sum_of_lanes(vreal v) {
+#ifdef ATTN_REAL_F64
+    return svaddv_f64(ALL, v);
+#else
+    return svaddv_f32(ALL, v);
+#endif
+}
+
+#else
 
 INLINE real sum_of_lanes(vreal v) {
     pair x[VL / 2];
@@ -439,6 +488,8 @@ INLINE real sum_of_lanes(vreal v) {
     UNROLL for (int half = VL / 4; half > 0; half /= 2) { UNROLL for (int i = 0; i < half; i++) x[i] += x[i + half]; }
     return x[0][0] + x[0][1];
 }
+
+#endif
 
 #if defined(__AVX512F__)
 
@@ -556,12 +607,16 @@ INLINE void chain_block(const int kb, real *s, int32_t width, const real *k, int
         UNROLL for (int c = 0; c < VL; c++) {
             vreal qv = load(q_t + (int64_t)(x + c) * width);
             KEEP(qv);
-            UNROLL for (int j = 0; j < kb; j++) acc[j][c] = fused(splat(k[j * ldk + x + c]), qv, acc[j][c]);
+            UNROLL for (int j = 0; j < kb; j++) acc[j][c] = fused(splat_from(k + j * ldk + x + c), qv, acc[j][c]);
         }
     }
     UNROLL for (int j = 0; j < kb; j++) {
         UNROLL for (int half = VL / 2; half > 0; half /= 2) {
+#if defined(ATTN_SVE)
+            UNROLL for (int c = 0; c < half; c++) acc[j][c] = acc[j][2 * c] + acc[j][2 * c + 1];
+#else
             UNROLL for (int c = 0; c < half; c++) acc[j][c] += acc[j][c + half];
+#endif
         }
         store(s + j * width, acc[j][0]);
     }
@@ -579,14 +634,18 @@ static void micro_chain_dots(real *s, int32_t width, const real *k, int64_t ldk,
 
 /* ---- conversion ---- */
 
+#if !defined(ATTN_REAL_F64) && (defined(ATTN_NEON) || defined(ATTN_SVE))
+#define ATTN_BY_NEON 1 /* what is not worth longer vectors */
+#endif
+
 static void micro_load(real *restrict to, const void *from, attn_dtype dtype, int32_t n) {
-#if defined(ATTN_NEON) && !defined(ATTN_REAL_F64)
+#if defined(ATTN_BY_NEON)
     if (dtype == ATTN_F16) {
         const uint16_t *x = from;
-        for (; n >= 2 * VL; n -= 2 * VL, x += 2 * VL, to += 2 * VL) {
+        for (; n >= 8; n -= 8, x += 8, to += 8) {
             float16x8_t half = vreinterpretq_f16_u16(vld1q_u16(x));
-            store(to, vcvt_f32_f16(vget_low_f16(half)));
-            store(to + VL, vcvt_high_f32_f16(half));
+            vst1q_f32(to, vcvt_f32_f16(vget_low_f16(half)));
+            vst1q_f32(to + 4, vcvt_high_f32_f16(half));
         }
         from = x;
     }
@@ -612,11 +671,11 @@ static void micro_load(real *restrict to, const void *from, attn_dtype dtype, in
 }
 
 static void micro_store(void *to, attn_dtype dtype, const real *from, real factor, int32_t n) {
-#if defined(ATTN_NEON) && !defined(ATTN_REAL_F64)
+#if defined(ATTN_BY_NEON)
     if (dtype == ATTN_F16) {
         uint16_t *y = to;
-        for (; n >= VL; n -= VL, from += VL, y += VL)
-            vst1_u16(y, vreinterpret_u16_f16(vcvt_f16_f32(load(from) * factor + 0)));
+        for (; n >= 4; n -= 4, from += 4, y += 4)
+            vst1_u16(y, vreinterpret_u16_f16(vcvt_f16_f32(vld1q_f32(from) * factor + 0)));
         to = y;
     }
 #endif
@@ -816,18 +875,18 @@ INLINE void transpose_16(float *to, int64_t ldt, const float *from, int64_t ldf)
     }
 }
 
-#elif defined(ATTN_NEON) && !defined(ATTN_REAL_F64)
+#elif defined(ATTN_BY_NEON)
 
 /* 16 rows by 4 columns, in four squares. */
 INLINE void transpose_16(float *to, int64_t ldt, const float *from, int64_t ldf) {
     for (int r = 0; r < 16; r += 4) {
         const float *x = from + r * ldf;
-        float32x4_t a = load(x), b = load(x + ldf), c = load(x + 2 * ldf), d = load(x + 3 * ldf);
+        float32x4_t a = vld1q_f32(x), b = vld1q_f32(x + ldf), c = vld1q_f32(x + 2 * ldf), d = vld1q_f32(x + 3 * ldf);
         float32x4_t ab = vtrn1q_f32(a, b), cd = vtrn1q_f32(c, d), ab2 = vtrn2q_f32(a, b), cd2 = vtrn2q_f32(c, d);
-        store(to + r, (vreal)vtrn1q_f64((float64x2_t)ab, (float64x2_t)cd));
-        store(to + r + ldt, (vreal)vtrn1q_f64((float64x2_t)ab2, (float64x2_t)cd2));
-        store(to + r + 2 * ldt, (vreal)vtrn2q_f64((float64x2_t)ab, (float64x2_t)cd));
-        store(to + r + 3 * ldt, (vreal)vtrn2q_f64((float64x2_t)ab2, (float64x2_t)cd2));
+        vst1q_f32(to + r, (float32x4_t)vtrn1q_f64((float64x2_t)ab, (float64x2_t)cd));
+        vst1q_f32(to + r + ldt, (float32x4_t)vtrn1q_f64((float64x2_t)ab2, (float64x2_t)cd2));
+        vst1q_f32(to + r + 2 * ldt, (float32x4_t)vtrn2q_f64((float64x2_t)ab, (float64x2_t)cd));
+        vst1q_f32(to + r + 3 * ldt, (float32x4_t)vtrn2q_f64((float64x2_t)ab2, (float64x2_t)cd2));
     }
 }
 
@@ -837,7 +896,7 @@ static void micro_transpose(real *to, int64_t ldt, const real *from, int64_t ldf
     int32_t c = 0;
 #if defined(__AVX512F__) && !defined(ATTN_REAL_F64)
     for (; m == 16 && c + 16 <= n; c += 16) transpose_16(to + c * ldt, ldt, from + c, ldf);
-#elif defined(ATTN_NEON) && !defined(ATTN_REAL_F64)
+#elif defined(ATTN_BY_NEON)
     for (; m == 16 && c + 4 <= n; c += 4) transpose_16(to + c * ldt, ldt, from + c, ldf);
 #endif
     for (; c < n; c++)
