@@ -76,11 +76,11 @@ FMA_LOOP(loop_neon_f64, , float64x2_t, vdupq_n_f64, FIRST_F64)
 #define SVE_CLEAR(n) "dup z" #n SVE_TYPE ", #0\n\t"
 #define SVE_LOOP(name)                                                                                                     \
     static double name(long rounds) {                                                                                      \
-        __asm__ volatile(".arch_extension sve\n\tptrue p0" SVE_TYPE "\n\tfdup z12" SVE_TYPE ", #0.5\n\tfdup z13" SVE_TYPE     \
-                         ", #0.5\n\t" EACH(SVE_CLEAR) "0: " EACH(SVE_STEP) "subs %0, %0, #1\n\tb.ne 0b"                   \
+        __asm__ volatile(".arch_extension sve\n\tptrue p0" SVE_TYPE "\n\tfdup z12" SVE_TYPE ", #0.5\n\tfdup z13" SVE_TYPE  \
+                         ", #0.5\n\t" EACH(SVE_CLEAR) "0: " EACH(SVE_STEP) "subs %0, %0, #1\n\tb.ne 0b"                    \
                          : "+r"(rounds)                                                                                    \
                          :                                                                                                 \
-                         : "cc", "v0", "v1", "v2", "v3", "v4", "v5", "v6", "v7", "v8", "v9", "v10", "v11", "v12", "v13");   \
+                         : "cc", "v0", "v1", "v2", "v3", "v4", "v5", "v6", "v7", "v8", "v9", "v10", "v11", "v12", "v13");  \
         return 0;                                                                                                          \
     }
 #define SVE_TYPE ".s"

@@ -47,6 +47,7 @@ static void detect(void) {
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512vl") && (features & ATTN_CPU_AVX2))
         features |= ATTN_CPU_AVX512;
+    if (__builtin_cpu_supports("avx512bf16") && (features & ATTN_CPU_AVX512)) features |= ATTN_CPU_AVX512_BF16;
 #elif defined(__aarch64__)
     features |= ATTN_CPU_NEON;
     if (sve_bits() == 256) features |= ATTN_CPU_SVE256;
