@@ -12,6 +12,15 @@ if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64|amd64)$" AND CMAKE_SIZEOF_VOID
 elseif(CMAKE_SYSTEM_PROCESSOR MATCHES "^(aarch64|arm64)$")
     list(APPEND ATTN_ISAS neon)
     set(ATTN_ISA_FLAGS_neon -DATTN_NEON=1) # no compiler flag: every aarch64 has it, and table c is to go without
+    # gcc alone: clang takes the compiler's vector types to SVE's and back through memory.
+    include(CheckCCompilerFlag)
+    check_c_compiler_flag("-march=armv8.2-a+sve -msve-vector-bits=256" ATTN_COMPILER_HAS_SVE)
+    if(ATTN_COMPILER_HAS_SVE AND CMAKE_C_COMPILER_ID STREQUAL "GNU")
+        foreach(bits 256 512)
+            list(APPEND ATTN_ISAS sve${bits})
+            set(ATTN_ISA_FLAGS_sve${bits} -march=armv8.2-a+sve -msve-vector-bits=${bits})
+        endforeach()
+    endif()
 endif()
 
 # Tile loops are compiled once per real type, micro-kernels also once per ISA; the rest once.

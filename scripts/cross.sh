@@ -5,8 +5,9 @@
 #
 #   JOBS=2 CROSS_CASES=300 scripts/cross.sh
 #
-# From x86-64 it is aarch64 with NEON and SVE (vectors of 512 bits, so that no loop takes them for NEON's), from aarch64
-# x86-64 with AVX2. Exit status 77: it could not be run, and the last line says why.
+# From x86-64 it is aarch64 with NEON and SVE, from aarch64 x86-64 with AVX2, and, since few machines have SVE of more than 128
+# bits, aarch64 itself (build-cross/sve). SVE is emulated with vectors of 512 bits, then of 256. Exit status 77: it could not be run,
+# and the last line says why.
 set -u
 cd "$(dirname "$0")/.."
 cases=${CROSS_CASES:-300}
@@ -23,11 +24,12 @@ aarch64 | arm64) other=x86_64 cpu=max ;;
 *) missing "there is no other architecture to emulate on $(uname -m)" ;;
 esac
 scripts/setup.sh cross || missing "a cross compiler for $other or qemu-user is missing; scripts/setup.sh cross says what to install"
-qemu="qemu-$other -cpu $cpu -L /usr/$other-linux-gnu"
 
-cmake -B $build -DATTN_CUDA=OFF -DATTN_WERROR=ON -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=$other \
-    -DCMAKE_C_COMPILER="$other-linux-gnu-gcc" &&
-    cmake --build $build -j "${JOBS:-2}" --target attn_tool attn-tests || exit 1
+# make FOLDER OPTION...: the command line and the tests.
+make() {
+    cmake -B "$1" -DATTN_CUDA=OFF -DATTN_WERROR=ON "${@:2}" &&
+        cmake --build "$1" -j "${JOBS:-2}" --target attn_tool attn-tests || exit 1
+}
 
 passed=0
 # run COMMAND...: the output is shown, and what has passed is counted.
@@ -38,14 +40,31 @@ run() {
     passed=$((passed + $(sed -n 's/.*\b\([0-9]\+\) passed.*/\1/p' $log | tail -n 1)))
 }
 
-$qemu $build/attn info | sed -n 's/^cpu  *\(.*: .*\)/emulated CPU: \1/p'
 # Not here: threads against threads and a process that forks, which an emulator has no more to say about; faults, long ones.
-run $qemu $build/attn-tests isa_ kernel_ micro names_ numbers_ plan_describes property_ c1_ c2_ c3_ c4_ s01_ s02_ s03_ s04_ \
-    s05_plan s06_ s07_ s08_ s10_ s11_ accuracy_f32_of accuracy_f32_gradients c5_paged c5_threads_1_to_16_split
-isas=$($qemu $build/attn info | sed -n 's/^cpu .*fwd_\(.*\)_f32 .* yes .*/\1/p')
-[ -n "$isas" ] || exit 1
-for isa in $isas; do
-    echo "$other, $isa kernels"
-    run env ATTN_CPU="$isa" $qemu $build/attn check --backend cpu --cases "$cases" --seed 4
-done
+quick="isa_ kernel_ micro names_ numbers_ plan_describes property_ c1_ c2_ c3_ c4_ s01_ s02_ s03_ s04_
+    s05_plan s06_ s07_ s08_ s10_ s11_ accuracy_f32_of accuracy_f32_gradients c5_paged c5_threads_1_to_16_split"
+
+# emulate FOLDER ISAS TESTS QEMU...: the tests, and the random problems for instruction sets whose names have such a beginning.
+emulate() {
+    local folder=$1 wanted=$2 tests=$3 isas
+    shift 3
+    "$@" "$folder/attn" info | sed -n 's/^cpu  *\(.*: .*\)/emulated CPU: \1/p'
+    run "$@" "$folder/attn-tests" $tests
+    isas=$("$@" "$folder/attn" info | sed -n "s/^cpu .*fwd_\($wanted.*\)_f32 .* yes .*/\1/p")
+    [ -n "$isas" ] || exit 1
+    for isa in $isas; do
+        echo "$isa kernels"
+        run env ATTN_CPU="$isa" "$@" "$folder/attn" check --backend cpu --cases "$cases" --seed 4
+    done
+}
+
+make $build -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=$other -DCMAKE_C_COMPILER="$other-linux-gnu-gcc"
+emulate $build "" "$quick" qemu-$other -cpu $cpu -L /usr/$other-linux-gnu
+if [ $other = aarch64 ]; then
+    emulate $build sve micro qemu-aarch64 -cpu max,sve-max-vq=2 -L /usr/aarch64-linux-gnu
+elif command -v qemu-aarch64 >/dev/null; then
+    make $build/sve
+    emulate $build/sve sve "$quick" qemu-aarch64 -cpu max,sve-max-vq=4
+    emulate $build/sve sve micro qemu-aarch64 -cpu max,sve-max-vq=2
+fi
 echo "$passed passed, 0 failed"

@@ -1,6 +1,7 @@
 /*
- * Micro-kernels by hand against those of plain C, one number type at a time (cpu/real.h): products and dot products have the same bits,
- * for both fuse multiplications with additions and add in the same order. Compiled where there is NEON.
+ * Micro-kernels of NEON and SVE against those of plain C, one number type at a time (cpu/real.h): products and dot products have the same
+ * bits, for all fuse multiplications with additions and add in the same order. Dot products of few rows have an order that goes by the
+ * vector, so those of SVE are held to chain_dots, which have another way to the same bits. Compiled where there is NEON.
  */
 #ifndef MICRO_CHECK_H
 #define MICRO_CHECK_H
@@ -9,13 +10,18 @@
 #include <string.h>
 
 #include "build.h"
+#include "cpu/features.h"
 #include "cpu/micro.h"
 #include "numeric.h"
 #include "test.h"
 
-extern const attn_micro REAL(micro_c), REAL(micro_neon);
+#define ISA(name, bits, words) extern const attn_micro REAL(micro_##name);
+#include "cpu/isa.def"
+#undef ISA
 
 enum { MOST = 20 * 1024 };
+static const attn_micro *micro; /* the one to check */
+static const char *isa;         /* and its name */
 static real a[MOST], b[MOST], want[MOST], have[MOST];
 static uint32_t narrow[MOST]; /* of any dtype up to 32 bits */
 
@@ -24,7 +30,7 @@ static void fill(real *x, int count, uint64_t *random) {
 }
 
 static void same(const char *what, int32_t rows, int32_t keys, int32_t dim) {
-    CHECK_SAY(memcmp(want, have, sizeof want) == 0, "%s: %d rows, %d keys, dim %d", what, rows, keys, dim);
+    CHECK_SAY(memcmp(want, have, sizeof want) == 0, "%s, %s: %d rows, %d keys, dim %d", isa, what, rows, keys, dim);
 }
 
 /* Products with c as it was and on top of it; a either way round. */
@@ -35,7 +41,7 @@ static void check_gemm(int32_t m, int32_t n, int32_t k) {
         memcpy(want, a, sizeof want);
         memcpy(have, a, sizeof have);
         REAL(micro_c).gemm(want, n + 16, a, row, col, b, n, m, n, k, form & 2);
-        REAL(micro_neon).gemm(have, n + 16, a, row, col, b, n, m, n, k, form & 2);
+        micro->gemm(have, n + 16, a, row, col, b, n, m, n, k, form & 2);
         same("gemm", m, k, n);
     }
 }
@@ -44,7 +50,7 @@ static void check_dots(int32_t columns, int32_t keys, int32_t dim) {
     memcpy(want, a, sizeof want);
     memcpy(have, a, sizeof have);
     REAL(micro_c).dots(want, 64, a, dim + 3, b, columns, keys, dim);
-    REAL(micro_neon).dots(have, 64, a, dim + 3, b, columns, keys, dim);
+    micro->dots(have, 64, a, dim + 3, b, columns, keys, dim);
     same("dots", columns, keys, dim);
 }
 
@@ -57,24 +63,35 @@ static attn_panel panel_of(attn_dtype dtype, int32_t rows, int32_t dim) {
     return (attn_panel){narrow, dim, dtype};
 }
 
+/* What narrow_dots of q in a and keys in b should give: the products of rows that are not there are zero. */
+static void chain_dots(int32_t rows, int32_t keys, int32_t dim) {
+    static real q_t[256 * ATTN_LANES];
+    for (int32_t x = 0; x < dim; x++)
+        for (int32_t r = 0; r < ATTN_LANES; r++) q_t[x * ATTN_LANES + r] = r < rows ? a[r * dim + x] : 0;
+    micro->chain_dots(want, ATTN_LANES, b, dim, q_t, keys, dim);
+}
+
 static void check_narrow(attn_dtype dtype, int32_t rows, int32_t keys, int32_t dim, uint64_t *random) {
     const int32_t width = ATTN_LANES;
-    if (!REAL(micro_neon).readable(dtype)) return;
+    if (!micro->readable(dtype)) return;
     fill(b, keys * dim, random);
     attn_panel panel = panel_of(dtype, keys, dim), plain = {b, dim, REAL_DTYPE};
     memset(want, 0, sizeof want);
     memset(have, 0, sizeof have);
-    REAL(micro_c).narrow_dots(want, width, &plain, a, dim, rows, keys, dim);
-    REAL(micro_neon).narrow_dots(have, width, &panel, a, dim, rows, keys, dim);
+    micro->narrow_dots(have, width, &panel, a, dim, rows, keys, dim);
+    if (micro == &REAL(micro_neon))
+        REAL(micro_c).narrow_dots(want, width, &plain, a, dim, rows, keys, dim);
+    else
+        chain_dots(rows, keys, dim);
     same(attn_dtype_name(dtype), rows, keys, dim);
     memcpy(want, a, sizeof want);
     memcpy(have, a, sizeof have);
     REAL(micro_c).narrow_gemm(want, dim, a, width, &plain, rows, dim, keys);
-    REAL(micro_neon).narrow_gemm(have, dim, a, width, &panel, rows, dim, keys);
+    micro->narrow_gemm(have, dim, a, width, &panel, rows, dim, keys);
     same(attn_dtype_name(dtype), rows, keys, dim);
 }
 
-static void check_micro(void) {
+static void check_table(void) {
     static const int32_t dims[] = {16, 64, 80, 96, 128, 144, 192, 256};
     static const attn_dtype dtypes[] = {ATTN_F32, ATTN_F16, ATTN_BF16};
     uint64_t random = 7;
@@ -90,6 +107,25 @@ static void check_micro(void) {
         for (int32_t keys = 1; keys <= 70; keys += 23)
             for (int32_t rows = 1; rows <= 8; rows++)
                 for (int d = 0; d < 3; d++) check_narrow(dtypes[d], rows, keys, dims[n], &random);
+}
+
+/* All tables that this machine can run, but for plain C's own. */
+static void check_micro(void) {
+    static const struct {
+        const char *name;
+        const attn_micro *table;
+        uint32_t needs;
+    } tables[] = {
+#define ISA(name, bits, words) {#name, &REAL(micro_##name), bits},
+#include "cpu/isa.def"
+#undef ISA
+    };
+    for (size_t n = 1; n < sizeof tables / sizeof *tables; n++) {
+        if (tables[n].needs & ~attn__cpu_detect()) continue;
+        isa = tables[n].name;
+        micro = tables[n].table;
+        check_table();
+    }
 }
 
 #endif

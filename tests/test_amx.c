@@ -1,8 +1,8 @@
 /*
- * The AMX micro-kernels (src/cpu/amx.h), each against plain C in double. Inputs are bf16 exactly, so products must be right to
+ * The micro-kernels of AMX and of AVX-512 BF16 (src/cpu/amx.h), each against plain C in double. Inputs are bf16 exactly, so products must be right to
  * the accuracy of float sums. What packing may not read lies behind a guard page or is NaN, and what it must write is NaN before.
  *
- * Without AMX on the machine they are not run; without it in the library they are not here.
+ * Without AMX on the machine, or AVX-512 BF16 where that does, they are not run; without it in the library they are not here.
  */
 #define _GNU_SOURCE
 #include <math.h>
@@ -17,6 +17,7 @@
 
 #include "build.h"
 #include "cpu/amx.h"
+#include "cpu/features.h"
 #include "numeric.h"
 #include "test.h"
 
@@ -26,6 +27,21 @@ static bool skip(void) {
     if (attn__amx_available()) return false;
     test_skip("this machine or its kernel has no AMX for bf16");
     return true;
+}
+
+/* Of what needs no tiles. */
+static bool skip_vectors(void) {
+    if (attn__cpu_detect() & ATTN_CPU_AVX512_BF16) return false;
+    test_skip("this machine has no AVX-512 BF16");
+    return true;
+}
+
+static void begin(bool by_vectors) {
+    if (!by_vectors) attn__amx_begin();
+}
+
+static void end(bool by_vectors) {
+    if (!by_vectors) attn__amx_end();
 }
 
 /* ---- permission ---- */
@@ -74,6 +90,7 @@ TEST(amx_permission_is_asked_for_when_amx_is_used) {
     for (int32_t n = 0; attn_kernel_get(n, &info, sizeof info) == ATTN_OK; n++) continue;
     make_plan("avx2", ATTN_BF16);
     make_plan("avx512", ATTN_BF16);
+    make_plan("avx512bf16", ATTN_BF16);
     make_plan(NULL, ATTN_F32);
     CHECK(!is_permitted());
     make_plan(NULL, ATTN_BF16);
@@ -148,7 +165,7 @@ static int64_t place_b(int32_t i, int32_t x, int32_t k) {
 }
 
 TEST(amx_packing_puts_every_element_in_its_place) {
-    if (skip()) return;
+    if (skip_vectors()) return;
     uint64_t random = 1;
     for (int n = 0; n < SIZES; n++) {
         int32_t rows = sizes[n][0], dim = sizes[n][2], all_rows = pad(rows, 32), all_dims = pad(dim, 32);
@@ -177,7 +194,7 @@ TEST(amx_packing_puts_every_element_in_its_place) {
 }
 
 TEST(amx_pack_columns_finds_what_is_not_finite) {
-    if (skip()) return;
+    if (skip_vectors()) return;
     static const struct {
         uint16_t bits;
         bool finite;
@@ -212,10 +229,9 @@ static void check_product(const float *c, int64_t ldc, int64_t c_panel, const ma
         }
 }
 
-TEST(amx_products_are_right_to_the_accuracy_of_float) {
-    if (skip()) return;
+static void check_products(bool by_vectors) {
     uint64_t random = 3;
-    attn__amx_begin();
+    begin(by_vectors);
     for (int n = 0; n < 2 * SIZES; n++) {
         int32_t m = sizes[n / 2][0], cols = sizes[n / 2][1], k = sizes[n / 2][2];
         int32_t all_m = pad(m, 32), all_n = pad(cols, 16), all_k = pad(k, 32);
@@ -234,7 +250,8 @@ TEST(amx_products_are_right_to_the_accuracy_of_float) {
                               .b_panel = 16 * (int64_t)all_k,
                               .m = all_m,
                               .n = all_n,
-                              .k = all_k};
+                              .k = all_k,
+                              .by_vectors = by_vectors};
         attn__amx_run(&p);
         check_product(c, p.ldc, p.c_panel, &a, &b, 0);
         if (in_place) {
@@ -251,14 +268,21 @@ TEST(amx_products_are_right_to_the_accuracy_of_float) {
         free(packed_a), free(packed_b), free(c), free(again);
         matrix_free(&a), matrix_free(&b);
     }
-    attn__amx_end();
+    end(by_vectors);
+}
+
+TEST(amx_products_are_right_to_the_accuracy_of_float) {
+    if (!skip()) check_products(false);
+}
+
+TEST(bf16_vectors_products_are_right_to_the_accuracy_of_float) {
+    if (!skip_vectors()) check_products(true);
 }
 
 /* The five products of the backward are this one with other operands: k over rows of both. */
-TEST(amx_products_over_rows) {
-    if (skip()) return;
+static void check_products_over_rows(bool by_vectors) {
     uint64_t random = 4;
-    attn__amx_begin();
+    begin(by_vectors);
     for (int n = 0; n < SIZES; n++) {
         int32_t k = sizes[n][0], m = sizes[n][2], cols = sizes[n][1], all_k = pad(k, 32);
         test_context("%d rows of %d and %d", k, m, cols);
@@ -276,7 +300,8 @@ TEST(amx_products_over_rows) {
                               .b_panel = 16 * (int64_t)all_k,
                               .m = pad(m, 32),
                               .n = pad(cols, 16),
-                              .k = all_k};
+                              .k = all_k,
+                              .by_vectors = by_vectors};
         attn__amx_run(&p);
         for (int32_t i = 0; i < m; i++)
             for (int32_t j = 0; j < cols; j++) {
@@ -290,7 +315,15 @@ TEST(amx_products_over_rows) {
         free(packed_a), free(packed_b), free(c);
         matrix_free(&a), matrix_free(&b);
     }
-    attn__amx_end();
+    end(by_vectors);
+}
+
+TEST(amx_products_over_rows) {
+    if (!skip()) check_products_over_rows(false);
+}
+
+TEST(bf16_vectors_products_over_rows) {
+    if (!skip_vectors()) check_products_over_rows(true);
 }
 
 /* A thread that is made later may use tiles, too. */
@@ -384,7 +417,7 @@ static void check_gradients(const gradients *g) {
 }
 
 TEST(amx_gradients_against_double) {
-    if (skip()) return;
+    if (skip_vectors()) return;
     uint64_t random = 5;
     for (int n = 0; n < 16; n++) {
         gradients g = {.keys = 32 + n % 3 * 32, .with_slope = n & 1, .with_rest = n & 2};
@@ -473,7 +506,7 @@ static void check_column(softmax *x, int32_t r, float max, float sum) {
 }
 
 TEST(amx_softmax_against_double) {
-    if (skip()) return;
+    if (skip_vectors()) return;
     static const double spreads[] = {0.01, 3, 40, 1000};
     uint64_t random = 6;
     for (int n = 0; n < 16; n++) {
@@ -497,7 +530,7 @@ TEST(amx_softmax_against_double) {
 }
 
 TEST(amx_softmax_of_large_scores) {
-    if (skip()) return;
+    if (skip_vectors()) return;
     softmax x = softmax_make(40, 16, 1.44269504f);
     for (int32_t j = 0; j < 40; j++)
         for (int32_t r = 0; r < 16; r++)
@@ -515,7 +548,7 @@ TEST(amx_softmax_of_large_scores) {
 }
 
 TEST(amx_softmax_of_what_is_not_finite) {
-    if (skip()) return;
+    if (skip_vectors()) return;
     softmax x = softmax_make(35, 16, 0.7f);
     for (int step = 0; step < 2; step++) {
         for (int32_t j = 0; j < 35; j++)
@@ -540,7 +573,7 @@ TEST(amx_softmax_of_what_is_not_finite) {
 
 /* C5: a column has the same bits wherever it is, and whatever the others are. */
 TEST(amx_softmax_columns_do_not_know_of_each_other) {
-    if (skip()) return;
+    if (skip_vectors()) return;
     enum { KEYS = 77 };
     uint64_t random = 7;
     softmax one = softmax_make(KEYS, 16, 0.2f), many = softmax_make(KEYS, 48, 0.2f);
@@ -568,10 +601,9 @@ static uint32_t get_mode(void) {
 static void set_mode(uint32_t mode) { __asm__ volatile("ldmxcsr %0" ::"m"(mode)); }
 
 /* Products along with softmax have the bits that they have alone, and so has softmax; the processor's mode is as before. */
-TEST(amx_softmax_with_products) {
-    if (skip()) return;
+static void check_softmax_with_products(bool by_vectors) {
     uint64_t random = 8;
-    attn__amx_begin();
+    begin(by_vectors);
     for (int n = 0; n < 12; n++) {
         int32_t keys = (int32_t[]){3, 64, 200}[n % 3], width = n % 2 ? 48 : 32, count = n / 3;
         test_context("%d keys, %d columns, %d products", keys, width, count);
@@ -597,7 +629,8 @@ TEST(amx_softmax_with_products) {
                                       .m = 96,
                                       .n = i == 1 ? 48 : 32,
                                       .k = 64 + 32 * i,
-                                      .accumulate = i == 2};
+                                      .accumulate = i == 2,
+                                      .by_vectors = by_vectors};
             attn__amx_run(&p[i]);
             p[i].c = c[1][i];
         }
@@ -618,13 +651,21 @@ TEST(amx_softmax_with_products) {
         matrix_free(&a), matrix_free(&b);
         softmax_free(&alone), softmax_free(&along);
     }
-    attn__amx_end();
+    end(by_vectors);
+}
+
+TEST(amx_softmax_with_products) {
+    if (!skip()) check_softmax_with_products(false);
+}
+
+TEST(bf16_vectors_with_softmax) {
+    if (!skip_vectors()) check_softmax_with_products(true);
 }
 
 /* ---- the rest ---- */
 
 TEST(amx_rescale_and_transpose) {
-    if (skip()) return;
+    if (skip_vectors()) return;
     float panel[48 * 16], alpha[16], to[16 * 50], before[48 * 16];
     for (int n = 0; n < 48 * 16; n++) before[n] = panel[n] = (float)n;
     for (int r = 0; r < 16; r++) alpha[r] = 1;
@@ -643,8 +684,7 @@ TEST(amx_rescale_and_transpose) {
  * Attention put together from the parts, keys in two blocks. An element of o is off by the rounding of each p, 2^-9 of it, so by at
  * most 2^-9 of the mean of |v|; and lse, as p is not rounded in the sum, by float's errors of the scores.
  */
-TEST(amx_attention_from_the_parts) {
-    if (skip()) return;
+static void check_attention_from_the_parts(bool by_vectors) {
     enum { ROWS = 21, KEYS = 107, DIM = 72, DIM_V = 40, BLOCK = 64, ALL_ROWS = 32, ALL_DIM = 96, ALL_V = 64 };
     uint64_t random = 9;
     matrix q = matrix_make(ROWS, DIM, DIM + 3, &random), k = matrix_make(KEYS, DIM, DIM, &random),
@@ -656,7 +696,7 @@ TEST(amx_attention_from_the_parts) {
     double scale = 1 / sqrt(DIM);
     for (int r = 0; r < ALL_ROWS; r++) max[r] = -INFINITY, sum[r] = 0;
     memset(o, 0, 4 * ALL_V * ALL_ROWS);
-    attn__amx_begin();
+    begin(by_vectors);
     attn__amx_pack_dims(packed_q, q.data, q.row, ROWS, DIM);
     for (int32_t j = 0; j < KEYS; j += BLOCK) {
         int32_t keys = KEYS - j < BLOCK ? KEYS - j : BLOCK, all = pad(keys, 32);
@@ -670,7 +710,8 @@ TEST(amx_attention_from_the_parts) {
                                           .b_panel = ALL_DIM * 16,
                                           .m = all,
                                           .n = ALL_ROWS,
-                                          .k = ALL_DIM});
+                                          .k = ALL_DIM,
+                                          .by_vectors = by_vectors});
         attn__amx_softmax(&(attn_amx_softmax){.s = s,
                                               .s_panel = BLOCK * 16,
                                               .keys = keys,
@@ -693,9 +734,10 @@ TEST(amx_attention_from_the_parts) {
                                           .m = ALL_V,
                                           .n = ALL_ROWS,
                                           .k = all,
-                                          .accumulate = true});
+                                          .accumulate = true,
+                                          .by_vectors = by_vectors});
     }
-    attn__amx_end();
+    end(by_vectors);
     for (int r = 0; r < ALL_ROWS; r += 16) attn__amx_transpose(out + r * ALL_V, ALL_V, o + r * ALL_V, ALL_V);
     for (int32_t i = 0; i < ROWS; i++) {
         double weight[KEYS], most = -INFINITY, total = 0;
@@ -717,6 +759,14 @@ TEST(amx_attention_from_the_parts) {
     }
     free(packed_q), free(packed_k), free(packed_v), free(p), free(s), free(o), free(out);
     matrix_free(&q), matrix_free(&k), matrix_free(&v);
+}
+
+TEST(amx_attention_from_the_parts) {
+    if (!skip()) check_attention_from_the_parts(false);
+}
+
+TEST(bf16_vectors_attention_from_the_parts) {
+    if (!skip_vectors()) check_attention_from_the_parts(true);
 }
 
 #else

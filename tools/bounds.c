@@ -39,7 +39,7 @@
  *
  * - Exponentials come from an instruction that is 2^-22 off, 4u.
  *
- * AMX rounds its sums like everybody else; of this only the rounding of p and d_s holds for it.
+ * AMX, like AVX-512 BF16, rounds its sums like everybody else; of this only the rounding of p and d_s holds for it.
  */
 #include <float.h>
 #include <math.h>
@@ -72,7 +72,7 @@ arithmetic arithmetic_of(const char *backend, const char *kernel) {
         attn_dtype tile;
     } tiles[] = {{"_f32_d", ATTN_F32}, {"_f16_d", ATTN_F16}, {"_bf16_d", ATTN_BF16}};
     arithmetic how = {false, ATTN_DTYPE_DEFAULT};
-    if (strcmp(backend, "cpu") == 0 && strstr(kernel, "_amx_bf16")) how.tile = ATTN_BF16;
+    if (strcmp(backend, "cpu") == 0 && (strstr(kernel, "_amx_") || strstr(kernel, "_avx512bf16_"))) how.tile = ATTN_BF16;
     for (int n = 0; n < 3 && strcmp(backend, "cuda") == 0; n++)
         if (strstr(kernel, tiles[n].mark)) how = (arithmetic){true, tiles[n].tile};
     return how;

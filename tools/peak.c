@@ -11,6 +11,7 @@
 #include <stdatomic.h>
 #include <stdlib.h>
 
+#include "cpu/features.h"
 #include "internal.h"
 #include "tool.h"
 
@@ -69,6 +70,25 @@ FMA_LOOP(loop_neon_f32, , float32x4_t, vdupq_n_f32, FIRST_F32)
 #define FMA(a, b, c) vfmaq_f64(a, b, c)
 FMA_LOOP(loop_neon_f64, , float64x2_t, vdupq_n_f64, FIRST_F64)
 #undef FMA
+
+/* The same with vectors of SVE, whose length is the CPU's affair; in assembly, for the types want a compiler that was told. */
+#define SVE_STEP(n) "fmla z" #n SVE_TYPE ", p0/m, z12" SVE_TYPE ", z13" SVE_TYPE "\n\t"
+#define SVE_CLEAR(n) "dup z" #n SVE_TYPE ", #0\n\t"
+#define SVE_LOOP(name)                                                                                                     \
+    static double name(long rounds) {                                                                                      \
+        __asm__ volatile(".arch_extension sve\n\tptrue p0" SVE_TYPE "\n\tfdup z12" SVE_TYPE ", #0.5\n\tfdup z13" SVE_TYPE  \
+                         ", #0.5\n\t" EACH(SVE_CLEAR) "0: " EACH(SVE_STEP) "subs %0, %0, #1\n\tb.ne 0b"                    \
+                         : "+r"(rounds)                                                                                    \
+                         :                                                                                                 \
+                         : "cc", "v0", "v1", "v2", "v3", "v4", "v5", "v6", "v7", "v8", "v9", "v10", "v11", "v12", "v13");  \
+        return 0;                                                                                                          \
+    }
+#define SVE_TYPE ".s"
+SVE_LOOP(loop_sve_f32)
+#undef SVE_TYPE
+#define SVE_TYPE ".d"
+SVE_LOOP(loop_sve_f64)
+#undef SVE_TYPE
 #endif
 
 typedef struct fma_loop {
@@ -82,6 +102,9 @@ static fma_loop choose(bool wide) {
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
         return wide ? (fma_loop){loop_avx2_f64, 4} : (fma_loop){loop_avx2_f32, 8};
 #elif defined(__aarch64__)
+    uint32_t features = attn__cpu_detect();
+    int words = features & ATTN_CPU_SVE512 ? 16 : features & ATTN_CPU_SVE256 ? 8 : 0;
+    if (words > 0) return wide ? (fma_loop){loop_sve_f64, words / 2} : (fma_loop){loop_sve_f32, words};
     return wide ? (fma_loop){loop_neon_f64, 2} : (fma_loop){loop_neon_f32, 4};
 #endif
     return wide ? (fma_loop){loop_plain_f64, 1} : (fma_loop){loop_plain_f32, 1};

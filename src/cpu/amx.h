@@ -1,5 +1,6 @@
 /*
- * Products of bf16 by AMX tiles, and the softmax between them: what a bf16 kernel of Xeons with AMX is made of.
+ * Products of bf16 by AMX tiles, and the softmax between them: what a bf16 kernel of Xeons with AMX is made of. CPUs that have AVX-512
+ * BF16 and no tiles (AMD's from Zen 4 on) have the same kernel with the products by vectors, from the same operands.
  *
  * As in micro.h, scores are transposed, [key][row], with query rows in the lanes; so is the output while it is summed up,
  * [dim][row]. Rows come in panels of 16, a vector. Both products of the forward are then c[m][n] (+)= sum_k a[m][k] b[k][n] with n over query rows:
@@ -15,8 +16,8 @@
  * k to 32, n to 16. Memory beyond what is given is neither read nor does it matter (C2).
  *
  * The products treat subnormal numbers as zero, in and out, whatever the mode of the processor, and round each sum to float.
- * A sum runs in the order of k, in steps of 32: even k and odd k of a step apart, then both onto the rest. An element depends on
- * its own row of a and column of b only, so on neither the other rows of a tile nor their number.
+ * By tiles a sum runs in the order of k, in steps of 32: even k and odd k of a step apart, then both onto the rest; by vectors pair
+ * by pair of k. An element depends on its own row of a and column of b only, so on neither the other rows of a tile nor their number.
  */
 #ifndef ATTN_CPU_AMX_H
 #define ATTN_CPU_AMX_H
@@ -69,6 +70,7 @@ typedef struct attn_amx_product {
     int64_t b_panel; /* elements from panel to panel of b */
     int32_t m, n, k; /* padded */
     bool accumulate;
+    bool by_vectors; /* of AVX-512 BF16, without tiles: attn__amx_begin is not called then */
 } attn_amx_product;
 
 void attn__amx_run(const attn_amx_product *product);
@@ -123,6 +125,7 @@ typedef struct attn_amx_softmax {
 /*
  * The step, and products (`count`, may be 0) that have nothing to do with it, done meanwhile: tiles multiply while vectors make
  * exponentials. Such are the scores of the next keys, and the product of V and P of those before. The bits are the same either way.
+ * Products by vectors, which would be in each other's way, come after it.
  */
 void attn__amx_softmax(const attn_amx_softmax *step, const attn_amx_product *products, int32_t count);
 

@@ -1,5 +1,5 @@
 /*
- * The backward of bf16 by AMX (amx.h): what bwd.c does with a strip of keys, for sequences that are not narrow, q, k, v and o all bf16.
+ * The backward of bf16 by AMX or by AVX-512 BF16 (amx.h): what bwd.c does with a strip of keys, for sequences that are not narrow, q, k, v and o all bf16.
  *
  * The strip's keys and values are packed into operands once, and so are q and d_o of each query tile of up to ROWS rows. A tile meets the
  * strip in blocks of up to KEYS keys, and a block part by part, 32 rows each:
@@ -184,7 +184,7 @@ static item make_item(const strip *s, int32_t n, int32_t at) {
 }
 
 /* c = a b, where a has keys and b rows of the part: scores, or d_p. */
-static void score_product(const item *w, float *c, const uint16_t *a, const uint16_t *b, int64_t dim) {
+static void score_product(const strip *s, const item *w, float *c, const uint16_t *a, const uint16_t *b, int64_t dim) {
     int32_t keys = (int32_t)attn__amx_pad(w->end - w->first);
     attn__amx_run(&(attn_amx_product){.c = c,
                                       .ldc = 16,
@@ -194,7 +194,8 @@ static void score_product(const item *w, float *c, const uint16_t *a, const uint
                                       .b_panel = 16 * dim,
                                       .m = keys,
                                       .n = ATTN_AMX_ROWS,
-                                      .k = (int32_t)dim});
+                                      .k = (int32_t)dim,
+                                      .by_vectors = attn__by_vectors(s->plan)});
 }
 
 static void fill(float *x, float value, int64_t count) {
@@ -258,13 +259,14 @@ static void add_d_q(const strip *s, const item *w) {
                             .m = (int32_t)s->qk,
                             .n = ATTN_AMX_ROWS,
                             .k = keys,
-                            .accumulate = true});
+                            .accumulate = true,
+                            .by_vectors = attn__by_vectors(s->plan)});
 }
 
 /* p and d_s of a part, and its share of d_q. */
 static void work_part(const strip *s, const item *w) {
-    score_product(w, s->m.s, s->m.k, s->m.q, s->qk);
-    score_product(w, s->m.d_p, s->m.v, s->m.d_o, s->v);
+    score_product(s, w, s->m.s, s->m.k, s->m.q, s->qk);
+    score_product(s, w, s->m.d_p, s->m.v, s->m.d_o, s->v);
     prepare(s, w);
     attn__amx_gradients(&(attn_amx_gradients){.s = s->m.s,
                                               .d_p = s->m.d_p,
@@ -300,7 +302,8 @@ static void add_to_keys(const strip *s, float *c, const uint16_t *a, const uint1
                                       .m = (int32_t)attn__amx_pad(all->end - all->first),
                                       .n = (dim + 15) / 16 * 16,
                                       .k = 32 * (n_end - all->n),
-                                      .accumulate = true});
+                                      .accumulate = true,
+                                      .by_vectors = attn__by_vectors(s->plan)});
 }
 
 static bool allowed(const strip *s, int32_t r, int32_t j) {
@@ -442,12 +445,12 @@ void attn__amx_keys(const attn_plan *plan, const attn_buffers *f, const attn_uni
     memset(s.m.d_v, 0, (size_t)(STRIP * s.v) * sizeof *s.m.d_v);
     attn__mask_cols(&s.panel->mask, s.j0, s.j0 + s.keys, &first, &end);
     if (first < end) load_keys(&s);
-    attn__amx_begin();
+    if (!attn__by_vectors(plan)) attn__amx_begin();
     for (int32_t h = kv_head * group; h < (kv_head + 1) * group; h++) {
         for (int32_t i0 = first / ROWS * ROWS; i0 < end; i0 += ROWS)
             work_tile(&s, unit->b, h, i0, attn__min32(ROWS, s.panel->mask.sq - i0));
     }
-    attn__amx_end();
+    if (!attn__by_vectors(plan)) attn__amx_end();
     store(&s, &f->d_k, s.m.d_k, p->dim_qk, p->scale);
     store(&s, &f->d_v, s.m.d_v, p->dim_v, 1 / (1 - p->dropout));
 }

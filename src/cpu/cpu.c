@@ -149,7 +149,7 @@ static void choose_strip(attn_plan *plan) {
     if (is_short && plan->partials > 0) tiles *= attn__ceil_div(p->max_kv, ATTN_CHUNK);
     if (!is_short) tiles = (int64_t)p->batch * p->heads_q * attn__ceil_div(p->max_q, ATTN_TILE_ROWS);
     plan->strip = p->op == ATTN_FORWARD ? ATTN_STRIP : 1;
-    while (plan->strip > 1 && tiles / plan->strip < units_per_thread * plan->slots) plan->strip /= 2;
+    while (plan->strip > 1 && plan->slots > 1 && tiles / plan->strip < units_per_thread * plan->slots) plan->strip /= 2;
     const int64_t tile_bytes = ATTN_TILE_ROWS * (int64_t)(p->dim_qk + p->dim_v) * (int64_t)sizeof(float);
     while (!is_short && plan->strip > 1 && plan->strip * tile_bytes > most_bytes) plan->strip /= 2;
 }

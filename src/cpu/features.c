@@ -11,6 +11,9 @@
 #if defined(__aarch64__)
 #include <sys/auxv.h>
 #endif
+#if defined(__linux__)
+#include <sys/prctl.h>
+#endif
 
 #if defined(__x86_64__)
 #include <cpuid.h>
@@ -22,6 +25,20 @@ static int has_f16c(void) {
 }
 #endif
 
+#if defined(__aarch64__)
+enum { HWCAP_OF_SVE = 1 << 22 };
+
+/* Bits of an SVE vector, 0 without. A table is compiled for one length; one of 128 bits gains nothing over NEON. */
+static int sve_bits(void) {
+#if defined(PR_SVE_GET_VL)
+    int bytes = getauxval(AT_HWCAP) & HWCAP_OF_SVE ? prctl(PR_SVE_GET_VL) : 0;
+    return bytes > 0 ? (bytes & PR_SVE_VL_LEN_MASK) * 8 : 0;
+#else
+    return 0;
+#endif
+}
+#endif
+
 static uint32_t features;
 
 static void detect(void) {
@@ -30,8 +47,11 @@ static void detect(void) {
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512vl") && (features & ATTN_CPU_AVX2))
         features |= ATTN_CPU_AVX512;
+    if (__builtin_cpu_supports("avx512bf16") && (features & ATTN_CPU_AVX512)) features |= ATTN_CPU_AVX512_BF16;
 #elif defined(__aarch64__)
     features |= ATTN_CPU_NEON;
+    if (sve_bits() == 256) features |= ATTN_CPU_SVE256;
+    if (sve_bits() == 512) features |= ATTN_CPU_SVE512;
 #endif
     if (attn__amx_present()) features |= ATTN_CPU_AMX;
 }
@@ -93,11 +113,12 @@ static void write_text(void) {
     } bits[] = {{AT_HWCAP, 1ul << 10, " FP16"},
                 {AT_HWCAP, 1ul << 20, " DOTPROD"},
                 {AT_HWCAP2, 1ul << 14, " BF16"},
-                {AT_HWCAP2, 1ul << 13, " I8MM"},
-                {AT_HWCAP, 1ul << 22, " SVE"}};
+                {AT_HWCAP2, 1ul << 13, " I8MM"}};
     snprintf(text, sizeof text, "aarch64: NEON");
     for (size_t n = 0; n < sizeof bits / sizeof *bits; n++)
         if (getauxval(bits[n].type) & bits[n].bit) strncat(text, bits[n].name, sizeof text - strlen(text) - 1);
+    size_t at = strlen(text);
+    if (sve_bits() > 0) snprintf(text + at, sizeof text - at, " SVE%d", sve_bits());
 #else
     snprintf(text, sizeof text, "plain C");
 #endif

@@ -1,5 +1,5 @@
 /*
- * The forward of bf16 by AMX (amx.h): sequences that are not narrow, q, k, v and o all bf16. The rest is as in fwd.c: strips of query tiles
+ * The forward of bf16 by AMX or by AVX-512 BF16 (amx.h): sequences that are not narrow, q, k, v and o all bf16. The rest is as in fwd.c: strips of query tiles
  * share each load of keys, which is here a packing into operands of tiles; every row walks its keys in ascending order.
  *
  * An item of work is a tile of 32 rows against up to 256 keys: scores S, softmax, and the product of P and V. While the vector units
@@ -219,7 +219,8 @@ static attn_amx_product scores(const strip *s, const item *w, int place) {
                               .b_panel = 16 * dim,
                               .m = keys,
                               .n = ATTN_AMX_ROWS,
-                              .k = dim};
+                              .k = dim,
+                              .by_vectors = attn__by_vectors(s->plan)};
 }
 
 static attn_amx_product p_v(const strip *s, const item *w, int place) {
@@ -234,7 +235,8 @@ static attn_amx_product p_v(const strip *s, const item *w, int place) {
                               .m = dim,
                               .n = ATTN_AMX_ROWS,
                               .k = (int32_t)attn__amx_pad(w->keys),
-                              .accumulate = true};
+                              .accumulate = true,
+                              .by_vectors = attn__by_vectors(s->plan)};
 }
 
 /* From dot products to scores. */
@@ -393,9 +395,9 @@ void attn__amx_unit(const attn_plan *plan, const attn_buffers *f, const attn_uni
     }
     attn__mask_rows(&s.m.tile->panel->mask, unit->row, unit->row + unit->rows, &first, &end);
     if (!(fabsf(s.scale) < 1e-30f)) {
-        attn__amx_begin();
+        if (!attn__by_vectors(plan)) attn__amx_begin();
         work_items(&s, first, end);
-        attn__amx_end();
+        if (!attn__by_vectors(plan)) attn__amx_end();
     }
     struct {
         attn_unit tile;

@@ -9,166 +9,10 @@
 #include <math.h>
 #include <string.h>
 
-#if defined(__AVX2__)
-#include <immintrin.h>
-#elif defined(ATTN_NEON) /* cmake/library.cmake; table c of aarch64 goes without */
-#include <arm_neon.h>
-#endif
-
 #include "../numeric.h"
 #include "../schedule.h"
 #include "compiler.h"
-
-#if defined(__AVX512F__)
-enum { VECTOR_BYTES = 64, MR = 6, NV = 4 };
-#elif defined(__AVX2__)
-enum { VECTOR_BYTES = 32, MR = 6, NV = 2 };
-#elif defined(ATTN_NEON)
-enum { VECTOR_BYTES = 16, MR = 4, NV = 4 };
-#else
-enum { VECTOR_BYTES = 16, MR = 6, NV = 2 };
-#endif
-enum { VL = VECTOR_BYTES / sizeof(real), KB = 4 };
-enum { BLOCK = 16, GROUP = 64 }; /* of dims, see dots in micro.h */
-#if defined(ATTN_NEON)
-enum {
-    DOTS_NV = 2
-}; /* vectors of rows in a block of dots: the sums of a block and those of its group both stay in registers */
-#else
-enum { DOTS_NV = NV };
-#endif
-
-#ifdef ATTN_REAL_F64
-typedef int64_t integer;
-typedef uint64_t natural;
-#else
-typedef int32_t integer;
-typedef uint32_t natural;
-#endif
-typedef real vreal __attribute__((vector_size(VECTOR_BYTES)));
-typedef float vsingle __attribute__((vector_size(VL * sizeof(float))));
-typedef uint16_t vhalf __attribute__((vector_size(VL * sizeof(uint16_t))));
-#if defined(ATTN_NEON)
-typedef __fp16 vfloat16 __attribute__((vector_size(VL * sizeof(uint16_t))));
-#endif
-typedef real pair __attribute__((vector_size(2 * sizeof(real))));
-typedef integer vint __attribute__((vector_size(VECTOR_BYTES))); /* what comparisons give */
-typedef natural vbits __attribute__((vector_size(VECTOR_BYTES)));
-
-INLINE vreal load(const real *p) {
-    vreal v;
-    memcpy(&v, p, sizeof v);
-    return v;
-}
-
-INLINE void store(real *p, vreal v) { memcpy(p, &v, sizeof v); }
-
-#if !defined(ATTN_REAL_F64) && !defined(__AVX2__) && !defined(ATTN_NEON)
-/* f16 in the low bits of each lane: the exponent is moved by a product, exact for subnormals too; infinities by a mask. */
-INLINE vreal widened_f16(vbits x) {
-    vbits sign = (x & 0x8000) << 16, rest = (x & 0x7fff) << 13, infinite = (vbits)(rest >= 0x7c00u << 13);
-    vbits bits = (vbits)((vreal)rest * 0x1p112f);
-    return (vreal)(sign | bits | (infinite & 0x7f800000));
-}
-#endif
-
-/* VL numbers from place `at` of an array of reals, or of what READABLE names. */
-INLINE int dtype_bytes(const attn_dtype of) { return of == ATTN_F64 ? 8 : of == ATTN_F32 ? 4 : 2; }
-#ifdef ATTN_REAL_F64
-#if defined(ATTN_NEON)
-#define READABLE(dtype) ((dtype) == ATTN_F32 || (dtype) == ATTN_F16 || (dtype) == ATTN_BF16)
-#else
-#define READABLE(dtype) ((dtype) == ATTN_F32)
-#endif
-INLINE vreal load_any(const attn_dtype of, const void *p, int64_t at) {
-    if (of == REAL_DTYPE) return load((const real *)p + at);
-#if defined(ATTN_NEON)
-    if (of == ATTN_F16 || of == ATTN_BF16) {
-        uint32_t two;
-        memcpy(&two, (const uint16_t *)p + at, sizeof two);
-        uint16x4_t half = vreinterpret_u16_u32(vdup_n_u32(two));
-        float32x4_t single = of == ATTN_F16 ? vcvt_f32_f16(vreinterpret_f16_u16(half)) : (float32x4_t)vshll_n_u16(half, 16);
-        return vcvt_f64_f32(vget_low_f32(single));
-    }
-    return vcvt_f64_f32(vld1_f32((const float *)p + at));
-#elif defined(__AVX512F__) /* by hand: gcc converts halves and puts them together */
-    return _mm512_cvtps_pd(_mm256_loadu_ps((const float *)p + at));
-#elif defined(__AVX2__)
-    return _mm256_cvtps_pd(_mm_loadu_ps((const float *)p + at));
-#else
-    vsingle v;
-    memcpy(&v, (const float *)p + at, sizeof v);
-    return __builtin_convertvector(v, vreal);
-#endif
-}
-#else
-#define READABLE(dtype) ((dtype) == ATTN_F16 || (dtype) == ATTN_BF16)
-INLINE vreal load_any(const attn_dtype of, const void *p, int64_t at) {
-    if (of == REAL_DTYPE) return load((const real *)p + at);
-    const uint16_t *x = (const uint16_t *)p + at;
-#if defined(__AVX512F__)
-    __m256i half = _mm256_loadu_si256((const void *)x);
-    if (of == ATTN_F16) return _mm512_cvtph_ps(half);
-    return (vreal)_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16);
-#elif defined(__AVX2__)
-    __m128i half = _mm_loadu_si128((const void *)x);
-    if (of == ATTN_F16) return _mm256_cvtph_ps(half);
-    return (vreal)_mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16);
-#elif defined(ATTN_NEON)
-    vhalf v;
-    memcpy(&v, x, sizeof v);
-    if (of == ATTN_F16) return __builtin_convertvector((vfloat16)v, vreal);
-    return (vreal)vshll_n_u16(v, 16);
-#else
-    vhalf v;
-    memcpy(&v, x, sizeof v);
-    vbits wide = __builtin_convertvector(v, vbits);
-    return of == ATTN_F16 ? widened_f16(wide) : (vreal)(wide << 16);
-#endif
-}
-#endif
-
-INLINE vreal splat(real x) { return x - (vreal){0}; }
-
-/*
- * a * b + c, rounded once where the ISA can. Sums have to round alike in every block that they are compiled for, of six rows or of one, and with
- * -ffp-contract a compiler may fuse here and not there.
- */
-INLINE vreal fused(vreal a, vreal b, vreal c) {
-#if defined(__AVX512F__) && defined(ATTN_REAL_F64)
-    return _mm512_fmadd_pd(a, b, c);
-#elif defined(__AVX512F__)
-    return _mm512_fmadd_ps(a, b, c);
-#elif defined(__AVX2__) && defined(ATTN_REAL_F64)
-    return _mm256_fmadd_pd(a, b, c);
-#elif defined(__AVX2__)
-    return _mm256_fmadd_ps(a, b, c);
-#elif defined(ATTN_NEON) && defined(ATTN_REAL_F64)
-    return vfmaq_f64(c, a, b);
-#elif defined(ATTN_NEON)
-    return vfmaq_f32(c, a, b);
-#else
-    return a * b + c;
-#endif
-}
-INLINE vreal pick(vint mask, vreal a, vreal b) { return (vreal)((mask & (vint)a) | (~mask & (vint)b)); }
-
-/* a where it is larger than b, otherwise (NaN too) b, which is no NaN. */
-INLINE vreal larger(vreal a, vreal b) {
-#if defined(ATTN_NEON) && defined(ATTN_REAL_F64)
-    return vmaxnmq_f64(a, b);
-#elif defined(ATTN_NEON)
-    return vmaxnmq_f32(a, b);
-#elif defined(ATTN_REAL_F64)
-    return pick(a > b, a, b);
-#elif defined(__AVX512F__)
-    return _mm512_max_ps(a, b);
-#elif defined(__AVX2__)
-    return _mm256_max_ps(a, b);
-#else
-    return pick(a > b, a, b);
-#endif
-}
+#include "simd.h"
 
 /* ---- products ---- */
 
@@ -222,7 +66,7 @@ INLINE void block(const int mr, const int nv, const attn_dtype of, real *c, int6
         vreal bv[NV];
         UNROLL for (int v = 0; v < nv; v++) bv[v] = load_any(of, b, at + v * VL);
         UNROLL for (int i = 0; i < mr; i++) {
-            vreal av = splat(a[i * row]);
+            vreal av = splat_from(a + i * row);
             UNROLL for (int v = 0; v < nv; v++) acc[i][v] = fused(av, bv[v], acc[i][v]);
         }
         a += col;
@@ -342,7 +186,7 @@ static void micro_dots(real *s, int32_t width, const real *k, int64_t ldk, const
  * Rows of v that are worked, and so many are asked for ahead. Rows that are 4 KiB apart share the same lines of the first cache: a
  * Neoverse-N1's has room for 16 of them.
  */
-#if defined(ATTN_NEON)
+#if defined(ATTN_NEON) || defined(ATTN_SVE)
 enum { AHEAD = 8, KEYS_AT_ONCE = 8 };
 #else
 enum { AHEAD = 16, KEYS_AT_ONCE = 16 };
@@ -372,7 +216,7 @@ INLINE void narrow_block(const int mr, const int nv, const attn_dtype of, real *
         vreal value[NV];
         UNROLL for (int x = 0; x < nv; x++) value[x] = load_any(of, v, at + x * VL);
         UNROLL for (int i = 0; i < mr; i++) {
-            UNROLL for (int x = 0; x < nv; x++) acc[i][x] = fused(splat(p[i]), value[x], acc[i][x]);
+            UNROLL for (int x = 0; x < nv; x++) acc[i][x] = fused(splat_from(p + i), value[x], acc[i][x]);
         }
     }
     UNROLL for (int i = 0; i < mr; i++) { UNROLL for (int x = 0; x < nv; x++) store(sum + i * lds + x * VL, acc[i][x]); }
@@ -429,9 +273,22 @@ static void micro_narrow_gemm(real *c, int64_t ldc, const real *p, int32_t width
 /*
  * Dot products in VL chains: chain c sums every VL-th dim from c on, then the chains are added by halves. There are two ways to
  * do that, which give the same bits: chains in the lanes of one vector, with which nothing is spent on rows that are not there;
- * and rows in lanes, each chain a vector, which needs no sum over lanes.
+ * and rows in lanes, each chain a vector, which needs no sum over lanes. SVE adds neighbours instead of halves: it has an
+ * instruction that does.
  */
 enum { KEYS = 6 * NV / VL < 1 ? 1 : 6 * NV / VL < 6 ? 6 * NV / VL : 6 };
+
+#if defined(ATTN_SVE)
+
+INLINE real sum_of_lanes(vreal v) {
+#ifdef ATTN_REAL_F64
+    return svaddv_f64(ALL, v);
+#else
+    return svaddv_f32(ALL, v);
+#endif
+}
+
+#else
 
 INLINE real sum_of_lanes(vreal v) {
     pair x[VL / 2];
@@ -439,6 +296,8 @@ INLINE real sum_of_lanes(vreal v) {
     UNROLL for (int half = VL / 4; half > 0; half /= 2) { UNROLL for (int i = 0; i < half; i++) x[i] += x[i + half]; }
     return x[0][0] + x[0][1];
 }
+
+#endif
 
 #if defined(__AVX512F__)
 
@@ -556,12 +415,16 @@ INLINE void chain_block(const int kb, real *s, int32_t width, const real *k, int
         UNROLL for (int c = 0; c < VL; c++) {
             vreal qv = load(q_t + (int64_t)(x + c) * width);
             KEEP(qv);
-            UNROLL for (int j = 0; j < kb; j++) acc[j][c] = fused(splat(k[j * ldk + x + c]), qv, acc[j][c]);
+            UNROLL for (int j = 0; j < kb; j++) acc[j][c] = fused(splat_from(k + j * ldk + x + c), qv, acc[j][c]);
         }
     }
     UNROLL for (int j = 0; j < kb; j++) {
         UNROLL for (int half = VL / 2; half > 0; half /= 2) {
+#if defined(ATTN_SVE)
+            UNROLL for (int c = 0; c < half; c++) acc[j][c] = acc[j][2 * c] + acc[j][2 * c + 1];
+#else
             UNROLL for (int c = 0; c < half; c++) acc[j][c] += acc[j][c + half];
+#endif
         }
         store(s + j * width, acc[j][0]);
     }
@@ -579,14 +442,18 @@ static void micro_chain_dots(real *s, int32_t width, const real *k, int64_t ldk,
 
 /* ---- conversion ---- */
 
+#if !defined(ATTN_REAL_F64) && (defined(ATTN_NEON) || defined(ATTN_SVE))
+#define ATTN_BY_NEON 1 /* what is not worth longer vectors */
+#endif
+
 static void micro_load(real *restrict to, const void *from, attn_dtype dtype, int32_t n) {
-#if defined(ATTN_NEON) && !defined(ATTN_REAL_F64)
+#if defined(ATTN_BY_NEON)
     if (dtype == ATTN_F16) {
         const uint16_t *x = from;
-        for (; n >= 2 * VL; n -= 2 * VL, x += 2 * VL, to += 2 * VL) {
+        for (; n >= 8; n -= 8, x += 8, to += 8) {
             float16x8_t half = vreinterpretq_f16_u16(vld1q_u16(x));
-            store(to, vcvt_f32_f16(vget_low_f16(half)));
-            store(to + VL, vcvt_high_f32_f16(half));
+            vst1q_f32(to, vcvt_f32_f16(vget_low_f16(half)));
+            vst1q_f32(to + 4, vcvt_high_f32_f16(half));
         }
         from = x;
     }
@@ -612,11 +479,11 @@ static void micro_load(real *restrict to, const void *from, attn_dtype dtype, in
 }
 
 static void micro_store(void *to, attn_dtype dtype, const real *from, real factor, int32_t n) {
-#if defined(ATTN_NEON) && !defined(ATTN_REAL_F64)
+#if defined(ATTN_BY_NEON)
     if (dtype == ATTN_F16) {
         uint16_t *y = to;
-        for (; n >= VL; n -= VL, from += VL, y += VL)
-            vst1_u16(y, vreinterpret_u16_f16(vcvt_f16_f32(load(from) * factor + 0)));
+        for (; n >= 4; n -= 4, from += 4, y += 4)
+            vst1_u16(y, vreinterpret_u16_f16(vcvt_f16_f32(vld1q_f32(from) * factor + 0)));
         to = y;
     }
 #endif
@@ -816,18 +683,18 @@ INLINE void transpose_16(float *to, int64_t ldt, const float *from, int64_t ldf)
     }
 }
 
-#elif defined(ATTN_NEON) && !defined(ATTN_REAL_F64)
+#elif defined(ATTN_BY_NEON)
 
 /* 16 rows by 4 columns, in four squares. */
 INLINE void transpose_16(float *to, int64_t ldt, const float *from, int64_t ldf) {
     for (int r = 0; r < 16; r += 4) {
         const float *x = from + r * ldf;
-        float32x4_t a = load(x), b = load(x + ldf), c = load(x + 2 * ldf), d = load(x + 3 * ldf);
+        float32x4_t a = vld1q_f32(x), b = vld1q_f32(x + ldf), c = vld1q_f32(x + 2 * ldf), d = vld1q_f32(x + 3 * ldf);
         float32x4_t ab = vtrn1q_f32(a, b), cd = vtrn1q_f32(c, d), ab2 = vtrn2q_f32(a, b), cd2 = vtrn2q_f32(c, d);
-        store(to + r, (vreal)vtrn1q_f64((float64x2_t)ab, (float64x2_t)cd));
-        store(to + r + ldt, (vreal)vtrn1q_f64((float64x2_t)ab2, (float64x2_t)cd2));
-        store(to + r + 2 * ldt, (vreal)vtrn2q_f64((float64x2_t)ab, (float64x2_t)cd));
-        store(to + r + 3 * ldt, (vreal)vtrn2q_f64((float64x2_t)ab2, (float64x2_t)cd2));
+        vst1q_f32(to + r, (float32x4_t)vtrn1q_f64((float64x2_t)ab, (float64x2_t)cd));
+        vst1q_f32(to + r + ldt, (float32x4_t)vtrn1q_f64((float64x2_t)ab2, (float64x2_t)cd2));
+        vst1q_f32(to + r + 2 * ldt, (float32x4_t)vtrn2q_f64((float64x2_t)ab, (float64x2_t)cd));
+        vst1q_f32(to + r + 3 * ldt, (float32x4_t)vtrn2q_f64((float64x2_t)ab2, (float64x2_t)cd2));
     }
 }
 
@@ -837,7 +704,7 @@ static void micro_transpose(real *to, int64_t ldt, const real *from, int64_t ldf
     int32_t c = 0;
 #if defined(__AVX512F__) && !defined(ATTN_REAL_F64)
     for (; m == 16 && c + 16 <= n; c += 16) transpose_16(to + c * ldt, ldt, from + c, ldf);
-#elif defined(ATTN_NEON) && !defined(ATTN_REAL_F64)
+#elif defined(ATTN_BY_NEON)
     for (; m == 16 && c + 4 <= n; c += 4) transpose_16(to + c * ldt, ldt, from + c, ldf);
 #endif
     for (; c < n; c++)

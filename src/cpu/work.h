@@ -143,7 +143,10 @@ static inline int32_t attn__strip_rows(const attn_plan *plan) {
 }
 
 /* Does the plan work long sequences by fwd_amx.c or bwd_amx.c? */
-static inline bool attn__is_amx(const attn_plan *plan) { return (plan->kernel->cpu & ATTN_CPU_AMX) != 0; }
+static inline bool attn__is_amx(const attn_plan *plan) { return (plan->kernel->cpu & ATTN_CPU_AVX512_BF16) != 0; }
+
+/* And if so, their products by AVX-512 BF16 instead of tiles? */
+static inline bool attn__by_vectors(const attn_plan *plan) { return (plan->kernel->cpu & ATTN_CPU_AMX) == 0; }
 
 /* Sequence s of it? Few rows with many keys are narrow, and worked as ever. */
 static inline bool attn__takes_amx(const attn_plan *plan, const attn_seq *s) {
