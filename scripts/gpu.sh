@@ -35,7 +35,7 @@ while getopts k:o: option; do
     k) kernels=$OPTARG ;;
     o) logs=$OPTARG ;;
     *)
-        sed -n '2,26s/^# \{0,1\}//p' "$0" >&2
+        sed -n '2,27s/^# \{0,1\}//p' "$0" >&2
         exit 2
         ;;
     esac
