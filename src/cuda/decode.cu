@@ -11,14 +11,13 @@
  * one block's stays in registers; of one that several blocks have, the results of spans go to the workspace, and the last to finish
  * folds them. Likewise the last to finish a super of an item folds the supers. Nobody waits.
  *
- * Within a block, four warps, per tile of BN keys:
+ * Within a block, each warp has 32 keys of a tile of 128 to itself; where O is wide two have 32 of 64, and each half of O's columns. A team,
+ * one warp or two, fetches what it works on, and teams meet at the end of a span only. In a span:
  *
- *     wait for K, V            barrier 1: the tile is there for all, and nobody reads the tile before any more
- *     fetch a tile ahead       into the buffer of the tile before: the next item's, when this one has no more
- *     S = Q K^T                each warp a quarter of the keys; masked
- *     maxima of the rows       barrier 2: of all warps
- *     P = exp2(S - m)          to shared memory; barrier 3
- *     O += P V                 each warp a quarter of the columns, all keys
+ *     S = Q K^T                a tile of K after the other, each fetched some tiles ahead: the next item's, when this one has no more
+ *     m, P = exp2(S - m)       over all keys of the team at once; in registers, whose order is that of the next product
+ *     O = P V                  a tile of V after the other
+ *     O of all teams           to where the last tile of V was; a barrier; each warp adds up a quarter of the columns
  *
  * Fragments as in fwd.cu: lane = 4 g + t holds of a 16x8 accumulator the rows g, g + 8 and the columns 2t, 2t + 1.
  */
@@ -169,46 +168,33 @@ DEVICE void mask_scores(const shared_notes &notes, float s[NT][4], int32_t j0) {
     }
 }
 
-/* The maxima of the rows follow the scores of all warps, and l and o with them. A barrier of the block. */
-DEVICE void raise_maxima(state &x, const float s[NT][4], shared_notes &notes) {
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2;
+/* P of all of the team's keys of a span, as the left operand; m and l. Where scores are huge s - m is taken first, exactly: rows.cuh says why. */
+DEVICE void make_p(float m[2], float l[2], uint32_t p[SPAN_TILES][NT / 2][4], const float s[SPAN_TILES][NT][4],
+                   const shared_notes &notes) {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-        float most = fmaxf(s[0][2 * half], s[0][2 * half + 1]);
+        const float scale = row_at(notes, half).scale;
+        float most = row_at(notes, half).least, sum = 0;
 #pragma unroll
-        for (int nt = 1; nt < NT; nt++) most = fmaxf(most, fmaxf(s[nt][2 * half], s[nt][2 * half + 1]));
+        for (int n = 0; n < SPAN_TILES * NT; n++)
+            most = fmaxf(most, fmaxf(s[n / NT][n % NT][2 * half], s[n / NT][n % NT][2 * half + 1]));
         most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
         most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
-        if ((lane & 3) == 0) notes.number[warp][g + 8 * half] = most;
-    }
-    __syncthreads(); /* 2 */
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-        const float before = x.m[half];
-#pragma unroll
-        for (int n = 0; n < WARPS; n++) x.m[half] = fmaxf(x.m[half], notes.number[n][g + 8 * half]);
-        const float factor = ex2_approx(__fmul_rn(before - x.m[half], row_at(notes, half).scale));
-        x.l[half] *= factor;
-#pragma unroll
-        for (int n = 0; n < 2 * DT; n++) x.o[n / 2][2 * half + n % 2] *= factor;
-    }
-}
-
-/* P of the warp's keys to shared memory; l. Where scores are huge s - m is taken first, exactly: rows.cuh says why. */
-DEVICE void make_p(state &x, const shared_notes &notes, float s[NT][4], uint32_t shared_p) {
-    const int lane = here(threadIdx.x & 31), warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-        const float scale = row_at(notes, half).scale, product = __fmul_rn(x.m[half], scale);
+        const float product = __fmul_rn(most, scale);
         const bool is_huge = fabsf(product) > HUGE_SCORE;
-        const float minus = is_huge ? x.m[half] : 0, less = is_huge ? 0 : product;
+        const float minus = is_huge ? most : 0, less = is_huge ? 0 : product;
 #pragma unroll
-        for (int nt = 0; nt < NT; nt++) {
-            const float p0 = ex2_approx(__fmaf_rn(s[nt][2 * half] - minus, scale, -less));
-            const float p1 = ex2_approx(__fmaf_rn(s[nt][2 * half + 1] - minus, scale, -less));
-            x.l[half] += p0 + p1;
-            st_shared_b32(piece_at(shared_p, g + 8 * half, warp * NT + nt, BN / 8) + t * 4, pack(p0, p1));
+        for (int n = 0; n < SPAN_TILES * NT; n++) {
+            const float *x = &s[n / NT][n % NT][2 * half];
+            const float p0 = ex2_approx(__fmaf_rn(x[0] - minus, scale, -less));
+            const float p1 = ex2_approx(__fmaf_rn(x[1] - minus, scale, -less));
+            sum += p0 + p1;
+            p[n / NT][n % NT / 2][n % 2 * 2 + half] = pack(p0, p1);
         }
+        sum += __shfl_xor_sync(~0u, sum, 1);
+        sum += __shfl_xor_sync(~0u, sum, 2);
+        m[half] = most;
+        l[half] = sum;
     }
 }
 
@@ -221,42 +207,46 @@ DEVICE int nonfinite_word(uint32_t x) { /* bit 0 for the low half, bit 1 for the
 
 DEVICE float number_of(uint16_t x) { return BF16 ? attn__from_bf16(x) : cvt_f32_f16(x); }
 
+/* The warp's columns of V: all, or every other four pieces. */
+DEVICE int first_piece(void) { return (threadIdx.x >> 5) % TEAM * 4; }
+DEVICE int piece_of(int dt) { return TEAM == 1 ? dt : dt / 4 * 8 + dt % 4; } /* and so much more */
+
 /*
  * What is not finite in the warp's columns of V is taken out, and added to the rows with a weight for it: such a term is p * v = v
  * for any p > 0. Rare, so slow.
  */
-static __device__ __noinline__ void add_nonfinite(float o[DT][4], uint32_t shared_v, uint32_t shared_p) {
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
+static __device__ __noinline__ void add_nonfinite(float o[DT_TEAM][4], const uint32_t p[NT / 2][4], uint32_t shared_v,
+                                                  int first) {
+    const int lane = threadIdx.x & 31, t = lane & 3;
 #pragma unroll 1
-    for (int j = 0; j < BN; j++)
+    for (int j = 0; j < KEYS; j++) {
+        uint32_t weight[2]; /* of rows g and g + 8 */
 #pragma unroll
-        for (int dt = 0; dt < DT; dt++) {
-            const uint32_t word = ld_shared_b32(piece_at(shared_v, j, warp * DT + dt, PIECES) + t * 4);
+        for (int half = 0; half < 2; half++) {
+            const uint32_t pair = __shfl_sync(~0u, p[j / 16][j / 8 % 2 * 2 + half], (lane & ~3) + j % 8 / 2);
+            weight[half] = pair >> 16 * (j % 2) & 0xffff;
+        }
+#pragma unroll 1
+        for (int dt = 0; dt < DT_TEAM; dt++) {
+            const uint32_t at = piece_at(start_of_row(shared_v, j), first + piece_of(dt)) + t * 4, word = ld_shared_b32(at);
             const int which = nonfinite_word(word);
 #pragma unroll
             for (int half = 0; half < 2; half++) {
-                const uint32_t pair = ld_shared_b32(piece_at(shared_p, g + 8 * half, j / 8, BN / 8) + j % 8 / 2 * 4);
-                if (!(pair >> 16 * (j % 2) & 0xffff)) continue;
-                if (which & 1) o[dt][2 * half] += number_of((uint16_t)word);
-                if (which & 2) o[dt][2 * half + 1] += number_of((uint16_t)(word >> 16));
+                if ((which & 1) && weight[half]) o[dt][2 * half] += number_of((uint16_t)word);
+                if ((which & 2) && weight[half]) o[dt][2 * half + 1] += number_of((uint16_t)(word >> 16));
             }
+            __syncwarp(); /* lanes with the same t read the same word */
+            if (which) st_shared_b32(at, word & ((which & 1 ? 0 : 0xffffu) | (which & 2 ? 0 : 0xffff0000u)));
         }
-    __syncwarp();
-    for (int n = lane; n < BN * DT * 4; n += 32) {
-        const uint32_t at = piece_at(shared_v, n / (DT * 4), warp * DT + n / 4 % DT, PIECES) + n % 4 * 4;
-        const uint32_t word = ld_shared_b32(at);
-        const int which = nonfinite_word(word);
-        if (which) st_shared_b32(at, word & ((which & 1 ? 0 : 0xffffu) | (which & 2 ? 0 : 0xffff0000u)));
     }
     __syncwarp();
 }
 
-DEVICE bool holds_nonfinite(uint32_t shared_v) {
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+DEVICE bool holds_nonfinite(uint32_t shared_v, int first) {
     bool found = false;
 #pragma unroll 4
-    for (int n = lane; n < BN * DT; n += 32) {
-        const uint4 x = ld_shared_v4(piece_at(shared_v, n / DT, warp * DT + n % DT, PIECES));
+    for (int n = threadIdx.x & 31; n < KEYS * DT_TEAM; n += 32) {
+        const uint4 x = ld_shared_v4(piece_at(start_of_row(shared_v, n / DT_TEAM), first + piece_of(n % DT_TEAM)));
         found |= (nonfinite_word(x.x) | nonfinite_word(x.y) | nonfinite_word(x.z) | nonfinite_word(x.w)) != 0;
     }
     return __any_sync(~0u, found);
@@ -266,7 +256,8 @@ DEVICE bool holds_nonfinite(uint32_t shared_v) {
 
 /* 8 keys and 32 dims at a time, two steps of the product. */
 DEVICE void product_qk(float s[NT][4], const uint32_t q[STEPS][4], uint32_t shared_k) {
-    const int lane = here(threadIdx.x & 31), warp = threadIdx.x >> 5;
+    const int lane = here(threadIdx.x & 31);
+    const uint32_t row = start_of_row(shared_k, lane & 7) ^ (lane >> 3) << 4;
 #pragma unroll
     for (int n = 0; n < NT * 4; n++) s[n / 4][n % 4] = 0;
 #pragma unroll
@@ -274,34 +265,29 @@ DEVICE void product_qk(float s[NT][4], const uint32_t q[STEPS][4], uint32_t shar
 #pragma unroll
         for (int nt = 0; nt < NT; nt++) {
             uint32_t k[4];
-            ldmatrix_x4(k, piece_at(shared_k, warp * KEYS + nt * 8 + (lane & 7), 2 * kk + (lane >> 3), PIECES));
+            ldmatrix_x4(k, piece_at(row, 2 * kk) + nt * 8 * ROW_BYTES);
             multiply(s[nt], q[kk], k[0], k[1]);
             multiply(s[nt], q[kk + 1], k[2], k[3]);
         }
 }
 
-/* 32 keys and 8 dims at a time. */
-DEVICE void product_pv(float o[DT][4], uint32_t shared_p, uint32_t shared_v) {
-    const int lane = here(threadIdx.x & 31), warp = threadIdx.x >> 5;
+/* 32 keys and 8 dims at a time; first: the warp's. */
+DEVICE void product_pv(float o[DT_TEAM][4], const uint32_t p[NT / 2][4], uint32_t shared_v, int first) {
+    const uint32_t row = start_of_row(shared_v, here(threadIdx.x & 31)) ^ first << 4;
 #pragma unroll
-    for (int ks = 0; ks < BN / 16; ks += 2) {
-        uint32_t p[2][4];
-        ldmatrix_x4(p[0], piece_at(shared_p, lane & 15, 2 * ks + (lane >> 4), BN / 8));
-        ldmatrix_x4(p[1], piece_at(shared_p, lane & 15, 2 * ks + 2 + (lane >> 4), BN / 8));
-#pragma unroll
-        for (int dt = 0; dt < DT; dt++) {
-            uint32_t v[4];
-            ldmatrix_x4_trans(v, piece_at(shared_v, ks * 16 + lane, warp * DT + dt, PIECES));
-            multiply(o[dt], p[0], v[0], v[1]);
-            multiply(o[dt], p[1], v[2], v[3]);
-        }
+    for (int dt = 0; dt < DT_TEAM; dt++) {
+        uint32_t v[4];
+        ldmatrix_x4_trans(v, piece_at(row, piece_of(dt)));
+        multiply(o[dt], p[0], v[0], v[1]);
+        multiply(o[dt], p[1], v[2], v[3]);
     }
 }
+static_assert(KEYS == 32, "as the product has it");
 
 /* What a block has all along. */
 typedef struct desk {
-    uint32_t tiles, p; /* in shared memory */
-    uint32_t stage;    /* of the tile at hand */
+    uint32_t tiles; /* the team's rows of the first stage, in shared memory */
+    uint32_t stage; /* of the tile at hand */
     shared_notes *notes;
     share *mine;
     fetcher f;
@@ -313,58 +299,129 @@ typedef struct part {
     int32_t beyond;                 /* keys less rows */
 } part;
 
-/* The tile at hand, of which key 0 is j0. */
-DEVICE void work_tile(const attn_cuda_args &a, const part &w, const rows &r, const uint32_t q[STEPS][4], state &x, desk &d,
-                      int32_t j0) {
-    const int warp = threadIdx.x >> 5;
-    const uint32_t shared_k = d.tiles + d.stage, shared_v = shared_k + TILE_BYTES;
-    float s[NT][4];
-    cp_async_wait_group(STAGES - 2);
-    __syncthreads(); /* 1 */
-    fetch_tile(a, d.f, *d.mine, d.tiles);
-    product_qk(s, q, shared_k);
-    if (a.p.softcap > 0 || (a.p.flags & ATTN_ALIBI) || !(a.scale_log2 > 0))
-        finish_scores(a, *d.notes, s, w.beyond, j0 + warp * KEYS);
-    mask_scores(*d.notes, s, j0 + warp * KEYS);
-    raise_maxima(x, s, *d.notes);
-    make_p(x, *d.notes, s, d.p);
-    __syncthreads(); /* 3 */
-    const int32_t from = attn__max32(j0, w.from), to = attn__min32(j0 + BN, w.to);
-    if ((from < r.all_from || to > r.all_to) && holds_nonfinite(shared_v)) {
-        float copy[DT][4]; /* else o would be in memory all along */
+/* Barrier 0 is the block's. */
+DEVICE void meet_team(void) {
+    if (TEAM == 1)
+        __syncwarp();
+    else
+        bar_sync(1 + threadIdx.x / (32 * TEAM), 32 * TEAM);
+}
+
+/* Where the team's rows of the tile at hand are, when they are there. */
+DEVICE uint32_t take_tile(const desk &d) {
+    cp_async_wait_group(STAGES - 1);
+    meet_team();
+    return d.tiles + d.stage;
+}
+
+/* Nobody reads the tile any more, and another one comes in its place. */
+DEVICE void leave_tile(const attn_cuda_args &a, desk &d) {
+    fetch_tile(a, d.f, *d.mine, d.tiles + d.stage);
+    d.stage = d.stage == (STAGES - 1) * TILE_BYTES ? 0 : d.stage + TILE_BYTES;
+}
+
+/* The sums of all teams, in their order; of each column one warp has them. A team's o goes through its rows of the tile at hand. */
+DEVICE state meet_teams(desk &d, const float m[2], const float l[2], const float o[DT_TEAM][4]) {
+    const int lane = here(threadIdx.x & 31), warp = threadIdx.x >> 5, g = lane >> 2, team = warp / TEAM;
+    const uint32_t own = d.tiles + d.stage + lane * 16, all = own - team * TEAM_BYTES;
+    shared_notes &notes = *d.notes;
+    float by[2][TEAMS];
+    state x;
+    meet_team();
 #pragma unroll
-        for (int n = 0; n < DT * 4; n++) copy[n / 4][n % 4] = x.o[n / 4][n % 4];
-        add_nonfinite(copy, shared_v, d.p);
+    for (int dt = 0; dt < DT_TEAM; dt++)
+        st_shared_v4(own + (first_piece() + piece_of(dt)) * 512, make_uint4(__float_as_uint(o[dt][0]), __float_as_uint(o[dt][1]),
+                                                                       __float_as_uint(o[dt][2]), __float_as_uint(o[dt][3])));
+    if ((lane & 3) == 0 && warp % TEAM == 0)
 #pragma unroll
-        for (int n = 0; n < DT * 4; n++) x.o[n / 4][n % 4] = copy[n / 4][n % 4];
+        for (int half = 0; half < 2; half++) {
+            notes.most[team][g + 8 * half] = m[half];
+            notes.sum[team][g + 8 * half] = l[half];
+        }
+    __syncthreads();
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        float most[TEAMS];
+#pragma unroll
+        for (int n = 0; n < TEAMS; n++) most[n] = notes.most[n][g + 8 * half];
+        x.m[half] = most[0];
+        x.l[half] = 0;
+#pragma unroll
+        for (int n = 1; n < TEAMS; n++) x.m[half] = fmaxf(x.m[half], most[n]);
+#pragma unroll
+        for (int n = 0; n < TEAMS; n++) {
+            by[half][n] = ex2_approx(__fmul_rn(most[n] - x.m[half], row_at(notes, half).scale));
+            x.l[half] = __fmaf_rn(notes.sum[n][g + 8 * half], by[half][n], x.l[half]);
+        }
     }
-    product_pv(x.o, d.p, shared_v);
-    d.stage = d.stage == (STAGES - 1) * 2 * TILE_BYTES ? 0 : d.stage + 2 * TILE_BYTES;
+#pragma unroll
+    for (int dt = 0; dt < DT; dt++) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) x.o[dt][i] = 0;
+#pragma unroll
+        for (int n = 0; n < TEAMS; n++) {
+            const uint4 y = ld_shared_v4(all + n * TEAM_BYTES + (warp * DT + dt) * 512);
+            x.o[dt][0] = __fmaf_rn(__uint_as_float(y.x), by[0][n], x.o[dt][0]);
+            x.o[dt][1] = __fmaf_rn(__uint_as_float(y.y), by[0][n], x.o[dt][1]);
+            x.o[dt][2] = __fmaf_rn(__uint_as_float(y.z), by[1][n], x.o[dt][2]);
+            x.o[dt][3] = __fmaf_rn(__uint_as_float(y.w), by[1][n], x.o[dt][3]);
+        }
+    }
+    __syncthreads();
+    return x;
 }
 
 /* Span `span` of the item, counted from w.first. */
 DEVICE state work_span(const attn_cuda_args &a, const part &w, const rows &r, const uint32_t q[STEPS][4], desk &d,
                        int32_t span) {
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2;
-    const int32_t end = attn__min32((span + 1) * SPAN_TILES, w.tiles);
-    state x = empty_state(*d.notes);
-    if (span * SPAN_TILES >= end) return x;
-#pragma unroll 1
-    for (int32_t tile = span * SPAN_TILES; tile < end; tile++) work_tile(a, w, r, q, x, d, w.first * SPAN + tile * BN);
+    const int warp = threadIdx.x >> 5, first = first_piece();
+    const int32_t tiles = attn__min32(SPAN_TILES, w.tiles - span * SPAN_TILES);
+    const int32_t j0 = (w.first + span) * SPAN + warp / TEAM * KEYS; /* the team's first key */
+    const bool is_plain = !(a.p.softcap > 0) && !(a.p.flags & ATTN_ALIBI) && a.scale_log2 > 0;
+    float s[SPAN_TILES][NT][4], m[2], l[2], o[DT_TEAM][4];
+    uint32_t p[SPAN_TILES][NT / 2][4];
+    if (tiles <= 0) return empty_state(*d.notes);
 #pragma unroll
-    for (int half = 0; half < 2; half++) {
-        float sum = x.l[half];
-        sum += __shfl_xor_sync(~0u, sum, 1);
-        sum += __shfl_xor_sync(~0u, sum, 2);
-        if ((lane & 3) == 0) d.notes->number[warp][g + 8 * half] = sum;
+    for (int n = 0; n < SPAN_TILES; n++) {
+        const int32_t j = j0 + n * BN;
+        if (n >= tiles) {
+#pragma unroll
+            for (int x = 0; x < NT * 4; x++) s[n][x / 4][x % 4] = -INFINITY;
+            continue;
+        }
+        product_qk(s[n], q, take_tile(d));
+        meet_team();
+        leave_tile(a, d);
+        if (!is_plain) finish_scores(a, *d.notes, s[n], w.beyond, j);
+        if (j < r.all_from || j + KEYS > r.all_to) mask_scores(*d.notes, s[n], j);
     }
-    __syncthreads(); /* the next numbers are written behind barrier 1 of a tile, as these are behind barrier 3 */
+    make_p(m, l, p, s, *d.notes);
 #pragma unroll
-    for (int half = 0; half < 2; half++) {
-        x.l[half] = d.notes->number[0][g + 8 * half];
+    for (int n = 0; n < DT_TEAM * 4; n++) o[n / 4][n % 4] = 0;
 #pragma unroll
-        for (int n = 1; n < WARPS; n++) x.l[half] += d.notes->number[n][g + 8 * half];
+    for (int n = 0; n < SPAN_TILES; n++) {
+        if (n >= tiles) break;
+        const uint32_t shared_v = take_tile(d);
+        const int32_t from = attn__max32(j0 + n * BN, w.from), to = attn__min32(j0 + n * BN + KEYS, w.to);
+        if ((from < r.all_from || to > r.all_to) && holds_nonfinite(shared_v, first)) {
+            float copy[DT_TEAM][4]; /* else o would be in memory all along */
+            uint32_t weights[NT / 2][4];
+#pragma unroll
+            for (int i = 0; i < DT_TEAM * 4; i++) copy[i / 4][i % 4] = o[i / 4][i % 4];
+#pragma unroll
+            for (int i = 0; i < NT * 2; i++) weights[i / 4][i % 4] = p[n][i / 4][i % 4];
+            add_nonfinite(copy, weights, shared_v, first);
+#pragma unroll
+            for (int i = 0; i < DT_TEAM * 4; i++) o[i / 4][i % 4] = copy[i / 4][i % 4];
+        }
+        product_pv(o, p[n], shared_v, first);
+        if (n + 1 < tiles) {
+            meet_team();
+            leave_tile(a, d);
+        }
     }
+    const state x = meet_teams(d, m, l, o);
+    leave_tile(a, d);
     return x;
 }
 
@@ -409,39 +466,6 @@ DEVICE void put_state(const attn_cuda_decode &c, float *slot, const state &x, in
     }
 }
 
-/* So many slots, in their order, some of which are on their way at a time. */
-DEVICE state fold_slots(const attn_cuda_decode &c, const float *slot, int32_t count, const shared_notes &notes,
-                        int32_t rows) {
-    enum { SOME = DT < 4 ? 8 : 32 / DT };
-    const int lane = here(threadIdx.x & 31), warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
-    const int64_t step = (int64_t)c.rows * (DIM + 2);
-    state x = empty_state(notes);
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-        const int row = g + 8 * half;
-        const float *from = slot, least = row_at(notes, half).least, scale = row_at(notes, half).scale;
-        if (8 * half >= rows) continue;
-#pragma unroll 1
-        for (int32_t n0 = 0; n0 < count; n0 += SOME) {
-            float2 o[SOME][DT], number[SOME]; /* m and l */
-#pragma unroll
-            for (int n = 0; n < SOME; n++, from += step) {
-                const bool is_there = row < rows && n0 + n < count;
-                number[n] = {least, 0};
-                if (is_there) number[n] = ld_global_cg_v2(from + c.rows * DIM + 2 * row);
-#pragma unroll
-                for (int dt = 0; dt < DT; dt++) {
-                    o[n][dt] = {0, 0};
-                    if (is_there) o[n][dt] = ld_global_cg_v2(from + row * DIM + (warp * DT + dt) * 8 + 2 * t);
-                }
-            }
-#pragma unroll
-            for (int n = 0; n < SOME; n++) fold_row(x, half, number[n].x, number[n].y, o[n], scale);
-        }
-    }
-    return x;
-}
-
 /* The block has put `done` of `all` results where others may want them. Is it the last, and so to fold them? */
 DEVICE bool is_last(uint32_t *counter, uint32_t done, uint32_t all, shared_notes &notes) {
     __syncthreads();
@@ -475,24 +499,103 @@ DEVICE void store_pair(const attn_cuda_args &a, int64_t at, int32_t columns, flo
         store_elements(a, at, columns, x, y);
 }
 
-/* o and lse of the item's rows: as finish_o of rows.cuh. */
+/* Of a row: where its o is, and what o is multiplied with. */
+typedef struct ending {
+    int64_t at;
+    float factor, keys;
+} ending;
+
+/* Writes lse, if one of the row's lanes is to do it. As finish_o of rows.cuh. */
+DEVICE ending end_row(const attn_cuda_args &a, const walk &w, const row_notes &r, float m, float sum, bool writes) {
+    float lse = sum == 0 ? -INFINITY : lse_of(m, r.scale, sum);
+    ending e = {attn__q_offset(&a.p, &a.f.o, &w.s, r.i, r.h), sum == 0 ? 0 : rcp_approx(sum), 1};
+    if (a.p.flags & ATTN_SINK) lse = add_sink(lse, a.f.sink[r.h], &e.keys);
+    if (a.f.lse && writes) ((float *)a.f.lse)[attn__lse_index(&a.p, &w.s, r.i, r.h)] = lse;
+    return e;
+}
+DEVICE float finished(float o, const ending &e) { return __fmul_rn(__fmul_rn(o, e.factor), e.keys); }
+
+/* o and lse of the item's rows. */
 DEVICE void finish_item(const attn_cuda_args &a, const walk &w, const shared_notes &notes, const state &x) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, t = lane & 3;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         const row_notes &r = row_at(notes, half);
         if (r.i < 0) continue;
-        const float sum = x.l[half], factor = sum == 0 ? 0 : rcp_approx(sum);
-        float lse = sum == 0 ? -INFINITY : lse_of(x.m[half], r.scale, sum), keys = 1;
-        if (a.p.flags & ATTN_SINK) lse = add_sink(lse, a.f.sink[r.h], &keys);
-        const int64_t at = attn__q_offset(&a.p, &a.f.o, &w.s, r.i, r.h);
+        const ending e = end_row(a, w, r, x.m[half], x.l[half], warp == 0 && t == 0);
 #pragma unroll
         for (int dt = 0; dt < DT; dt++) {
             const int32_t column = (warp * DT + dt) * 8 + 2 * t;
-            store_pair(a, at + column, a.p.dim_v - column, __fmul_rn(__fmul_rn(x.o[dt][2 * half], factor), keys),
-                       __fmul_rn(__fmul_rn(x.o[dt][2 * half + 1], factor), keys));
+            store_pair(a, e.at + column, a.p.dim_v - column, finished(x.o[dt][2 * half], e), finished(x.o[dt][2 * half + 1], e));
         }
-        if (a.f.lse && warp == 0 && t == 0) ((float *)a.f.lse)[attn__lse_index(&a.p, &w.s, r.i, r.h)] = lse;
+    }
+}
+
+/*
+ * So many slots in their order, as fold does it: to a slot, or (NULL) to the results. A warp has every fourth row; a lane finds the factors of one slot of 32,
+ * and fetches two columns in 64 of some slots at a time.
+ */
+static __device__ __noinline__ void fold_slots(const attn_cuda_decode &c, const walk &w, const shared_notes &notes,
+                                               const float *slots, int32_t count, int32_t rows, float *to) {
+    enum { PAIRS = (DIM + 63) / 64, SOME = PAIRS > 2 ? 8 : 16 };
+    const int lane = threadIdx.x & 31;
+    const int64_t step = (int64_t)c.rows * (DIM + 2);
+#pragma unroll 1
+    for (int32_t row = (int32_t)(threadIdx.x >> 5); row < rows; row += WARPS) {
+        const row_notes &r = notes.row[row];
+        float m = r.least, l = 0;
+        float2 o[PAIRS];
+#pragma unroll
+        for (int n = 0; n < PAIRS; n++) o[n] = {0, 0};
+#pragma unroll 1
+        for (int32_t n0 = 0; n0 < count; n0 += 32) {
+            const float *from = slots + n0 * step;
+            float2 number = {r.least, 0}; /* m and l */
+            if (n0 + lane < count) number = ld_global_cg_v2(from + lane * step + c.rows * DIM + 2 * row);
+            float most = fmaxf(m, number.x);
+            for (int by = 1; by < 32; by *= 2) {
+                const float other = __shfl_sync(~0u, most, (lane - by) & 31);
+                if (lane >= by) most = fmaxf(most, other);
+            }
+            const float shuffled = __shfl_sync(~0u, most, (lane - 1) & 31), before = lane ? shuffled : m;
+            const float by_x = ex2_approx(__fmul_rn(before - most, r.scale)), by_y = ex2_approx(__fmul_rn(number.x - most, r.scale));
+            const float term = __fmul_rn(number.y, by_y);
+            m = __shfl_sync(~0u, most, 31);
+#pragma unroll 1
+            for (int32_t n1 = 0; n1 < attn__min32(32, count - n0); n1 += SOME) {
+                float2 y[SOME][PAIRS];
+#pragma unroll
+                for (int n = 0; n < SOME; n++)
+#pragma unroll
+                    for (int k = 0; k < PAIRS; k++) {
+                        const int column = 64 * k + 2 * lane;
+                        y[n][k] = {0, 0};
+                        if (n0 + n1 + n < count && column < DIM)
+                            y[n][k] = ld_global_cg_v2(from + (n1 + n) * step + row * DIM + column);
+                    }
+#pragma unroll
+                for (int n = 0; n < SOME; n++) {
+                    const float x1 = __shfl_sync(~0u, by_x, n1 + n), y1 = __shfl_sync(~0u, by_y, n1 + n);
+                    l = __fmaf_rn(l, x1, __shfl_sync(~0u, term, n1 + n));
+#pragma unroll
+                    for (int k = 0; k < PAIRS; k++) {
+                        o[k].x = __fmaf_rn(o[k].x, x1, __fmul_rn(y[n][k].x, y1));
+                        o[k].y = __fmaf_rn(o[k].y, x1, __fmul_rn(y[n][k].y, y1));
+                    }
+                }
+            }
+        }
+        const ending e = to ? ending{0, 0, 0} : end_row(c.a, w, r, m, l, lane == 0);
+#pragma unroll
+        for (int k = 0; k < PAIRS; k++) {
+            const int32_t column = 64 * k + 2 * lane;
+            if (column >= DIM) continue;
+            if (to)
+                st_global_cg_v2(to + row * DIM + column, o[k].x, o[k].y);
+            else
+                store_pair(c.a, e.at + column, c.a.p.dim_v - column, finished(o[k].x, e), finished(o[k].y, e));
+        }
+        if (to && lane == 0) st_global_cg_v2(to + c.rows * DIM + 2 * row, m, l);
     }
 }
 
@@ -516,7 +619,7 @@ DEVICE int32_t shared_super(const attn_cuda_decode &c, const share &mine, int32_
     return c.by_item ? item * c.supers + super : (int32_t)(begins * gridDim.x / mine.all);
 }
 
-/* The super's spans [from, to) of [first, end), counted as w.span; slot: its number, if it is shared. False: others are still at it. */
+/* The super's spans [from, to) of [first, end), counted as w.span; slot: its number, if it is shared. In x if they are all of them. */
 DEVICE bool work_super(const attn_cuda_decode &c, const part &w, const rows &r, const uint32_t q[STEPS][4], desk &d,
                        state &x, int32_t slot, int32_t from, int32_t to, int32_t first, int32_t end) {
     const bool is_whole = from == first && to == end;
@@ -529,10 +632,7 @@ DEVICE bool work_super(const attn_cuda_decode &c, const part &w, const rows &r, 
         else
             put_state(c, slot_at(c, c.spans, (int64_t)slot * c.each + (span - first)), y, r.count);
     }
-    if (is_whole) return true;
-    if (!is_last(&c.counters[slot], (uint32_t)(to - from), (uint32_t)(end - first), *d.notes)) return false;
-    x = fold_slots(c, slot_at(c, c.spans, (int64_t)slot * c.each), end - first, *d.notes, r.count);
-    return true;
+    return is_whole;
 }
 
 DEVICE void work_part(const attn_cuda_decode &c, const walk &w, desk &d) {
@@ -542,6 +642,7 @@ DEVICE void work_part(const attn_cuda_decode &c, const walk &w, desk &d) {
     const int32_t item = (w.s.b * a.p.heads_kv + w.head) * c.blocks + w.block;
     const part own = {w.first, w.tiles, w.from, w.to, w.s.sk - w.s.sq};
     const rows r = see_rows(a, w, *d.notes);
+    float *slots = slot_at(c, c.super_slots, (int64_t)item * c.supers);
     uint32_t q[STEPS][4];
     state x;
     load_q(a, w, *d.notes, q);
@@ -549,16 +650,21 @@ DEVICE void work_part(const attn_cuda_decode &c, const walk &w, desk &d) {
     for (int32_t super = (own.first + w.span) / SUPER, from = w.span; from < span_end; super++) {
         const int32_t first = attn__max32(super * SUPER - own.first, 0);
         const int32_t end = attn__min32((super + 1) * SUPER - own.first, spans), to = attn__min32(end, span_end);
-        const int32_t slot = shared_super(c, *d.mine, item, super, w.before + (int64_t)first * SPAN_TILES);
-        const bool is_done = work_super(c, own, r, q, d, x, slot, from, to, first, end);
+        const int32_t shared = shared_super(c, *d.mine, item, super, w.before + (int64_t)first * SPAN_TILES);
+        float *slot = supers > 1 ? slot_at(c, slots, super) : NULL;
+        const int32_t done = to - from;
+        const bool is_whole = work_super(c, own, r, q, d, x, shared, from, to, first, end);
         from = to;
-        if (!is_done) continue;
-        if (supers > 1) {
-            put_state(c, slot_at(c, c.super_slots, (int64_t)item * c.supers + super), x, r.count);
-            if (!is_last(&c.counters[c.shared + item], 1, (uint32_t)supers, *d.notes)) continue;
-            x = fold_slots(c, slot_at(c, c.super_slots, (int64_t)item * c.supers + first_super), supers, *d.notes, r.count);
+        if (!is_whole) {
+            if (!is_last(&c.counters[shared], (uint32_t)done, (uint32_t)(end - first), *d.notes)) continue;
+            fold_slots(c, w, *d.notes, slot_at(c, c.spans, (int64_t)shared * c.each), end - first, r.count, slot);
+        } else if (slot) {
+            put_state(c, slot, x, r.count);
+        } else {
+            finish_item(a, w, *d.notes, x);
         }
-        finish_item(a, w, *d.notes, x);
+        if (slot && is_last(&c.counters[c.shared + item], 1, (uint32_t)supers, *d.notes))
+            fold_slots(c, w, *d.notes, slot_at(c, slots, first_super), supers, r.count, NULL);
     }
 }
 
@@ -570,9 +676,9 @@ KERNEL __launch_bounds__(THREADS, K(CTAS)) VARIANT(const __grid_constant__ attn_
     share mine;
     if (!start_walk(a, w, mine, notes)) return;
     ahead = w;
-    desk d = {cvta_shared(shared), cvta_shared(shared) + AT_P, 0, &notes, &mine, start_fetch(a, ahead, mine)};
+    desk d = {cvta_shared(shared) + threadIdx.x / (32 * TEAM) * TEAM_BYTES, 0, &notes, &mine, start_fetch(a, ahead, mine)};
 #pragma unroll 1
-    for (int n = 0; n < STAGES - 1; n++) fetch_tile(a, d.f, mine, d.tiles);
+    for (int n = 0; n < STAGES; n++) leave_tile(a, d);
     do {
         work_part(c, w, d);
         const bool pads = !(a.p.flags & ATTN_VARLEN_Q) && a.p.max_q <= ATTN_CUDA_SPLIT_ROWS;

@@ -36,22 +36,26 @@ enum {
     STAGES = K(STAGES),
     WARPS = ATTN_DECODE_WARPS,
     THREADS = 32 * WARPS,
-    ROWS = 16,                    /* of an item */
-    PIECES = DIM / 8,             /* of 16 bytes in a row */
-    KEYS = BN / WARPS,            /* that a warp fetches, and whose scores it makes */
-    TOGETHER = DIM > 192 ? 4 : 8, /* copies: where Q and O are large registers are scarce */
-    NT = KEYS / 8,                /* 8-key tiles of them */
-    STEPS = DIM / 16,             /* of S = Q K^T */
-    DT = DIM / 8 / WARPS,         /* 8-column tiles of O that a warp has */
+    ROWS = 16,                  /* of an item */
+    KEYS = 32,                  /* of a tile that a team has */
+    TEAMS = BN / KEYS,          /* of a block: a warp, or two that share the columns of O */
+    TEAM = WARPS / TEAMS,       /* warps of one */
+    FETCHED = KEYS / TEAM,      /* rows of a tile that a warp fetches */
+    PIECES = DIM / 8,           /* of 16 bytes in a row */
+    ROW_BYTES = DIM * 2,        /* of K or V */
+    NT = KEYS / 8,              /* 8-key tiles of a team's keys */
+    STEPS = DIM / 16,           /* of S = Q K^T */
+    DT_TEAM = DIM / 8 / TEAM,   /* 8-column tiles of O that a warp has within a span */
+    DT = DIM / 8 / WARPS,       /* and then, when the teams have met */
+    TEAM_BYTES = KEYS * DIM * 2, /* the team's rows of a tile */
     TILE_BYTES = BN * DIM * 2,
     SPAN = ATTN_DECODE_SPAN,   /* keys */
     SUPER = ATTN_DECODE_SUPER, /* spans */
     SPAN_TILES = SPAN / BN,
-    AT_P = STAGES * 2 * TILE_BYTES, /* in shared memory, behind the tiles of K and V */
-    AT_NOTES = AT_P + ROWS * BN * 2
+    AT_NOTES = STAGES * TILE_BYTES /* in shared memory, behind the tiles */
 };
-static_assert(DIM % 32 == 0 && BN % 32 == 0 && SPAN % BN == 0 && KEYS <= 32, "want other dim or bn");
-static_assert(KEYS * PIECES % 32 == 0, "lanes share the pieces of a warp's rows evenly");
+static_assert(DIM % 32 == 0 && SPAN % BN == 0 && BN % KEYS == 0 && WARPS % TEAMS == 0, "want other dim or bn");
+static_assert(TEAM_BYTES == ROWS * DIM * 4, "O of a team goes where its rows of V were");
 
 /* A row of the item at hand. */
 typedef struct row_notes {
@@ -63,7 +67,8 @@ typedef struct row_notes {
 /* What threads tell each other. */
 typedef struct shared_notes {
     row_notes row[ROWS];
-    float number[WARPS][ROWS]; /* of a row: maximum or sum over the warp's keys */
+    float most[TEAMS][ROWS];   /* of a row: maximum and sum over the team's keys of a span */
+    float sum[TEAMS][ROWS];
     int64_t work[WARPS];       /* start_walk */
     int64_t before;            /* start_walk: units before sequence b */
     int32_t b;
@@ -71,10 +76,15 @@ typedef struct shared_notes {
 } shared_notes;
 static_assert(sizeof(shared_notes) <= ATTN_DECODE_NOTES, "give the notes more room");
 
-/* Address of a 16-byte piece: as shared_at of fwd.cuh. */
-DEVICE uint32_t piece_at(uint32_t base, int row, int piece, int pieces) {
-    int swizzle = pieces % 8 == 0 ? row & 7 : row >> 1 & 3;
-    return base + row * pieces * 16 + ((piece ^ swizzle) << 4);
+/*
+ * Where 16-byte pieces are: those of row r are exchanged by r, so that a column of pieces is in all banks. The address of a piece is that of
+ * the row's piece 0, with a few bits turned over: pieces past AROUND are behind.
+ */
+enum { AROUND = PIECES % 8 == 0 ? 8 : 4 };
+DEVICE int turn_of(int row) { return AROUND == 8 ? row & 7 : row >> 1 & 3; }
+DEVICE uint32_t start_of_row(uint32_t base, int row) { return base + row * ROW_BYTES + (turn_of(row) << 4); }
+DEVICE uint32_t piece_at(uint32_t row, int piece) {
+    return (row ^ (piece % AROUND << 4)) + piece / AROUND * AROUND * 16;
 }
 
 /* ---- the list of work: [sequence][KV head][16 rows][span] ---- */
@@ -226,15 +236,16 @@ static __device__ __noinline__ bool start_walk(const attn_cuda_args &a, walk &w,
 
 /* ---- tiles of K and V to shared memory, a few ahead of the work ---- */
 
+/* Of each span first the tiles of K and then those of V. */
 typedef struct fetcher {
     walk *w;              /* where it is, ahead of the work */
     int32_t left;         /* tiles of the part at hand */
-    int32_t at;           /* cache position of the lane's row of the tile: it finds out where that is for all */
+    int32_t step;         /* of the span: its tile of K, or, past the last, of V */
+    int32_t at;           /* cache position of the warp's first row of the tile */
     int32_t from, to;     /* cache positions that are read */
     int64_t k, v;         /* element offsets of the sequence (of no page) and head */
     const int32_t *table; /* its pages */
     int32_t page;         /* of the lane's row, as it stands there */
-    uint32_t stage;       /* where the tile goes */
 } fetcher;
 
 DEVICE int64_t start_of(const attn_cuda_args &a, const attn_tensor &t, const walk &w) {
@@ -247,24 +258,32 @@ DEVICE void see_part(const attn_cuda_args &a, fetcher &f) {
     const walk &w = *f.w;
     const int32_t tile = w.span * SPAN_TILES, end = attn__min32(w.span_end * SPAN_TILES, w.tiles);
     f.left = end - tile;
+    f.step = 0;
     f.from = w.s.leftpad + w.from;
     f.to = w.s.leftpad + w.to;
-    f.at =
-        w.s.leftpad + w.first * SPAN + tile * BN + (int32_t)(threadIdx.x >> 5) * KEYS + (int32_t)(threadIdx.x & 31) % KEYS;
+    f.at = w.s.leftpad + w.first * SPAN + tile * BN + (int32_t)(threadIdx.x >> 5) * FETCHED;
     f.k = start_of(a, a.f.k, w);
     f.v = start_of(a, a.f.v, w);
     if (a.p.page_size) f.table = a.f.page_table + w.s.slot * attn__pages_per_slot(&a.p, &a.f);
 }
 
-DEVICE bool is_read(const fetcher &f) { return f.at >= f.from && f.at < f.to; }
+/* Of the lane's row: it finds out for all where that is. */
+DEVICE int32_t position_of(const fetcher &f) { return f.at + (int32_t)(threadIdx.x & 31) % FETCHED; }
+DEVICE bool is_read(const fetcher &f) { return position_of(f) >= f.from && position_of(f) < f.to; }
 
-/* Goes on to a part that has tiles, and asks for the pages of the first one. */
-DEVICE void look_ahead(const attn_cuda_args &a, fetcher &f, const share &mine) {
+/* Goes on to a part that has tiles. By itself, and with a copy, as it is seldom called: a fetcher then is in registers. */
+static __device__ __noinline__ fetcher next_fetch(const attn_cuda_args &a, fetcher f, const share &mine) {
     while (f.left == 0) {
         f.left = -1; /* no more */
         if (next_part(a, *f.w, mine)) see_part(a, f);
     }
-    if (f.left > 0 && a.p.page_size && is_read(f)) f.page = f.table[attn__divide((uint32_t)f.at, a.by_page)];
+    return f;
+}
+
+/* Asks for the pages of the next tile. */
+DEVICE void look_ahead(const attn_cuda_args &a, fetcher &f, const share &mine) {
+    if (f.left == 0) f = next_fetch(a, f, mine);
+    if (a.p.page_size && f.left > 0 && is_read(f)) f.page = f.table[attn__divide((uint32_t)position_of(f), a.by_page)];
 }
 
 DEVICE fetcher start_fetch(const attn_cuda_args &a, walk &w, const share &mine) {
@@ -272,82 +291,92 @@ DEVICE fetcher start_fetch(const attn_cuda_args &a, walk &w, const share &mine) 
     f.w = &w;
     f.page = 0;
     f.table = NULL;
-    f.stage = 0;
     see_part(a, f);
     look_ahead(a, f, mine);
     return f;
 }
 
-/* Element offset of the lane's row; page: of it, where there are any, and its row there. */
-DEVICE int64_t offset_of(const attn_cuda_args &a, const attn_tensor &t, int64_t start, int32_t page, int32_t row) {
-    return start + (a.p.page_size ? page * t.stride[0] : 0) + row * t.stride[1];
-}
-
-/* Elements of piece n of the warp's rows that are there; rows that nobody sees are not read and become zero, as do columns past the dim. */
-DEVICE int count_of(uint32_t there, int row, int piece, int32_t dim) {
-    return there >> row & 1 ? attn__max32(0, attn__min32(8, dim - piece * 8)) : 0;
-}
-
-/* The warp's rows of one tile, at any address. */
-static __device__ __noinline__ void copy_rows(const uint16_t *data, int64_t offset, uint32_t there, int32_t dim,
+/* The warp's rows of one tile, at any address. Rows that nobody sees are not read and become zero, as do columns past the dim. */
+static __device__ __noinline__ void copy_rows(const uint16_t *data, int64_t offset, uint32_t there, int32_t dim, bool vector_ok,
                                               uint32_t to) {
     const int lane = threadIdx.x & 31;
 #pragma unroll 1
-    for (int n = lane; n < KEYS * PIECES; n += 32) {
-        const int row = n / PIECES, piece = n % PIECES, count = count_of(there, row, piece, dim);
+    for (int n = lane; n < FETCHED * PIECES; n += 32) {
+        const int row = n / PIECES, piece = n % PIECES;
+        const int count = there >> row & 1 ? attn__max32(0, attn__min32(8, dim - piece * 8)) : 0;
         const uint16_t *from = data + (int64_t)__shfl_sync(~0u, (uint64_t)offset, row) + piece * 8;
+        const uint32_t at = piece_at(start_of_row(to, row), piece);
+        if (vector_ok) {
+            cp_async_cg_zfill(at, count ? from : data, count * 2);
+            continue;
+        }
         uint32_t word[4] = {0, 0, 0, 0};
 #pragma unroll
         for (int x = 0; x < 8; x++)
             if (x < count) word[x / 2] |= (uint32_t)from[x] << (x % 2 * 16);
-        st_shared_v4(piece_at(to, row, piece, PIECES), make_uint4(word[0], word[1], word[2], word[3]));
+        st_shared_v4(at, make_uint4(word[0], word[1], word[2], word[3]));
     }
 }
 
-/* The same at multiples of 16 bytes, which arrive later. Most tiles are whole. `to` is a multiple of 8 rows. */
-DEVICE void fetch_rows(const void *data, int64_t offset, uint32_t there, int32_t dim, uint32_t to) {
+/*
+ * Whole rows at multiples of 16 bytes. So many requests are whole rows that what a lane fetches begins with them anew; the rows are
+ * `stride` apart, or (BY_LANE) lane n says where row n is, in pieces.
+ */
+template <bool BY_LANE> DEVICE void fetch_rows(const uint16_t *data, int64_t stride, uint32_t pieces, uint32_t to) {
+    enum { REQUESTS = PIECES % 3 == 0 ? 3 : 1, EACH = REQUESTS * 32 / PIECES };
+    static_assert(8 % EACH == 0 && FETCHED % 8 == 0, "want other dims");
     const int lane = here(threadIdx.x & 31);
-    if (there == ~0u && dim == DIM) {
-#pragma unroll TOGETHER
-        for (int n = 0; n < KEYS * PIECES / 32; n++) {
-            const int row = (n * 32 + lane) / PIECES, piece = (n * 32 + lane) % PIECES;
-            const uint16_t *from = (const uint16_t *)data + (int64_t)__shfl_sync(~0u, (uint64_t)offset, row);
-            cp_async_cg(piece_at(to, row, piece, PIECES), from + piece * 8);
-        }
-        return;
-    }
-#pragma unroll 2
-    for (int n = 0; n < KEYS * PIECES / 32; n++) {
-        const int row = (n * 32 + lane) / PIECES, piece = (n * 32 + lane) % PIECES;
-        const uint16_t *from = (const uint16_t *)data + (int64_t)__shfl_sync(~0u, (uint64_t)offset, row);
-        const int count = count_of(there, row, piece, dim);
-        cp_async_cg_zfill(piece_at(to, row, piece, PIECES), count ? from + piece * 8 : data, count * 2);
+#pragma unroll
+    for (int c = 0; c < REQUESTS; c++) {
+        const int row = (c * 32 + lane) / PIECES, piece = (c * 32 + lane) % PIECES;
+        const uint32_t at = piece_at(start_of_row(to, row), piece);
+        const uint16_t *from = data + piece * 8 + (BY_LANE ? 0 : row * stride);
+#pragma unroll 1
+        for (int eight = 0; eight < FETCHED; eight += 8)
+#pragma unroll
+            for (int n = 0; n < 8; n += EACH) { /* EACH is a power of 2: turns add up like bits */
+                const uint16_t *x = from;
+                if (BY_LANE) x += (uint64_t)__shfl_sync(~0u, pieces, row + eight + n) * 8;
+                cp_async_cg((at ^ turn_of(n) << 4) + (eight + n) * ROW_BYTES, x);
+                if (!BY_LANE) from += EACH * stride;
+            }
     }
 }
 
-/* The next tile, if there is one; a group of copies in any case. */
-DEVICE void fetch_tile(const attn_cuda_args &a, fetcher &f, const share &mine, uint32_t shared_tiles) {
+/* The next tile, if there is one, to the team's rows at `to`; a group of copies in any case. */
+DEVICE void fetch_tile(const attn_cuda_args &a, fetcher &f, const share &mine, uint32_t to) {
     if (f.left > 0) {
-        const bool is_there = is_read(f);
+        const int32_t tiles = attn__min32(SPAN_TILES, f.left); /* of the span */
+        const bool is_v = f.step >= tiles, is_there = is_read(f);
         const uint32_t there = __ballot_sync(~0u, is_there);
-        const uint32_t to = shared_tiles + f.stage + (threadIdx.x >> 5) * KEYS * PIECES * 16; /* the warp's rows */
-        int32_t page = 0, row = f.at;
-        if (is_there && a.p.page_size) {
-            page = clamped(a, f.page, 0, a.p.num_pages - 1, ATTN_FLAW_PAGE_TABLE, f.w->s.b);
-            row -= (int32_t)attn__divide((uint32_t)f.at, a.by_page) * a.p.page_size;
-        }
-        const int64_t k = is_there ? offset_of(a, a.f.k, f.k, page, row) : 0;
-        const int64_t v = is_there ? offset_of(a, a.f.v, f.v, page, row) : 0;
-        if (a.vector_ok) {
-            fetch_rows(a.f.k.data, k, there, a.p.dim_qk, to);
-            fetch_rows(a.f.v.data, v, there, a.p.dim_v, to + TILE_BYTES);
+        const int64_t stride = is_v ? a.f.v.stride[1] : a.f.k.stride[1];
+        const int32_t dim = is_v ? a.p.dim_v : a.p.dim_qk;
+        const uint16_t *data = (const uint16_t *)(is_v ? a.f.v.data : a.f.k.data) + (is_v ? f.v : f.k);
+        const bool is_whole = there == ~0u && dim == DIM && a.vector_ok;
+        to += (threadIdx.x >> 5) % TEAM * FETCHED * ROW_BYTES;
+        if (!a.p.page_size && is_whole) {
+            fetch_rows<false>(data + f.at * stride, stride, 0, to);
         } else {
-            copy_rows((const uint16_t *)a.f.k.data, k, there, a.p.dim_qk, to);
-            copy_rows((const uint16_t *)a.f.v.data, v, there, a.p.dim_v, to + TILE_BYTES);
+            int64_t offset = 0;
+            if (is_there) {
+                int32_t page = 0, row = position_of(f);
+                if (a.p.page_size) {
+                    row -= (int32_t)attn__divide((uint32_t)row, a.by_page) * a.p.page_size;
+                    page = clamped(a, f.page, 0, a.p.num_pages - 1, ATTN_FLAW_PAGE_TABLE, f.w->s.b);
+                }
+                offset = (a.p.page_size ? page * (is_v ? a.f.v.stride[0] : a.f.k.stride[0]) : 0) + row * stride;
+            }
+            if (is_whole && !__any_sync(~0u, (uint64_t)offset >> 35 != 0))
+                fetch_rows<true>(data, 0, (uint32_t)(offset >> 3), to);
+            else
+                copy_rows(data, offset, there, dim, a.vector_ok, to);
         }
-        f.stage = f.stage == (STAGES - 1) * 2 * TILE_BYTES ? 0 : f.stage + 2 * TILE_BYTES;
         f.at += BN;
-        f.left--;
+        if (++f.step == tiles) f.at -= tiles * BN;
+        if (f.step == 2 * tiles) {
+            f.step = 0;
+            f.left -= tiles;
+        }
         look_ahead(a, f, mine);
     }
     cp_async_commit_group();

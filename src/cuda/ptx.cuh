@@ -98,6 +98,9 @@ PTX void st_shared_v4(uint32_t to, uint4 x) {
 }
 PTX void st_shared_b32(uint32_t to, uint32_t x) { asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(x) : "memory"); }
 
+/* Barrier of some warps of a block; 0 is that of __syncthreads. */
+PTX void bar_sync(int barrier, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory"); }
+
 /* What other blocks have written, past L1. */
 PTX float4 ld_global_cg_v4(const float4 *from) {
     float4 x;
