@@ -320,18 +320,18 @@ DEVICE void leave_tile(const attn_cuda_args &a, desk &d) {
     d.stage = d.stage == (STAGES - 1) * TILE_BYTES ? 0 : d.stage + TILE_BYTES;
 }
 
-/* The sums of all teams, in their order; of each column one warp has them. A team's o goes through its rows of the tile at hand. */
+/* The sums of all teams, in their order; of each column one warp has them. A team's o goes through its rows of the tile at hand, which it has read. */
 DEVICE state meet_teams(desk &d, const float m[2], const float l[2], const float o[DT_TEAM][4]) {
     const int lane = here(threadIdx.x & 31), warp = threadIdx.x >> 5, g = lane >> 2, team = warp / TEAM;
     const uint32_t own = d.tiles + d.stage + lane * 16, all = own - team * TEAM_BYTES;
     shared_notes &notes = *d.notes;
     float by[2][TEAMS];
     state x;
-    meet_team();
 #pragma unroll
     for (int dt = 0; dt < DT_TEAM; dt++)
-        st_shared_v4(own + (first_piece() + piece_of(dt)) * 512, make_uint4(__float_as_uint(o[dt][0]), __float_as_uint(o[dt][1]),
-                                                                       __float_as_uint(o[dt][2]), __float_as_uint(o[dt][3])));
+        st_shared_v4(own + (first_piece() + piece_of(dt)) * 512,
+                     make_uint4(__float_as_uint(o[dt][0]), __float_as_uint(o[dt][1]), __float_as_uint(o[dt][2]),
+                                __float_as_uint(o[dt][3])));
     if ((lane & 3) == 0 && warp % TEAM == 0)
 #pragma unroll
         for (int half = 0; half < 2; half++) {
@@ -371,55 +371,77 @@ DEVICE state meet_teams(desk &d, const float m[2], const float l[2], const float
     return x;
 }
 
-/* Span `span` of the item, counted from w.first. */
-DEVICE state work_span(const attn_cuda_args &a, const part &w, const rows &r, const uint32_t q[STEPS][4], desk &d,
-                       int32_t span) {
-    const int warp = threadIdx.x >> 5, first = first_piece();
-    const int32_t tiles = attn__min32(SPAN_TILES, w.tiles - span * SPAN_TILES);
-    const int32_t j0 = (w.first + span) * SPAN + warp / TEAM * KEYS; /* the team's first key */
+/* The rows of a table move up by one: a loop that is not unrolled takes the first, or brings the last. */
+template <typename T, int COLUMNS> DEVICE void move_up(T x[SPAN_TILES][COLUMNS][4]) {
+#pragma unroll
+    for (int n = 0; n < (SPAN_TILES - 1) * COLUMNS * 4; n++) {
+        const int row = n / (COLUMNS * 4), column = n / 4 % COLUMNS;
+        x[row][column][n % 4] = x[row + 1][column][n % 4];
+    }
+}
+
+/* S of the span's tiles, to the last rows of s; those before have no keys. */
+DEVICE void make_scores(const attn_cuda_args &a, const part &w, const rows &r, const uint32_t q[STEPS][4], desk &d,
+                        float s[SPAN_TILES][NT][4], int32_t tiles, int32_t j0) {
     const bool is_plain = !(a.p.softcap > 0) && !(a.p.flags & ATTN_ALIBI) && a.scale_log2 > 0;
-    float s[SPAN_TILES][NT][4], m[2], l[2], o[DT_TEAM][4];
-    uint32_t p[SPAN_TILES][NT / 2][4];
-    if (tiles <= 0) return empty_state(*d.notes);
 #pragma unroll
-    for (int n = 0; n < SPAN_TILES; n++) {
-        const int32_t j = j0 + n * BN;
-        if (n >= tiles) {
-#pragma unroll
-            for (int x = 0; x < NT * 4; x++) s[n][x / 4][x % 4] = -INFINITY;
-            continue;
-        }
-        product_qk(s[n], q, take_tile(d));
+    for (int n = 0; n < SPAN_TILES * NT * 4; n++) s[n / (NT * 4)][n / 4 % NT][n % 4] = -INFINITY;
+#pragma unroll 1
+    for (int32_t j = j0; j < j0 + tiles * BN; j += BN) {
+        float x[NT][4];
+        product_qk(x, q, take_tile(d));
         meet_team();
         leave_tile(a, d);
-        if (!is_plain) finish_scores(a, *d.notes, s[n], w.beyond, j);
-        if (j < r.all_from || j + KEYS > r.all_to) mask_scores(*d.notes, s[n], j);
+        if (!is_plain) finish_scores(a, *d.notes, x, w.beyond, j);
+        if (j < r.all_from || j + KEYS > r.all_to) mask_scores(*d.notes, x, j);
+        move_up<float, NT>(s);
+#pragma unroll
+        for (int n = 0; n < NT * 4; n++) s[SPAN_TILES - 1][n / 4][n % 4] = x[n / 4][n % 4];
     }
-    make_p(m, l, p, s, *d.notes);
+}
+
+/* O of the warp's columns, from the last rows of p. The last tile is not left yet. */
+DEVICE void add_values(const attn_cuda_args &a, const part &w, const rows &r, desk &d, float o[DT_TEAM][4],
+                       uint32_t p[SPAN_TILES][NT / 2][4], int32_t tiles, int32_t j0) {
+    const int first = first_piece();
 #pragma unroll
     for (int n = 0; n < DT_TEAM * 4; n++) o[n / 4][n % 4] = 0;
-#pragma unroll
-    for (int n = 0; n < SPAN_TILES; n++) {
-        if (n >= tiles) break;
+#pragma unroll 1
+    for (int32_t n = tiles; n < SPAN_TILES; n++) move_up<uint32_t, NT / 2>(p);
+#pragma unroll 1
+    for (int32_t j = j0;; j += BN) {
         const uint32_t shared_v = take_tile(d);
-        const int32_t from = attn__max32(j0 + n * BN, w.from), to = attn__min32(j0 + n * BN + KEYS, w.to);
+        const int32_t from = attn__max32(j, w.from), to = attn__min32(j + KEYS, w.to);
         if ((from < r.all_from || to > r.all_to) && holds_nonfinite(shared_v, first)) {
             float copy[DT_TEAM][4]; /* else o would be in memory all along */
             uint32_t weights[NT / 2][4];
 #pragma unroll
-            for (int i = 0; i < DT_TEAM * 4; i++) copy[i / 4][i % 4] = o[i / 4][i % 4];
+            for (int n = 0; n < DT_TEAM * 4; n++) copy[n / 4][n % 4] = o[n / 4][n % 4];
 #pragma unroll
-            for (int i = 0; i < NT * 2; i++) weights[i / 4][i % 4] = p[n][i / 4][i % 4];
+            for (int n = 0; n < NT * 2; n++) weights[n / 4][n % 4] = p[0][n / 4][n % 4];
             add_nonfinite(copy, weights, shared_v, first);
 #pragma unroll
-            for (int i = 0; i < DT_TEAM * 4; i++) o[i / 4][i % 4] = copy[i / 4][i % 4];
+            for (int n = 0; n < DT_TEAM * 4; n++) o[n / 4][n % 4] = copy[n / 4][n % 4];
         }
-        product_pv(o, p[n], shared_v, first);
-        if (n + 1 < tiles) {
-            meet_team();
-            leave_tile(a, d);
-        }
+        product_pv(o, p[0], shared_v, first);
+        meet_team();
+        if (--tiles == 0) return;
+        leave_tile(a, d);
+        move_up<uint32_t, NT / 2>(p);
     }
+}
+
+/* Span `span` of the item, counted from w.first. */
+DEVICE state work_span(const attn_cuda_args &a, const part &w, const rows &r, const uint32_t q[STEPS][4], desk &d,
+                       int32_t span) {
+    const int32_t tiles = attn__min32(SPAN_TILES, w.tiles - span * SPAN_TILES);
+    const int32_t j0 = (w.first + span) * SPAN + (int32_t)(threadIdx.x / (32 * TEAM)) * KEYS; /* the team's first key */
+    float s[SPAN_TILES][NT][4], m[2], l[2], o[DT_TEAM][4];
+    uint32_t p[SPAN_TILES][NT / 2][4];
+    if (tiles <= 0) return empty_state(*d.notes);
+    make_scores(a, w, r, q, d, s, tiles, j0);
+    make_p(m, l, p, s, *d.notes);
+    add_values(a, w, r, d, o, p, tiles, j0);
     const state x = meet_teams(d, m, l, o);
     leave_tile(a, d);
     return x;
@@ -469,11 +491,7 @@ DEVICE void put_state(const attn_cuda_decode &c, float *slot, const state &x, in
 /* The block has put `done` of `all` results where others may want them. Is it the last, and so to fold them? */
 DEVICE bool is_last(uint32_t *counter, uint32_t done, uint32_t all, shared_notes &notes) {
     __syncthreads();
-    if (threadIdx.x == 0) {
-        __threadfence();
-        notes.last = atomicAdd(counter, done) + done == all;
-        __threadfence();
-    }
+    if (threadIdx.x == 0) notes.last = atom_add_acq_rel_gpu(counter, done) + done == all;
     __syncthreads();
     return notes.last;
 }
@@ -526,9 +544,23 @@ DEVICE void finish_item(const attn_cuda_args &a, const walk &w, const shared_not
 #pragma unroll
         for (int dt = 0; dt < DT; dt++) {
             const int32_t column = (warp * DT + dt) * 8 + 2 * t;
-            store_pair(a, e.at + column, a.p.dim_v - column, finished(x.o[dt][2 * half], e), finished(x.o[dt][2 * half + 1], e));
+            store_pair(a, e.at + column, a.p.dim_v - column, finished(x.o[dt][2 * half], e),
+                       finished(x.o[dt][2 * half + 1], e));
         }
     }
+}
+
+/* Of a row of some slots, of which so many are there, the lane's columns. */
+template <int SOME, int PAIRS> DEVICE void get_some(float2 y[SOME][PAIRS], const float *from, int64_t step, int32_t count) {
+    const int lane = threadIdx.x & 31;
+#pragma unroll
+    for (int n = 0; n < SOME; n++)
+#pragma unroll
+        for (int k = 0; k < PAIRS; k++) {
+            const int column = 64 * k + 2 * lane;
+            y[n][k] = {0, 0};
+            if (n < count && column < DIM) y[n][k] = ld_global_cg_v2(from + n * step + column);
+        }
 }
 
 /*
@@ -537,7 +569,7 @@ DEVICE void finish_item(const attn_cuda_args &a, const walk &w, const shared_not
  */
 static __device__ __noinline__ void fold_slots(const attn_cuda_decode &c, const walk &w, const shared_notes &notes,
                                                const float *slots, int32_t count, int32_t rows, float *to) {
-    enum { PAIRS = (DIM + 63) / 64, SOME = PAIRS > 2 ? 8 : 16 };
+    enum { PAIRS = (DIM + 63) / 64, SOME = PAIRS > 2 ? 16 : 32 };
     const int lane = threadIdx.x & 31;
     const int64_t step = (int64_t)c.rows * (DIM + 2);
 #pragma unroll 1
@@ -551,28 +583,21 @@ static __device__ __noinline__ void fold_slots(const attn_cuda_decode &c, const 
         for (int32_t n0 = 0; n0 < count; n0 += 32) {
             const float *from = slots + n0 * step;
             float2 number = {r.least, 0}; /* m and l */
+            float2 y[SOME][PAIRS];
             if (n0 + lane < count) number = ld_global_cg_v2(from + lane * step + c.rows * DIM + 2 * row);
+            get_some<SOME, PAIRS>(y, from + row * DIM, step, count - n0);
             float most = fmaxf(m, number.x);
             for (int by = 1; by < 32; by *= 2) {
                 const float other = __shfl_sync(~0u, most, (lane - by) & 31);
                 if (lane >= by) most = fmaxf(most, other);
             }
             const float shuffled = __shfl_sync(~0u, most, (lane - 1) & 31), before = lane ? shuffled : m;
-            const float by_x = ex2_approx(__fmul_rn(before - most, r.scale)), by_y = ex2_approx(__fmul_rn(number.x - most, r.scale));
+            const float by_x = ex2_approx(__fmul_rn(before - most, r.scale)),
+                        by_y = ex2_approx(__fmul_rn(number.x - most, r.scale));
             const float term = __fmul_rn(number.y, by_y);
             m = __shfl_sync(~0u, most, 31);
 #pragma unroll 1
-            for (int32_t n1 = 0; n1 < attn__min32(32, count - n0); n1 += SOME) {
-                float2 y[SOME][PAIRS];
-#pragma unroll
-                for (int n = 0; n < SOME; n++)
-#pragma unroll
-                    for (int k = 0; k < PAIRS; k++) {
-                        const int column = 64 * k + 2 * lane;
-                        y[n][k] = {0, 0};
-                        if (n0 + n1 + n < count && column < DIM)
-                            y[n][k] = ld_global_cg_v2(from + (n1 + n) * step + row * DIM + column);
-                    }
+            for (int32_t n1 = 0;;) {
 #pragma unroll
                 for (int n = 0; n < SOME; n++) {
                     const float x1 = __shfl_sync(~0u, by_x, n1 + n), y1 = __shfl_sync(~0u, by_y, n1 + n);
@@ -583,6 +608,9 @@ static __device__ __noinline__ void fold_slots(const attn_cuda_decode &c, const 
                         o[k].y = __fmaf_rn(o[k].y, x1, __fmul_rn(y[n][k].y, y1));
                     }
                 }
+                n1 += SOME;
+                if (n1 >= attn__min32(32, count - n0)) break;
+                get_some<SOME, PAIRS>(y, from + n1 * step + row * DIM, step, count - n0 - n1);
             }
         }
         const ending e = to ? ending{0, 0, 0} : end_row(c.a, w, r, m, l, lane == 0);
@@ -614,57 +642,74 @@ static __device__ __noinline__ void fill_padding(const attn_cuda_args &a, int32_
 
 /* ---- the block's part of an item ---- */
 
-/* Which of the supers that blocks share this is: that of the item, or that in which a block's share ends; each ends in one. */
-DEVICE int32_t shared_super(const attn_cuda_decode &c, const share &mine, int32_t item, int32_t super, int64_t begins) {
-    return c.by_item ? item * c.supers + super : (int32_t)(begins * gridDim.x / mine.all);
-}
+/* A super of the item, and what the block has of it; spans are counted as w.span. */
+typedef struct super_part {
+    int32_t first, end; /* its spans */
+    int32_t from, to;   /* those that are the block's */
+    int32_t shared;     /* its number among the supers that several blocks have */
+} super_part;
 
-/* The super's spans [from, to) of [first, end), counted as w.span; slot: its number, if it is shared. In x if they are all of them. */
-DEVICE bool work_super(const attn_cuda_decode &c, const part &w, const rows &r, const uint32_t q[STEPS][4], desk &d,
-                       state &x, int32_t slot, int32_t from, int32_t to, int32_t first, int32_t end) {
-    const bool is_whole = from == first && to == end;
+/* Those that blocks share are numbered by item, or by the block whose share ends in them; each ends in one. */
+DEVICE super_part see_super(const attn_cuda_decode &c, const walk &w, const share &mine, int32_t super) {
+    const int32_t item = (w.s.b * c.a.p.heads_kv + w.head) * c.blocks + w.block;
+    super_part x;
+    x.first = attn__max32(super * SUPER - w.first, 0);
+    x.end = attn__min32((super + 1) * SUPER - w.first, spans_of(w));
+    x.from = attn__max32(x.first, w.span);
+    x.to = attn__min32(x.end, w.span_end);
+    const int64_t begins = w.before + (int64_t)x.first * SPAN_TILES;
+    x.shared = c.by_item ? item * c.supers + super : (int32_t)(begins * gridDim.x / mine.all);
+    return x;
+}
+DEVICE bool is_whole(const super_part &x) { return x.from == x.first && x.to == x.end; }
+
+/* The block's spans of a super: in x if they are all of them. */
+DEVICE void work_super(const attn_cuda_decode &c, const super_part &s, const part &w, const rows &r,
+                       const uint32_t q[STEPS][4], desk &d, state &x) {
+    float *slot = is_whole(s) ? NULL : slot_at(c, c.spans, (int64_t)s.shared * c.each + (s.from - s.first));
     x = empty_state(*d.notes);
 #pragma unroll 1
-    for (int32_t span = from; span < to; span++) {
+    for (int32_t span = s.from; span < s.to; span++) {
         const state y = work_span(c.a, w, r, q, d, span);
-        if (is_whole)
+        if (slot) {
+            put_state(c, slot, y, r.count);
+            slot = slot_at(c, slot, 1);
+        } else {
             fold(x, y, *d.notes);
-        else
-            put_state(c, slot_at(c, c.spans, (int64_t)slot * c.each + (span - first)), y, r.count);
+        }
     }
-    return is_whole;
+}
+
+/* What comes then: of the super, if it is done, and of the item. */
+DEVICE void end_super(const attn_cuda_decode &c, const super_part &s, const walk &w, const state &x, desk &d, int32_t count,
+                      int32_t super) {
+    const int32_t first = w.first / SUPER, supers = (w.first + spans_of(w) - 1) / SUPER - first + 1;
+    const int32_t item = (w.s.b * c.a.p.heads_kv + w.head) * c.blocks + w.block;
+    float *slots = slot_at(c, c.super_slots, (int64_t)item * c.supers),
+          *slot = supers > 1 ? slot_at(c, slots, super) : NULL;
+    if (!is_whole(s)) {
+        if (!is_last(&c.counters[s.shared], (uint32_t)(s.to - s.from), (uint32_t)(s.end - s.first), *d.notes)) return;
+        fold_slots(c, w, *d.notes, slot_at(c, c.spans, (int64_t)s.shared * c.each), s.end - s.first, count, slot);
+    } else if (slot) {
+        put_state(c, slot, x, count);
+    } else {
+        finish_item(c.a, w, *d.notes, x);
+    }
+    if (slot && is_last(&c.counters[c.shared + item], 1, (uint32_t)supers, *d.notes))
+        fold_slots(c, w, *d.notes, slot_at(c, slots, first), supers, count, NULL);
 }
 
 DEVICE void work_part(const attn_cuda_decode &c, const walk &w, desk &d) {
-    const attn_cuda_args &a = c.a;
-    const int32_t spans = spans_of(w), span_end = w.span_end;
-    const int32_t first_super = w.first / SUPER, supers = (w.first + spans - 1) / SUPER - first_super + 1;
-    const int32_t item = (w.s.b * a.p.heads_kv + w.head) * c.blocks + w.block;
     const part own = {w.first, w.tiles, w.from, w.to, w.s.sk - w.s.sq};
-    const rows r = see_rows(a, w, *d.notes);
-    float *slots = slot_at(c, c.super_slots, (int64_t)item * c.supers);
+    const rows r = see_rows(c.a, w, *d.notes);
     uint32_t q[STEPS][4];
     state x;
-    load_q(a, w, *d.notes, q);
+    load_q(c.a, w, *d.notes, q);
 #pragma unroll 1
-    for (int32_t super = (own.first + w.span) / SUPER, from = w.span; from < span_end; super++) {
-        const int32_t first = attn__max32(super * SUPER - own.first, 0);
-        const int32_t end = attn__min32((super + 1) * SUPER - own.first, spans), to = attn__min32(end, span_end);
-        const int32_t shared = shared_super(c, *d.mine, item, super, w.before + (int64_t)first * SPAN_TILES);
-        float *slot = supers > 1 ? slot_at(c, slots, super) : NULL;
-        const int32_t done = to - from;
-        const bool is_whole = work_super(c, own, r, q, d, x, shared, from, to, first, end);
-        from = to;
-        if (!is_whole) {
-            if (!is_last(&c.counters[shared], (uint32_t)done, (uint32_t)(end - first), *d.notes)) continue;
-            fold_slots(c, w, *d.notes, slot_at(c, c.spans, (int64_t)shared * c.each), end - first, r.count, slot);
-        } else if (slot) {
-            put_state(c, slot, x, r.count);
-        } else {
-            finish_item(a, w, *d.notes, x);
-        }
-        if (slot && is_last(&c.counters[c.shared + item], 1, (uint32_t)supers, *d.notes))
-            fold_slots(c, w, *d.notes, slot_at(c, slots, first_super), supers, r.count, NULL);
+    for (int32_t super = (w.first + w.span) / SUPER; super * SUPER - w.first < w.span_end; super++) {
+        work_super(c, see_super(c, w, *d.mine, super), own, r, q, d, x);
+        super = here(super); /* where the super is, is found out again: meanwhile registers are scarce */
+        end_super(c, see_super(c, w, *d.mine, super), w, x, d, r.count, super);
     }
 }
 

@@ -36,17 +36,17 @@ enum {
     STAGES = K(STAGES),
     WARPS = ATTN_DECODE_WARPS,
     THREADS = 32 * WARPS,
-    ROWS = 16,                  /* of an item */
-    KEYS = 32,                  /* of a tile that a team has */
-    TEAMS = BN / KEYS,          /* of a block: a warp, or two that share the columns of O */
-    TEAM = WARPS / TEAMS,       /* warps of one */
-    FETCHED = KEYS / TEAM,      /* rows of a tile that a warp fetches */
-    PIECES = DIM / 8,           /* of 16 bytes in a row */
-    ROW_BYTES = DIM * 2,        /* of K or V */
-    NT = KEYS / 8,              /* 8-key tiles of a team's keys */
-    STEPS = DIM / 16,           /* of S = Q K^T */
-    DT_TEAM = DIM / 8 / TEAM,   /* 8-column tiles of O that a warp has within a span */
-    DT = DIM / 8 / WARPS,       /* and then, when the teams have met */
+    ROWS = 16,                   /* of an item */
+    KEYS = 32,                   /* of a tile that a team has */
+    TEAMS = BN / KEYS,           /* of a block: a warp, or two that share the columns of O */
+    TEAM = WARPS / TEAMS,        /* warps of one */
+    FETCHED = KEYS / TEAM,       /* rows of a tile that a warp fetches */
+    PIECES = DIM / 8,            /* of 16 bytes in a row */
+    ROW_BYTES = DIM * 2,         /* of K or V */
+    NT = KEYS / 8,               /* 8-key tiles of a team's keys */
+    STEPS = DIM / 16,            /* of S = Q K^T */
+    DT_TEAM = DIM / 8 / TEAM,    /* 8-column tiles of O that a warp has within a span */
+    DT = DIM / 8 / WARPS,        /* and then, when the teams have met */
     TEAM_BYTES = KEYS * DIM * 2, /* the team's rows of a tile */
     TILE_BYTES = BN * DIM * 2,
     SPAN = ATTN_DECODE_SPAN,   /* keys */
@@ -67,10 +67,10 @@ typedef struct row_notes {
 /* What threads tell each other. */
 typedef struct shared_notes {
     row_notes row[ROWS];
-    float most[TEAMS][ROWS];   /* of a row: maximum and sum over the team's keys of a span */
+    float most[TEAMS][ROWS]; /* of a row: maximum and sum over the team's keys of a span */
     float sum[TEAMS][ROWS];
-    int64_t work[WARPS];       /* start_walk */
-    int64_t before;            /* start_walk: units before sequence b */
+    int64_t work[WARPS]; /* start_walk */
+    int64_t before;      /* start_walk: units before sequence b */
     int32_t b;
     int32_t last; /* is_last */
 } shared_notes;
@@ -83,9 +83,7 @@ static_assert(sizeof(shared_notes) <= ATTN_DECODE_NOTES, "give the notes more ro
 enum { AROUND = PIECES % 8 == 0 ? 8 : 4 };
 DEVICE int turn_of(int row) { return AROUND == 8 ? row & 7 : row >> 1 & 3; }
 DEVICE uint32_t start_of_row(uint32_t base, int row) { return base + row * ROW_BYTES + (turn_of(row) << 4); }
-DEVICE uint32_t piece_at(uint32_t row, int piece) {
-    return (row ^ (piece % AROUND << 4)) + piece / AROUND * AROUND * 16;
-}
+DEVICE uint32_t piece_at(uint32_t row, int piece) { return (row ^ (piece % AROUND << 4)) + piece / AROUND * AROUND * 16; }
 
 /* ---- the list of work: [sequence][KV head][16 rows][span] ---- */
 
@@ -297,8 +295,8 @@ DEVICE fetcher start_fetch(const attn_cuda_args &a, walk &w, const share &mine) 
 }
 
 /* The warp's rows of one tile, at any address. Rows that nobody sees are not read and become zero, as do columns past the dim. */
-static __device__ __noinline__ void copy_rows(const uint16_t *data, int64_t offset, uint32_t there, int32_t dim, bool vector_ok,
-                                              uint32_t to) {
+static __device__ __noinline__ void copy_rows(const uint16_t *data, int64_t offset, uint32_t there, int32_t dim,
+                                              bool vector_ok, uint32_t to) {
     const int lane = threadIdx.x & 31;
 #pragma unroll 1
     for (int n = lane; n < FETCHED * PIECES; n += 32) {
@@ -331,7 +329,7 @@ template <bool BY_LANE> DEVICE void fetch_rows(const uint16_t *data, int64_t str
         const int row = (c * 32 + lane) / PIECES, piece = (c * 32 + lane) % PIECES;
         const uint32_t at = piece_at(start_of_row(to, row), piece);
         const uint16_t *from = data + piece * 8 + (BY_LANE ? 0 : row * stride);
-#pragma unroll 1
+#pragma unroll BY_LANE ? 1 : FETCHED / 8
         for (int eight = 0; eight < FETCHED; eight += 8)
 #pragma unroll
             for (int n = 0; n < 8; n += EACH) { /* EACH is a power of 2: turns add up like bits */

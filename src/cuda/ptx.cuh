@@ -136,6 +136,13 @@ PTX void st_release_gpu(uint32_t *at, uint32_t x) {
     asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(at), "r"(x) : "memory");
 }
 
+/* Adds; what this block wrote before (and behind a barrier, its threads) is seen by whoever adds later. Returns what was there. */
+PTX uint32_t atom_add_acq_rel_gpu(uint32_t *at, uint32_t x) {
+    uint32_t before;
+    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(at), "r"(x) : "memory");
+    return before;
+}
+
 /* c += a b: a is 16x16 (tf32: 16x8), b two registers, c 16x8 in float. */
 #define MMA(name, shape)                                                                                                   \
     PTX void name(float c[4], const uint32_t a[4], uint32_t b0, uint32_t b1) {                                             \
