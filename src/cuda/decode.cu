@@ -11,8 +11,8 @@
  * one block's stays in registers; of one that several blocks have, the results of spans go to the workspace, and the last to finish
  * folds them. Likewise the last to finish a super of an item folds the supers. Nobody waits.
  *
- * Within a block, each warp has 32 keys of a tile of 128 to itself; where O is wide two have 32 of 64, and each half of O's columns. A team,
- * one warp or two, fetches what it works on, and teams meet at the end of a span only. In a span:
+ * Within a block, each warp has 32 keys of a tile of 128 to itself; where O is wide two have 32 of 64, and each half of O's columns. A
+ * team, one warp or two, fetches what it works on, and teams meet at the end of a span only. In a span:
  *
  *     S = Q K^T                a tile of K after the other, each fetched some tiles ahead: the next item's, when this one has no more
  *     m, P = exp2(S - m)       over all keys of the team at once; in registers, whose order is that of the next product
@@ -168,7 +168,10 @@ DEVICE void mask_scores(const shared_notes &notes, float s[NT][4], int32_t j0) {
     }
 }
 
-/* P of all of the team's keys of a span, as the left operand; m and l. Where scores are huge s - m is taken first, exactly: rows.cuh says why. */
+/*
+ * P of all of the team's keys of a span, as the left operand; m and l. Where scores are huge s - m is taken first, exactly: rows.cuh says
+ * why.
+ */
 DEVICE void make_p(float m[2], float l[2], uint32_t p[SPAN_TILES][NT / 2][4], const float s[SPAN_TILES][NT][4],
                    const shared_notes &notes) {
 #pragma unroll
@@ -320,7 +323,10 @@ DEVICE void leave_tile(const attn_cuda_args &a, desk &d) {
     d.stage = d.stage == (STAGES - 1) * TILE_BYTES ? 0 : d.stage + TILE_BYTES;
 }
 
-/* The sums of all teams, in their order; of each column one warp has them. A team's o goes through its rows of the tile at hand, which it has read. */
+/*
+ * The sums of all teams, in their order; of each column one warp has them. A team's o goes through its rows of the tile at hand, which
+ * it has read.
+ */
 DEVICE state meet_teams(desk &d, const float m[2], const float l[2], const float o[DT_TEAM][4]) {
     const int lane = here(threadIdx.x & 31), warp = threadIdx.x >> 5, g = lane >> 2, team = warp / TEAM;
     const uint32_t own = d.tiles + d.stage + lane * 16, all = own - team * TEAM_BYTES;
@@ -564,8 +570,8 @@ template <int SOME, int PAIRS> DEVICE void get_some(float2 y[SOME][PAIRS], const
 }
 
 /*
- * So many slots in their order, as fold does it: to a slot, or (NULL) to the results. A warp has every fourth row; a lane finds the factors of one slot of 32,
- * and fetches two columns in 64 of some slots at a time.
+ * So many slots in their order, as fold does it: to a slot, or (NULL) to the results. A warp has every fourth row; a lane finds the
+ * factors of one slot of 32, and fetches two columns in 64 of some slots at a time.
  */
 static __device__ __noinline__ void fold_slots(const attn_cuda_decode &c, const walk &w, const shared_notes &notes,
                                                const float *slots, int32_t count, int32_t rows, float *to) {

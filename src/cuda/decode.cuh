@@ -77,8 +77,8 @@ typedef struct shared_notes {
 static_assert(sizeof(shared_notes) <= ATTN_DECODE_NOTES, "give the notes more room");
 
 /*
- * Where 16-byte pieces are: those of row r are exchanged by r, so that a column of pieces is in all banks. The address of a piece is that of
- * the row's piece 0, with a few bits turned over: pieces past AROUND are behind.
+ * Where 16-byte pieces are: within each AROUND of a row they are exchanged by the row's number, so that a column of pieces is in all
+ * banks. The address of one is that of the row's piece 0 with a few bits turned over.
  */
 enum { AROUND = PIECES % 8 == 0 ? 8 : 4 };
 DEVICE int turn_of(int row) { return AROUND == 8 ? row & 7 : row >> 1 & 3; }
