@@ -11,7 +11,7 @@
  * one block's stays in registers; of one that several blocks have, the results of spans go to the workspace, and the last to finish
  * folds them. Likewise the last to finish a super of an item folds the supers. Nobody waits.
  *
- * Within a block, each warp has 32 keys of a tile of 128 to itself; where O is wide two have 32 of 64, and each half of O's columns. A
+ * Within a block, each warp has 32 keys of a tile of 128 to itself; where O is wide two have 32 of 64, and each half of the dims. A
  * team, one warp or two, fetches what it works on, and teams meet at the end of a span only. In a span:
  *
  *     S = Q K^T                a tile of K after the other, each fetched some tiles ahead: the next item's, when this one has no more
@@ -85,13 +85,17 @@ DEVICE rows see_rows(const attn_cuda_args &a, const walk &w, shared_notes &notes
     return r;
 }
 
+/* The warp's dims of Q, K, V and O: all, or every other four pieces. */
+DEVICE int first_piece(void) { return (threadIdx.x >> 5) % TEAM * 4; }
+DEVICE int piece_of(int dt) { return TEAM == 1 ? dt : dt / 4 * 8 + dt % 4; } /* and so much more */
+
 /* Two numbers of a row at any address. */
 static __device__ __noinline__ uint32_t pair_of(const uint16_t *row, int32_t column, int32_t dim) {
     const uint32_t low = column < dim ? row[column] : 0, high = column + 1 < dim ? row[column + 1] : 0;
     return low | high << 16;
 }
 
-/* Q as the left operand. */
+/* The warp's dims of Q as the left operand. */
 DEVICE void load_q(const attn_cuda_args &a, const walk &w, const shared_notes &notes, uint32_t q[STEPS][4]) {
     const int t = threadIdx.x & 3;
 #pragma unroll
@@ -101,7 +105,7 @@ DEVICE void load_q(const attn_cuda_args &a, const walk &w, const shared_notes &n
         if (i >= 0) row += attn__q_offset(&a.p, &a.f.q, &w.s, i, row_at(notes, half).h);
 #pragma unroll
         for (int n = 0; n < 2 * STEPS; n++) {
-            const int column = n * 8 + 2 * t;
+            const int column = (first_piece() + piece_of(n)) * 8 + 2 * t;
             uint32_t pair = 0;
             if (i >= 0 && a.vector_ok && column + 1 < a.p.dim_qk)
                 pair = *(const uint32_t *)(row + column);
@@ -210,10 +214,6 @@ DEVICE int nonfinite_word(uint32_t x) { /* bit 0 for the low half, bit 1 for the
 
 DEVICE float number_of(uint16_t x) { return BF16 ? attn__from_bf16(x) : cvt_f32_f16(x); }
 
-/* The warp's columns of V: all, or every other four pieces. */
-DEVICE int first_piece(void) { return (threadIdx.x >> 5) % TEAM * 4; }
-DEVICE int piece_of(int dt) { return TEAM == 1 ? dt : dt / 4 * 8 + dt % 4; } /* and so much more */
-
 /*
  * What is not finite in the warp's columns of V is taken out, and added to the rows with a weight for it: such a term is p * v = v
  * for any p > 0. Rare, so slow.
@@ -260,7 +260,7 @@ DEVICE bool holds_nonfinite(uint32_t shared_v, int first) {
 /* 8 keys and 32 dims at a time, two steps of the product. */
 DEVICE void product_qk(float s[NT][4], const uint32_t q[STEPS][4], uint32_t shared_k) {
     const int lane = here(threadIdx.x & 31);
-    const uint32_t row = start_of_row(shared_k, lane & 7) ^ (lane >> 3) << 4;
+    const uint32_t row = start_of_row(shared_k, lane & 7) ^ (first_piece() + (lane >> 3)) << 4;
 #pragma unroll
     for (int n = 0; n < NT * 4; n++) s[n / 4][n % 4] = 0;
 #pragma unroll
@@ -268,13 +268,13 @@ DEVICE void product_qk(float s[NT][4], const uint32_t q[STEPS][4], uint32_t shar
 #pragma unroll
         for (int nt = 0; nt < NT; nt++) {
             uint32_t k[4];
-            ldmatrix_x4(k, piece_at(row, 2 * kk) + nt * 8 * ROW_BYTES);
+            ldmatrix_x4(k, piece_at(row, piece_of(2 * kk)) + nt * 8 * ROW_BYTES);
             multiply(s[nt], q[kk], k[0], k[1]);
             multiply(s[nt], q[kk + 1], k[2], k[3]);
         }
 }
 
-/* 32 keys and 8 dims at a time; first: the warp's. */
+/* 32 keys and 8 dims at a time. */
 DEVICE void product_pv(float o[DT_TEAM][4], const uint32_t p[NT / 2][4], uint32_t shared_v, int first) {
     const uint32_t row = start_of_row(shared_v, here(threadIdx.x & 31)) ^ first << 4;
 #pragma unroll
@@ -323,6 +323,10 @@ DEVICE void leave_tile(const attn_cuda_args &a, desk &d) {
     d.stage = d.stage == (STAGES - 1) * TILE_BYTES ? 0 : d.stage + TILE_BYTES;
 }
 
+DEVICE uint4 words_of(const float x[4]) {
+    return make_uint4(__float_as_uint(x[0]), __float_as_uint(x[1]), __float_as_uint(x[2]), __float_as_uint(x[3]));
+}
+
 /*
  * The sums of all teams, in their order; of each column one warp has them. A team's o goes through its rows of the tile at hand, which
  * it has read.
@@ -334,10 +338,7 @@ DEVICE state meet_teams(desk &d, const float m[2], const float l[2], const float
     float by[2][TEAMS];
     state x;
 #pragma unroll
-    for (int dt = 0; dt < DT_TEAM; dt++)
-        st_shared_v4(own + (first_piece() + piece_of(dt)) * 512,
-                     make_uint4(__float_as_uint(o[dt][0]), __float_as_uint(o[dt][1]), __float_as_uint(o[dt][2]),
-                                __float_as_uint(o[dt][3])));
+    for (int dt = 0; dt < DT_TEAM; dt++) st_shared_v4(own + (first_piece() + piece_of(dt)) * 512, words_of(o[dt]));
     if ((lane & 3) == 0 && warp % TEAM == 0)
 #pragma unroll
         for (int half = 0; half < 2; half++) {
@@ -377,6 +378,23 @@ DEVICE state meet_teams(desk &d, const float m[2], const float l[2], const float
     return x;
 }
 
+/* What the two warps of a team have of S is added up, by way of a tile that both have read. */
+DEVICE void add_scores(float s[NT][4], uint32_t tile) {
+    const uint32_t at = tile + here(threadIdx.x & 31) * 16, own = (threadIdx.x >> 5) % TEAM * NT * 512;
+    meet_team();
+#pragma unroll
+    for (int nt = 0; nt < NT; nt++) st_shared_v4(at + own + nt * 512, words_of(s[nt]));
+    meet_team();
+#pragma unroll
+    for (int nt = 0; nt < NT; nt++) {
+        const uint4 y = ld_shared_v4(at + (NT * 512 - own) + nt * 512);
+        s[nt][0] += __uint_as_float(y.x);
+        s[nt][1] += __uint_as_float(y.y);
+        s[nt][2] += __uint_as_float(y.z);
+        s[nt][3] += __uint_as_float(y.w);
+    }
+}
+
 /* The rows of a table move up by one: a loop that is not unrolled takes the first, or brings the last. */
 template <typename T, int COLUMNS> DEVICE void move_up(T x[SPAN_TILES][COLUMNS][4]) {
 #pragma unroll
@@ -395,7 +413,9 @@ DEVICE void make_scores(const attn_cuda_args &a, const part &w, const rows &r, c
 #pragma unroll 1
     for (int32_t j = j0; j < j0 + tiles * BN; j += BN) {
         float x[NT][4];
-        product_qk(x, q, take_tile(d));
+        const uint32_t tile = take_tile(d);
+        product_qk(x, q, tile);
+        if (TEAM > 1) add_scores(x, tile);
         meet_team();
         leave_tile(a, d);
         if (!is_plain) finish_scores(a, *d.notes, x, w.beyond, j);

@@ -38,13 +38,13 @@ enum {
     THREADS = 32 * WARPS,
     ROWS = 16,                   /* of an item */
     KEYS = 32,                   /* of a tile that a team has */
-    TEAMS = BN / KEYS,           /* of a block: a warp, or two that share the columns of O */
+    TEAMS = BN / KEYS,           /* of a block: a warp, or two that share the dims of Q, K, V and O */
     TEAM = WARPS / TEAMS,        /* warps of one */
     FETCHED = KEYS / TEAM,       /* rows of a tile that a warp fetches */
     PIECES = DIM / 8,            /* of 16 bytes in a row */
     ROW_BYTES = DIM * 2,         /* of K or V */
     NT = KEYS / 8,               /* 8-key tiles of a team's keys */
-    STEPS = DIM / 16,            /* of S = Q K^T */
+    STEPS = DIM / 16 / TEAM,     /* of S = Q K^T that a warp does */
     DT_TEAM = DIM / 8 / TEAM,    /* 8-column tiles of O that a warp has within a span */
     DT = DIM / 8 / WARPS,        /* and then, when the teams have met */
     TEAM_BYTES = KEYS * DIM * 2, /* the team's rows of a tile */

@@ -4,7 +4,7 @@
     ATTN_CUDA_DRIVER=... tests/emulate/decode.py ATTN      ATTN: the command line's program
 
 Each case runs with several EMULATE_SMS, and each sequence of it by itself and with its keys in pages; all must agree to the last bit,
-and with the reference to what float16 allows.
+and with the reference to what float16 allows. Then infinities and NaN in V, of keys that some rows see and others do not.
 """
 
 import os
@@ -84,11 +84,27 @@ def check(folder, number, case):
         assert same([x[b : b + 1] for x in first], alone), f"sequence {b} alone"
 
 
+def check_nonfinite(folder, dim):
+    rng = np.random.default_rng(dim)
+    q = rng.standard_normal((1, 5, 4, dim)).astype(np.float16)
+    k, v = (rng.standard_normal((1, 333, 2, dim)).astype(np.float16) for _ in range(2))
+    for n in range(6):
+        v[0, 332 - n % 4, n % 2, rng.integers(0, dim, 5)] = [np.inf, -np.inf, np.nan, np.inf, -np.inf]
+    k[0, 332] = np.nan
+    save(folder, q=q, k=k, v=v)
+    x, y = (run(folder, backend, 3, ["--causal"])[0].astype(float) for backend in ("cuda", "ref"))
+    full = np.isfinite(y)
+    assert np.array_equal(x[~full], y[~full], equal_nan=True) and np.abs(x[full] - y[full]).max() < 3e-3, "reference"
+
+
 def main():
     with tempfile.TemporaryDirectory() as name:
         for number, case in enumerate(CASES):
             check(pathlib.Path(name), number, case)
             print("decode", *case[:5], *case[5], "ok", flush=True)
+        for dim in (64, 96, 128, 136, 192, 248, 256):
+            check_nonfinite(pathlib.Path(name), dim)
+            print("decode, infinities", dim, "ok", flush=True)
 
 
 if __name__ == "__main__":
