@@ -38,7 +38,7 @@ enum {
     ATTN_DECODE_SUPER = 32,   /* ... and how many such spans are folded first: fixed numbers too */
     ATTN_DECODE_ROWS = 16,    /* rows of an item */
     ATTN_DECODE_WARPS = 4,    /* of a block */
-    ATTN_DECODE_NOTES = 1088, /* bytes of its shared memory besides tiles */
+    ATTN_DECODE_NOTES = 1952, /* bytes of its shared memory besides tiles */
     ATTN_SHORT_ELSEWHERE = -1,       /* attn_cuda_args.chunks: short sequences are not this kernel's, but decode's */
     ATTN_CUDA_WARPS = 4,             /* warps of a block of the pieces */
     ATTN_ANY_ROWS = ATTN_CUDA_WARPS, /* fwd_any: rows of a block, one warp each ... */
@@ -116,7 +116,7 @@ typedef struct attn_cuda_args {
     int32_t
         dv_blocks; /* blocks that share the dims of V of the same rows: ceil(dim_v / the kernel's dimv); bwd_cast: dims of a tile */
     int32_t heads;         /* heads_q, each dv_blocks times */
-    int32_t group;         /* of these, that are worked side by side: a grid is [groups of heads][slot][head] */
+    int32_t group; /* of these, that are worked side by side: a grid is [groups of heads][slot][head]; decode: heads_q / heads_kv */
     float scale_log2;      /* scale * log2(e), the descales aside */
     attn_philox philox;    /* dropout */
     float least;           /* -FLT_MAX, or so that its product with scale_log2 is still finite */

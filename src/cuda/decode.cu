@@ -62,7 +62,7 @@ DEVICE void find_scale(const attn_cuda_args &a, row_notes &r, int32_t b) {
 
 /* Two barriers of the block: nobody reads the notes of the item before, and everybody sees those of this one. */
 DEVICE rows see_rows(const attn_cuda_args &a, const walk &w, shared_notes &notes) {
-    const int32_t group = a.p.heads_q / a.p.heads_kv, number = w.block * ROWS;
+    const int32_t group = a.group, number = w.block * ROWS;
     const attn_mask mask = attn__seq_mask(&a.p, &w.s);
     rows r = {attn__min32(ROWS, w.s.sq * group - number), 0, 0};
     __syncthreads();
@@ -95,23 +95,27 @@ static __device__ __noinline__ uint32_t pair_of(const uint16_t *row, int32_t col
     return low | high << 16;
 }
 
-/* The warp's dims of Q as the left operand. */
-DEVICE void load_q(const attn_cuda_args &a, const walk &w, const shared_notes &notes, uint32_t q[STEPS][4]) {
+/* The warp's dims of Q as the left operand. It does not ask the notes, so that they can be written meanwhile. */
+DEVICE void load_q(const attn_cuda_args &a, const walk &w, uint32_t q[STEPS][4]) {
     const int t = threadIdx.x & 3;
+    const bool is_whole = a.vector_ok && a.p.dim_qk == DIM;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-        const int32_t i = row_at(notes, half).i;
-        const uint16_t *row = (const uint16_t *)a.f.q.data;
-        if (i >= 0) row += attn__q_offset(&a.p, &a.f.q, &w.s, i, row_at(notes, half).h);
+        const int32_t number = w.block * ROWS + (int32_t)(threadIdx.x >> 2 & 7) + 8 * half;
+        const int32_t i = (int32_t)attn__divide((uint32_t)number, a.by_share), h = w.head * a.group + number - i * a.group;
+        const bool is_there = number < w.s.sq * a.group;
+        const uint16_t *row = (const uint16_t *)a.f.q.data + attn__q_offset(&a.p, &a.f.q, &w.s, i, h);
 #pragma unroll
-        for (int n = 0; n < 2 * STEPS; n++) {
-            const int column = (first_piece() + piece_of(n)) * 8 + 2 * t;
-            uint32_t pair = 0;
-            if (i >= 0 && a.vector_ok && column + 1 < a.p.dim_qk)
-                pair = *(const uint32_t *)(row + column);
-            else if (i >= 0 && column < a.p.dim_qk)
-                pair = pair_of(row, column, a.p.dim_qk);
-            q[n / 2][n % 2 * 2 + half] = pair;
+        for (int n = 0; n < 2 * STEPS; n++) q[n / 2][n % 2 * 2 + half] = 0;
+        if (!is_there) continue;
+        if (is_whole) {
+            const uint32_t *pairs = (const uint32_t *)(row + first_piece() * 8 + 2 * t);
+#pragma unroll
+            for (int n = 0; n < 2 * STEPS; n++) q[n / 2][n % 2 * 2 + half] = pairs[piece_of(n) * 4];
+        } else {
+#pragma unroll
+            for (int n = 0; n < 2 * STEPS; n++)
+                q[n / 2][n % 2 * 2 + half] = pair_of(row, (first_piece() + piece_of(n)) * 8 + 2 * t, a.p.dim_qk);
         }
     }
 }
@@ -292,7 +296,6 @@ typedef struct desk {
     uint32_t tiles; /* the team's rows of the first stage, in shared memory */
     uint32_t stage; /* of the tile at hand */
     shared_notes *notes;
-    share *mine;
     fetcher f;
 } desk;
 
@@ -319,7 +322,7 @@ DEVICE uint32_t take_tile(const desk &d) {
 
 /* Nobody reads the tile any more, and another one comes in its place. */
 DEVICE void leave_tile(const attn_cuda_args &a, desk &d) {
-    fetch_tile(a, d.f, *d.mine, d.tiles + d.stage);
+    fetch_tile(a, d.f, d.notes->mine, d.tiles + d.stage);
     d.stage = d.stage == (STAGES - 1) * TILE_BYTES ? 0 : d.stage + TILE_BYTES;
 }
 
@@ -524,8 +527,14 @@ DEVICE bool is_last(uint32_t *counter, uint32_t done, uint32_t all, shared_notes
 
 /* ---- results ---- */
 
-/* Two numbers, or one, of any dtype at any address. */
+/* Whole rows of the line's dtype, so that pairs of numbers are stored at once. */
+DEVICE bool stores_pairs(const attn_cuda_args &a) {
+    return a.vector_ok && a.p.out_dtype == (attn_dtype)K(DTYPE) && a.p.dim_v == DIM;
+}
+
+/* Two numbers, or one, or none, of any dtype at any address. */
 static __device__ __noinline__ void store_elements(const attn_cuda_args &a, int64_t at, int32_t columns, float x, float y) {
+    if (columns <= 0) return;
     if (a.p.out_dtype == ATTN_F32) {
         ((float *)a.f.o.data)[at] = x;
         if (columns > 1) ((float *)a.f.o.data)[at + 1] = y;
@@ -534,13 +543,6 @@ static __device__ __noinline__ void store_elements(const attn_cuda_args &a, int6
         ((uint16_t *)a.f.o.data)[at] = (uint16_t)both;
         if (columns > 1) ((uint16_t *)a.f.o.data)[at + 1] = (uint16_t)(both >> 16);
     }
-}
-
-DEVICE void store_pair(const attn_cuda_args &a, int64_t at, int32_t columns, float x, float y) {
-    if (a.p.out_dtype == (attn_dtype)K(DTYPE) && a.vector_ok && columns > 1)
-        *(uint32_t *)((uint16_t *)a.f.o.data + at) = pack(x, y);
-    else if (columns > 0)
-        store_elements(a, at, columns, x, y);
 }
 
 /* Of a row: where its o is, and what o is multiplied with. */
@@ -562,16 +564,23 @@ DEVICE float finished(float o, const ending &e) { return __fmul_rn(__fmul_rn(o, 
 /* o and lse of the item's rows. */
 DEVICE void finish_item(const attn_cuda_args &a, const walk &w, const shared_notes &notes, const state &x) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, t = lane & 3;
+    const bool is_whole = stores_pairs(a);
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         const row_notes &r = row_at(notes, half);
         if (r.i < 0) continue;
         const ending e = end_row(a, w, r, x.m[half], x.l[half], warp == 0 && t == 0);
+        const int32_t first = warp * DT * 8 + 2 * t;
+        if (is_whole) {
+            uint32_t *pairs = (uint32_t *)((uint16_t *)a.f.o.data + e.at + first);
 #pragma unroll
-        for (int dt = 0; dt < DT; dt++) {
-            const int32_t column = (warp * DT + dt) * 8 + 2 * t;
-            store_pair(a, e.at + column, a.p.dim_v - column, finished(x.o[dt][2 * half], e),
-                       finished(x.o[dt][2 * half + 1], e));
+            for (int dt = 0; dt < DT; dt++)
+                pairs[dt * 4] = pack(finished(x.o[dt][2 * half], e), finished(x.o[dt][2 * half + 1], e));
+        } else {
+#pragma unroll
+            for (int dt = 0; dt < DT; dt++)
+                store_elements(a, e.at + first + dt * 8, a.p.dim_v - first - dt * 8, finished(x.o[dt][2 * half], e),
+                               finished(x.o[dt][2 * half + 1], e));
         }
     }
 }
@@ -593,8 +602,8 @@ template <int SOME, int PAIRS> DEVICE void get_some(float2 y[SOME][PAIRS], const
  * So many slots in their order, as fold does it: to a slot, or (NULL) to the results. A warp has every fourth row; a lane finds the
  * factors of one slot of 32, and fetches two columns in 64 of some slots at a time.
  */
-static __device__ __noinline__ void fold_slots(const attn_cuda_decode &c, const walk &w, const shared_notes &notes,
-                                               const float *slots, int32_t count, int32_t rows, float *to) {
+DEVICE void fold_slots(const attn_cuda_decode &c, const walk &w, const shared_notes &notes, const float *slots,
+                       int32_t count, int32_t rows, float *to) {
     enum { PAIRS = (DIM + 63) / 64, SOME = PAIRS > 2 ? 16 : 32 };
     const int lane = threadIdx.x & 31;
     const int64_t step = (int64_t)c.rows * (DIM + 2);
@@ -646,8 +655,10 @@ static __device__ __noinline__ void fold_slots(const attn_cuda_decode &c, const 
             if (column >= DIM) continue;
             if (to)
                 st_global_cg_v2(to + row * DIM + column, o[k].x, o[k].y);
+            else if (stores_pairs(c.a))
+                *(uint32_t *)((uint16_t *)c.a.f.o.data + e.at + column) = pack(finished(o[k].x, e), finished(o[k].y, e));
             else
-                store_pair(c.a, e.at + column, c.a.p.dim_v - column, finished(o[k].x, e), finished(o[k].y, e));
+                store_elements(c.a, e.at + column, c.a.p.dim_v - column, finished(o[k].x, e), finished(o[k].y, e));
         }
         if (to && lane == 0) st_global_cg_v2(to + c.rows * DIM + 2 * row, m, l);
     }
@@ -655,7 +666,7 @@ static __device__ __noinline__ void fold_slots(const attn_cuda_decode &c, const 
 
 /* o = 0 and lse = -inf for rows that are padding, where no other kernel comes by. */
 static __device__ __noinline__ void fill_padding(const attn_cuda_args &a, int32_t b, int32_t head, int32_t from) {
-    const int32_t group = a.p.heads_q / a.p.heads_kv;
+    const int32_t group = a.group;
     attn_seq s = {};
     s.b = b;
     for (int32_t i = from; i < a.p.max_q; i++)
@@ -675,19 +686,22 @@ typedef struct super_part {
     int32_t shared;     /* its number among the supers that several blocks have */
 } super_part;
 
+DEVICE bool is_whole(const super_part &x) { return x.from == x.first && x.to == x.end; }
+
 /* Those that blocks share are numbered by item, or by the block whose share ends in them; each ends in one. */
 DEVICE super_part see_super(const attn_cuda_decode &c, const walk &w, const share &mine, int32_t super) {
-    const int32_t item = (w.s.b * c.a.p.heads_kv + w.head) * c.blocks + w.block;
     super_part x;
     x.first = attn__max32(super * SUPER - w.first, 0);
     x.end = attn__min32((super + 1) * SUPER - w.first, spans_of(w));
     x.from = attn__max32(x.first, w.span);
     x.to = attn__min32(x.end, w.span_end);
+    x.shared = -1;
+    if (is_whole(x)) return x;
+    const int32_t item = (w.s.b * c.a.p.heads_kv + w.head) * c.blocks + w.block;
     const int64_t begins = w.before + (int64_t)x.first * SPAN_TILES;
-    x.shared = c.by_item ? item * c.supers + super : (int32_t)(begins * gridDim.x / mine.all);
+    x.shared = c.by_item ? item * c.supers + super : (int32_t)quotient(begins * gridDim.x, mine.all);
     return x;
 }
-DEVICE bool is_whole(const super_part &x) { return x.from == x.first && x.to == x.end; }
 
 /* The block's spans of a super: in x if they are all of them. */
 DEVICE void work_super(const attn_cuda_decode &c, const super_part &s, const part &w, const rows &r,
@@ -713,29 +727,38 @@ DEVICE void end_super(const attn_cuda_decode &c, const super_part &s, const walk
     const int32_t item = (w.s.b * c.a.p.heads_kv + w.head) * c.blocks + w.block;
     float *slots = slot_at(c, c.super_slots, (int64_t)item * c.supers),
           *slot = supers > 1 ? slot_at(c, slots, super) : NULL;
+    const float *from = NULL; /* slots to fold */
+    int32_t some = 0;
     if (!is_whole(s)) {
         if (!is_last(&c.counters[s.shared], (uint32_t)(s.to - s.from), (uint32_t)(s.end - s.first), *d.notes)) return;
-        fold_slots(c, w, *d.notes, slot_at(c, c.spans, (int64_t)s.shared * c.each), s.end - s.first, count, slot);
+        from = slot_at(c, c.spans, (int64_t)s.shared * c.each);
+        some = s.end - s.first;
     } else if (slot) {
         put_state(c, slot, x, count);
     } else {
         finish_item(c.a, w, *d.notes, x);
     }
-    if (slot && is_last(&c.counters[c.shared + item], 1, (uint32_t)supers, *d.notes))
-        fold_slots(c, w, *d.notes, slot_at(c, slots, first), supers, count, NULL);
+#pragma unroll 1
+    for (;;) {
+        if (from) fold_slots(c, w, *d.notes, from, some, count, slot);
+        if (!slot || !is_last(&c.counters[c.shared + item], 1, (uint32_t)supers, *d.notes)) return;
+        from = slot_at(c, slots, first);
+        some = supers;
+        slot = NULL;
+    }
 }
 
 DEVICE void work_part(const attn_cuda_decode &c, const walk &w, desk &d) {
     const part own = {w.first, w.tiles, w.from, w.to, w.s.sk - w.s.sq};
-    const rows r = see_rows(c.a, w, *d.notes);
     uint32_t q[STEPS][4];
+    load_q(c.a, w, q);
+    const rows r = see_rows(c.a, w, *d.notes);
     state x;
-    load_q(c.a, w, *d.notes, q);
 #pragma unroll 1
     for (int32_t super = (w.first + w.span) / SUPER; super * SUPER - w.first < w.span_end; super++) {
-        work_super(c, see_super(c, w, *d.mine, super), own, r, q, d, x);
+        work_super(c, see_super(c, w, d.notes->mine, super), own, r, q, d, x);
         super = here(super); /* where the super is, is found out again: meanwhile registers are scarce */
-        end_super(c, see_super(c, w, *d.mine, super), w, x, d, r.count, super);
+        end_super(c, see_super(c, w, d.notes->mine, super), w, x, d, r.count, super);
     }
 }
 
@@ -743,17 +766,16 @@ KERNEL __launch_bounds__(THREADS, K(CTAS)) VARIANT(const __grid_constant__ attn_
     extern __shared__ __align__(128) uint8_t shared[];
     const attn_cuda_args &a = c.a;
     shared_notes &notes = *(shared_notes *)(shared + AT_NOTES);
-    walk w, ahead;
-    share mine;
-    if (!start_walk(a, w, mine, notes)) return;
-    ahead = w;
-    desk d = {cvta_shared(shared) + threadIdx.x / (32 * TEAM) * TEAM_BYTES, 0, &notes, &mine, start_fetch(a, ahead, mine)};
+    if (!start_walk(a, notes)) return;
+    const int warp = threadIdx.x >> 5;
+    walk &w = notes.work[warp];
+    desk d = {cvta_shared(shared) + warp / TEAM * TEAM_BYTES, 0, &notes, start_fetch(a, notes.ahead[warp], notes.mine)};
 #pragma unroll 1
     for (int n = 0; n < STAGES; n++) leave_tile(a, d);
     do {
         work_part(c, w, d);
         const bool pads = !(a.p.flags & ATTN_VARLEN_Q) && a.p.max_q <= ATTN_CUDA_SPLIT_ROWS;
         if (pads && w.block == 0 && w.span == 0 && w.s.sq < a.p.max_q) fill_padding(a, w.s.b, w.head, w.s.sq);
-    } while (next_part(a, w, mine));
+    } while (next_part(a, w, notes.mine));
     cp_async_wait_all();
 }

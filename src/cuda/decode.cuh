@@ -64,18 +64,6 @@ typedef struct row_notes {
     float scale, raw, slope, least; /* as tile_place has them: rows.cuh */
 } row_notes;
 
-/* What threads tell each other. */
-typedef struct shared_notes {
-    row_notes row[ROWS];
-    float most[TEAMS][ROWS]; /* of a row: maximum and sum over the team's keys of a span */
-    float sum[TEAMS][ROWS];
-    int64_t work[WARPS]; /* start_walk */
-    int64_t before;      /* start_walk: units before sequence b */
-    int32_t b;
-    int32_t last; /* is_last */
-} shared_notes;
-static_assert(sizeof(shared_notes) <= ATTN_DECODE_NOTES, "give the notes more room");
-
 /*
  * Where 16-byte pieces are: within each AROUND of a row they are exchanged by the row's number, so that a column of pieces is in all
  * banks. The address of one is that of the row's piece 0 with a few bits turned over.
@@ -105,7 +93,33 @@ typedef struct share {
     int64_t all;      /* units of the whole list */
 } share;
 
-DEVICE int64_t ceil_div(int64_t x, int32_t by) { return (x + by - 1) / by; }
+/* What threads tell each other. */
+typedef struct shared_notes {
+    row_notes row[ROWS];
+    float most[TEAMS][ROWS]; /* of a row: maximum and sum over the team's keys of a span */
+    float sum[TEAMS][ROWS];
+    int64_t sums[WARPS]; /* start_walk */
+    int64_t before;      /* start_walk: units before sequence b */
+    int32_t b;
+    int32_t last; /* is_last */
+    share mine;
+    walk work[WARPS];  /* where each warp works, */
+    walk ahead[WARPS]; /* and where it fetches: here, as there is no room in registers, and memory is far while K and V stream in */
+} shared_notes;
+static_assert(sizeof(shared_notes) <= ATTN_DECODE_NOTES, "give the notes more room");
+
+/* x / by, neither of them negative; most often both fit into 32 bits. */
+static __device__ __noinline__ int64_t long_quotient(int64_t x, int64_t by) { return x / by; }
+DEVICE int64_t quotient(int64_t x, int64_t by) {
+    if (((uint64_t)x | (uint64_t)by) >> 32 == 0) return (uint32_t)x / (uint32_t)by;
+    return long_quotient(x, by);
+}
+
+/* Spans of so many units. */
+DEVICE int32_t ceil_spans(int64_t units) { return (int32_t)((uint64_t)(units + SPAN_TILES - 1) / SPAN_TILES); }
+
+/* The first unit of block n. */
+DEVICE int64_t share_of(int64_t all, uint32_t n) { return quotient(all * n + gridDim.x - 1, gridDim.x); }
 
 DEVICE int32_t spans_of(const walk &w) { return attn__max32(1, (w.tiles + SPAN_TILES - 1) / SPAN_TILES); }
 
@@ -125,7 +139,7 @@ DEVICE void see_sequence(const attn_cuda_args &a, walk &w, int32_t b) {
     w.head = w.block = 0;
     w.from = w.to = w.first = w.tiles = 0;
     w.blocks =
-        w.s.sq > ATTN_CUDA_SPLIT_ROWS ? 0 : attn__max32(1, (w.s.sq * (a.p.heads_q / a.p.heads_kv) + ROWS - 1) / ROWS);
+        w.s.sq > ATTN_CUDA_SPLIT_ROWS ? 0 : attn__max32(1, (w.s.sq * a.group + ROWS - 1) / ROWS);
     if (w.s.sq == 0) return;
     const attn_mask mask = attn__seq_mask(&a.p, &w.s);
     attn__mask_rows(&mask, 0, w.s.sq, &w.from, &w.to);
@@ -137,18 +151,15 @@ DEVICE void see_sequence(const attn_cuda_args &a, walk &w, int32_t b) {
 /* Units of a sequence. */
 DEVICE int64_t work_of(const attn_cuda_args &a, const walk &w) { return (int64_t)units_of(w) * w.blocks * a.p.heads_kv; }
 
-/*
- * From the item at hand on, the first of which the block has a part. Is there one? By itself, as it is seldom called: walks then are in
- * memory and not in registers.
- */
-static __device__ __noinline__ bool find_part(const attn_cuda_args &a, walk &w, const share &mine) {
+/* From the item at hand on, the first of which the block has a part. Is there one? */
+DEVICE bool find_part(const attn_cuda_args &a, walk &w, const share &mine) {
     for (;;) {
         if (w.blocks) {
             const int64_t from = mine.from - w.before, to = mine.to - w.before;
             if (to <= 0) return false;
             const int32_t spans = spans_of(w);
-            w.span = from <= 0 ? 0 : (int32_t)ceil_div(from, SPAN_TILES);
-            w.span_end = to >= (int64_t)spans * SPAN_TILES ? spans : (int32_t)ceil_div(to, SPAN_TILES);
+            w.span = from <= 0 ? 0 : ceil_spans(from);
+            w.span_end = to >= (int64_t)spans * SPAN_TILES ? spans : ceil_spans(to);
             if (w.span < w.span_end) return true;
             w.before += units_of(w);
             if (++w.block < w.blocks) continue;
@@ -159,23 +170,35 @@ static __device__ __noinline__ bool find_part(const attn_cuda_args &a, walk &w, 
         see_sequence(a, w, w.s.b + 1);
     }
 }
-DEVICE bool next_part(const attn_cuda_args &a, walk &w, const share &mine) {
-    const int32_t spans = spans_of(w);
-    w.span = w.span_end;
-    if (w.span < spans) return false; /* the rest is the next block's */
-    w.before += units_of(w);
-    if (++w.block >= w.blocks) {
-        w.block = 0;
-        if (++w.head >= a.p.heads_kv) w.blocks = 0; /* through with it */
+
+/* The warp's next part: its first lane finds it. Is there one? */
+DEVICE bool next_part(const attn_cuda_args &a, walk &warps, const share &mine) {
+    bool found = false;
+    __syncwarp(); /* nobody reads the part before any more */
+    if ((threadIdx.x & 31) == 0) {
+        walk w = warps;
+        w.span = w.span_end;
+        if (w.span >= spans_of(w)) { /* otherwise the rest is the next block's */
+            w.before += units_of(w);
+            if (++w.block >= w.blocks) {
+                w.block = 0;
+                if (++w.head >= a.p.heads_kv) w.blocks = 0; /* through with it */
+            }
+            found = find_part(a, w, mine);
+        }
+        warps = w;
     }
-    return find_part(a, w, mine);
+    __syncwarp();
+    return __any_sync(~0u, found);
 }
 
 /*
  * Counts the work of all sequences, and finds that with which the block begins. A thread has some that follow each other. Is there
  * anything to do?
  */
-static __device__ __noinline__ bool start_walk(const attn_cuda_args &a, walk &w, share &mine, shared_notes &notes) {
+DEVICE bool start_walk(const attn_cuda_args &a, shared_notes &notes) {
+    walk w;
+    share mine;
     const int32_t lane = (int32_t)threadIdx.x & 31, warp = (int32_t)threadIdx.x >> 5, batch = a.p.batch;
     int64_t before = 0;
     int32_t b = 0;
@@ -192,15 +215,15 @@ static __device__ __noinline__ bool start_walk(const attn_cuda_args &a, walk &w,
             const uint64_t others = __shfl_sync(~0u, sum, (lane - by) & 31);
             if (lane >= by) sum += others;
         }
-        if (lane == 31) notes.work[warp] = (int64_t)sum;
+        if (lane == 31) notes.sums[warp] = (int64_t)sum;
         __syncthreads();
         before = (int64_t)sum - own;
         mine.all = 0;
         for (int n = 0; n < WARPS; n++) {
-            if (n < warp) before += notes.work[n];
-            mine.all += notes.work[n];
+            if (n < warp) before += notes.sums[n];
+            mine.all += notes.sums[n];
         }
-        mine.from = ceil_div(mine.all * blockIdx.x, (int32_t)gridDim.x);
+        mine.from = share_of(mine.all, blockIdx.x);
         if (before <= mine.from && mine.from < before + own) { /* one thread of the block, if there is work at all */
             for (b = first; b < end; b++) {
                 see_sequence(a, w, b);
@@ -214,25 +237,36 @@ static __device__ __noinline__ bool start_walk(const attn_cuda_args &a, walk &w,
         if (mine.from >= mine.all) return false;
         b = notes.b;
         before = notes.before;
-    } else {
+        see_sequence(a, w, b);
+    } else { /* all alike: sequences are items of another kind */
         see_sequence(a, w, 0);
         const int64_t each = work_of(a, w);
         mine.all = each * batch;
-        mine.from = ceil_div(mine.all * blockIdx.x, (int32_t)gridDim.x);
+        mine.from = share_of(mine.all, blockIdx.x);
         if (mine.from >= mine.all) return false;
-        b = (int32_t)(mine.from / each);
+        b = (int32_t)quotient(mine.from, each);
         before = b * each;
+        w.s.b = w.s.slot = b;
     }
-    mine.to = ceil_div(mine.all * (blockIdx.x + 1), (int32_t)gridDim.x);
-    see_sequence(a, w, b);
-    const int32_t item = (int32_t)((mine.from - before) / units_of(w));
+    mine.to = share_of(mine.all, blockIdx.x + 1);
+    const uint32_t item = (uint32_t)quotient(mine.from - before, units_of(w));
     w.before = before + (int64_t)item * units_of(w);
-    w.head = item / w.blocks;
-    w.block = item % w.blocks;
-    return find_part(a, w, mine);
+    w.head = (int32_t)(item / (uint32_t)w.blocks);
+    w.block = (int32_t)(item % (uint32_t)w.blocks);
+    if (!find_part(a, w, mine)) return false;
+    if (lane == 0) notes.work[warp] = notes.ahead[warp] = w;
+    if (threadIdx.x == 0) notes.mine = mine;
+    __syncthreads();
+    return true;
 }
 
 /* ---- tiles of K and V to shared memory, a few ahead of the work ---- */
+
+/*
+ * How rows are fetched that all are read: whole rows at multiples of 16 bytes, the next always a stride away; so eight at a time, as they lie
+ * in one page; whole rows, each where its page is; any.
+ */
+enum { FETCH_ROWS, FETCH_EIGHTS, FETCH_SINGLES, FETCH_ANY };
 
 /* Of each span first the tiles of K and then those of V. */
 typedef struct fetcher {
@@ -241,14 +275,21 @@ typedef struct fetcher {
     int32_t step;         /* of the span: its tile of K, or, past the last, of V */
     int32_t at;           /* cache position of the warp's first row of the tile */
     int32_t from, to;     /* cache positions that are read */
-    int64_t k, v;         /* element offsets of the sequence (of no page) and head */
+    int32_t how;          /* K and, two bits higher, V: FETCH_... */
+    const uint8_t *k, *v; /* of the sequence (of no page) and head */
     const int32_t *table; /* its pages */
     int32_t page;         /* of the lane's row, as it stands there */
 } fetcher;
 
-DEVICE int64_t start_of(const attn_cuda_args &a, const attn_tensor &t, const walk &w) {
-    if (a.p.page_size) return w.head * t.stride[2];
-    return attn__kv_offset(&a.p, &a.f, &t, &w.s, 0, w.head);
+DEVICE const uint8_t *start_of(const attn_cuda_args &a, const attn_tensor &t, const walk &w) {
+    const int64_t at = a.p.page_size ? w.head * t.stride[2] : attn__kv_offset(&a.p, &a.f, &t, &w.s, 0, w.head);
+    return (const uint8_t *)t.data + 2 * at;
+}
+DEVICE int32_t how_of(const attn_cuda_args &a, const attn_tensor &t, int32_t dim, int32_t leftpad) {
+    if (!a.vector_ok || dim != DIM) return FETCH_ANY;
+    if ((uint64_t)t.stride[1] >> 28) return a.p.page_size ? FETCH_SINGLES : FETCH_ANY;
+    if (!a.p.page_size) return FETCH_ROWS;
+    return (a.p.page_size | leftpad) % 8 == 0 ? FETCH_EIGHTS : FETCH_SINGLES;
 }
 
 /* A part, from its first tile on. */
@@ -262,7 +303,17 @@ DEVICE void see_part(const attn_cuda_args &a, fetcher &f) {
     f.at = w.s.leftpad + w.first * SPAN + tile * BN + (int32_t)(threadIdx.x >> 5) * FETCHED;
     f.k = start_of(a, a.f.k, w);
     f.v = start_of(a, a.f.v, w);
+    f.how = how_of(a, a.f.k, a.p.dim_qk, w.s.leftpad) | how_of(a, a.f.v, a.p.dim_v, w.s.leftpad) << 2;
     if (a.p.page_size) f.table = a.f.page_table + w.s.slot * attn__pages_per_slot(&a.p, &a.f);
+}
+
+/* Rows of Q of the part ahead, a lane each, to L2: when they are asked for, what streams in is not in their way any more. */
+DEVICE void expect_q(const attn_cuda_args &a, const walk &w) {
+    const int32_t number = w.block * ROWS + (int32_t)(threadIdx.x & 31);
+    if (threadIdx.x >= ROWS || number >= w.s.sq * a.group) return;
+    const int32_t i = (int32_t)attn__divide((uint32_t)number, a.by_share), h = w.head * a.group + number - i * a.group;
+    const uint16_t *row = (const uint16_t *)a.f.q.data + attn__q_offset(&a.p, &a.f.q, &w.s, i, h);
+    for (int32_t x = 0; x < a.p.dim_qk; x += 64) prefetch_global_l2(row + x);
 }
 
 /* Of the lane's row: it finds out for all where that is. */
@@ -273,7 +324,9 @@ DEVICE bool is_read(const fetcher &f) { return position_of(f) >= f.from && posit
 static __device__ __noinline__ fetcher next_fetch(const attn_cuda_args &a, fetcher f, const share &mine) {
     while (f.left == 0) {
         f.left = -1; /* no more */
-        if (next_part(a, *f.w, mine)) see_part(a, f);
+        if (!next_part(a, *f.w, mine)) break;
+        see_part(a, f);
+        expect_q(a, *f.w);
     }
     return f;
 }
@@ -295,17 +348,17 @@ DEVICE fetcher start_fetch(const attn_cuda_args &a, walk &w, const share &mine) 
 }
 
 /* The warp's rows of one tile, at any address. Rows that nobody sees are not read and become zero, as do columns past the dim. */
-static __device__ __noinline__ void copy_rows(const uint16_t *data, int64_t offset, uint32_t there, int32_t dim,
+static __device__ __noinline__ void copy_rows(const uint8_t *data, int64_t offset, uint32_t there, int32_t dim,
                                               bool vector_ok, uint32_t to) {
     const int lane = threadIdx.x & 31;
 #pragma unroll 1
     for (int n = lane; n < FETCHED * PIECES; n += 32) {
         const int row = n / PIECES, piece = n % PIECES;
         const int count = there >> row & 1 ? attn__max32(0, attn__min32(8, dim - piece * 8)) : 0;
-        const uint16_t *from = data + (int64_t)__shfl_sync(~0u, (uint64_t)offset, row) + piece * 8;
+        const uint16_t *from = (const uint16_t *)(data + (int64_t)__shfl_sync(~0u, (uint64_t)offset, row)) + piece * 8;
         const uint32_t at = piece_at(start_of_row(to, row), piece);
         if (vector_ok) {
-            cp_async_cg_zfill(at, count ? from : data, count * 2);
+            cp_async_cg_zfill(at, count ? (const uint8_t *)from : data, count * 2);
             continue;
         }
         uint32_t word[4] = {0, 0, 0, 0};
@@ -317,45 +370,52 @@ static __device__ __noinline__ void copy_rows(const uint16_t *data, int64_t offs
 }
 
 /*
- * Whole rows at multiples of 16 bytes. So many requests are whole rows that what a lane fetches begins with them anew; the rows are
- * `stride` apart, or (BY_LANE) lane n says where row n is, in pieces.
+ * Whole rows. So many requests are whole rows that what a lane fetches begins with them anew. Rows are `step` bytes apart: all, or eight,
+ * or none, and lane n says where row n is, in pieces.
  */
-template <bool BY_LANE> DEVICE void fetch_rows(const uint16_t *data, int64_t stride, uint32_t pieces, uint32_t to) {
-    enum { REQUESTS = PIECES % 3 == 0 ? 3 : 1, EACH = REQUESTS * 32 / PIECES };
+template <int HOW> DEVICE void fetch_rows(const uint8_t *data, uint32_t step, uint32_t pieces, uint32_t to) {
+    enum { REQUESTS = PIECES % 3 == 0 ? 3 : 1, EACH = REQUESTS * 32 / PIECES, SINGLES = HOW == FETCH_SINGLES };
     static_assert(8 % EACH == 0 && FETCHED % 8 == 0, "want other dims");
     const int lane = here(threadIdx.x & 31);
 #pragma unroll
     for (int c = 0; c < REQUESTS; c++) {
-        const int row = (c * 32 + lane) / PIECES, piece = (c * 32 + lane) % PIECES;
-        const uint32_t at = piece_at(start_of_row(to, row), piece);
-        const uint16_t *from = data + piece * 8 + (BY_LANE ? 0 : row * stride);
-#pragma unroll BY_LANE ? 1 : FETCHED / 8
-        for (int eight = 0; eight < FETCHED; eight += 8)
+        const uint32_t row = (uint32_t)(c * 32 + lane) / PIECES, piece = (uint32_t)(c * 32 + lane) % PIECES;
+        const uint32_t at = piece_at(start_of_row(to, (int)row), (int)piece);
+        const uint8_t *from = data + piece * 16 + (SINGLES ? 0 : (uint64_t)row * step);
+#pragma unroll HOW == FETCH_ROWS ? FETCHED / 8 : 1
+        for (int eight = 0; eight < FETCHED; eight += 8) {
+            const uint8_t *x = from;
+            if (HOW == FETCH_EIGHTS) x += (uint64_t)__shfl_sync(~0u, pieces, eight) * 16;
 #pragma unroll
             for (int n = 0; n < 8; n += EACH) { /* EACH is a power of 2: turns add up like bits */
-                const uint16_t *x = from;
-                if (BY_LANE) x += (uint64_t)__shfl_sync(~0u, pieces, row + eight + n) * 8;
+                if (SINGLES) x = from + (uint64_t)__shfl_sync(~0u, pieces, (int)row + eight + n) * 16;
                 cp_async_cg((at ^ turn_of(n) << 4) + (eight + n) * ROW_BYTES, x);
-                if (!BY_LANE) from += EACH * stride;
+                x += EACH * step;
             }
+            if (HOW == FETCH_ROWS) from = x;
+        }
     }
+}
+
+static __device__ __noinline__ void fetch_singles(const uint8_t *data, uint32_t pieces, uint32_t to) {
+    fetch_rows<FETCH_SINGLES>(data, 0, pieces, to);
 }
 
 /* The next tile, if there is one, to the team's rows at `to`; a group of copies in any case. */
 DEVICE void fetch_tile(const attn_cuda_args &a, fetcher &f, const share &mine, uint32_t to) {
     if (f.left > 0) {
         const int32_t tiles = attn__min32(SPAN_TILES, f.left); /* of the span */
-        const bool is_v = f.step >= tiles, is_there = is_read(f);
-        const uint32_t there = __ballot_sync(~0u, is_there);
+        const bool is_v = f.step >= tiles, is_whole = f.at >= f.from && f.at + FETCHED <= f.to;
         const int64_t stride = is_v ? a.f.v.stride[1] : a.f.k.stride[1];
-        const int32_t dim = is_v ? a.p.dim_v : a.p.dim_qk;
-        const uint16_t *data = (const uint16_t *)(is_v ? a.f.v.data : a.f.k.data) + (is_v ? f.v : f.k);
-        const bool is_whole = there == ~0u && dim == DIM && a.vector_ok;
+        const uint8_t *data = is_v ? f.v : f.k;
+        const int32_t how = is_whole ? f.how >> (is_v ? 2 : 0) & 3 : (int32_t)FETCH_ANY;
         to += (threadIdx.x >> 5) % TEAM * FETCHED * ROW_BYTES;
-        if (!a.p.page_size && is_whole) {
-            fetch_rows<false>(data + f.at * stride, stride, 0, to);
+        if (how == FETCH_ROWS) {
+            const uint32_t step = (uint32_t)stride * 2;
+            fetch_rows<FETCH_ROWS>(data + (uint64_t)(uint32_t)f.at * step, step, 0, to);
         } else {
-            int64_t offset = 0;
+            const bool is_there = is_read(f);
+            int64_t offset = 0; /* bytes */
             if (is_there) {
                 int32_t page = 0, row = position_of(f);
                 if (a.p.page_size) {
@@ -363,11 +423,15 @@ DEVICE void fetch_tile(const attn_cuda_args &a, fetcher &f, const share &mine, u
                     page = clamped(a, f.page, 0, a.p.num_pages - 1, ATTN_FLAW_PAGE_TABLE, f.w->s.b);
                 }
                 offset = (a.p.page_size ? page * (is_v ? a.f.v.stride[0] : a.f.k.stride[0]) : 0) + row * stride;
+                offset *= 2;
             }
-            if (is_whole && !__any_sync(~0u, (uint64_t)offset >> 35 != 0))
-                fetch_rows<true>(data, 0, (uint32_t)(offset >> 3), to);
+            const bool is_near = !__any_sync(~0u, (uint64_t)offset >> 36 != 0);
+            if (is_near && how == FETCH_EIGHTS)
+                fetch_rows<FETCH_EIGHTS>(data, (uint32_t)stride * 2, (uint32_t)(offset >> 4), to);
+            else if (is_near && how == FETCH_SINGLES)
+                fetch_singles(data, (uint32_t)(offset >> 4), to);
             else
-                copy_rows(data, offset, there, dim, a.vector_ok, to);
+                copy_rows(data, offset, __ballot_sync(~0u, is_there), is_v ? a.p.dim_v : a.p.dim_qk, a.vector_ok, to);
         }
         f.at += BN;
         if (++f.step == tiles) f.at -= tiles * BN;
