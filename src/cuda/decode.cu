@@ -35,12 +35,7 @@ DEVICE uint32_t pack(float low, float high) { return BF16 ? cvt_rn_bf16x2(low, h
 
 /* ---- rows of an item ---- */
 
-/* What every thread knows of them; what each row has is in the notes: a lane has the rows g and g + 8. */
-typedef struct rows {
-    int32_t count;
-    int32_t all_from, all_to; /* keys that all of them see */
-} rows;
-
+/* What is known of them is in the notes: a lane has the rows g and g + 8. */
 DEVICE const row_notes &row_at(const shared_notes &notes, int half) { return notes.row[(threadIdx.x >> 2 & 7) + 8 * half]; }
 
 /* As find_features of features.cuh. */
@@ -61,14 +56,13 @@ DEVICE void find_scale(const attn_cuda_args &a, row_notes &r, int32_t b) {
 }
 
 /* Two barriers of the block: nobody reads the notes of the item before, and everybody sees those of this one. */
-DEVICE rows see_rows(const attn_cuda_args &a, const walk &w, shared_notes &notes) {
-    const int32_t group = a.group, number = w.block * ROWS;
+DEVICE void see_rows(const attn_cuda_args &a, const walk &w, shared_notes &notes) {
+    const int32_t group = a.group, number = w.block * ROWS, count = attn__min32(ROWS, w.s.sq * group - number);
     const attn_mask mask = attn__seq_mask(&a.p, &w.s);
-    rows r = {attn__min32(ROWS, w.s.sq * group - number), 0, 0};
     __syncthreads();
     if (threadIdx.x < ROWS) {
         row_notes x = {-1, w.head * group, 0, 0, 0, 0, 0, 0};
-        if ((int32_t)threadIdx.x < r.count) {
+        if ((int32_t)threadIdx.x < count) {
             x.i = (int32_t)attn__divide((uint32_t)number + threadIdx.x, a.by_share);
             x.h += number + (int32_t)threadIdx.x - x.i * group;
             attn__mask_row(&mask, x.i, &x.first, &x.end);
@@ -76,13 +70,16 @@ DEVICE rows see_rows(const attn_cuda_args &a, const walk &w, shared_notes &notes
         find_scale(a, x, w.s.b);
         notes.row[threadIdx.x] = x;
     }
-    if (r.count > 0) {
-        const int32_t i0 = (int32_t)attn__divide((uint32_t)number, a.by_share);
-        const int32_t i1 = (int32_t)attn__divide((uint32_t)(number + r.count - 1), a.by_share) + 1;
-        attn__mask_rows_all(&mask, i0, i1, &r.all_from, &r.all_to);
+    if (threadIdx.x == 0) {
+        notes.rows = count;
+        notes.all_from = notes.all_to = 0;
+        if (count > 0) {
+            const int32_t i0 = (int32_t)attn__divide((uint32_t)number, a.by_share);
+            const int32_t i1 = (int32_t)attn__divide((uint32_t)(number + count - 1), a.by_share) + 1;
+            attn__mask_rows_all(&mask, i0, i1, &notes.all_from, &notes.all_to);
+        }
     }
     __syncthreads();
-    return r;
 }
 
 /* The warp's dims of Q, K, V and O: all, or every other four pieces. */
@@ -299,12 +296,6 @@ typedef struct desk {
     fetcher f;
 } desk;
 
-/* What the work on a part keeps of its walk. */
-typedef struct part {
-    int32_t first, tiles, from, to; /* as there */
-    int32_t beyond;                 /* keys less rows */
-} part;
-
 /* Barrier 0 is the block's. */
 DEVICE void meet_team(void) {
     if (TEAM == 1)
@@ -321,10 +312,11 @@ DEVICE uint32_t take_tile(const desk &d) {
 }
 
 /* Nobody reads the tile any more, and another one comes in its place. */
-DEVICE void leave_tile(const attn_cuda_args &a, desk &d) {
-    fetch_tile(a, d.f, d.notes->mine, d.tiles + d.stage);
+DEVICE void leave_tile(const attn_cuda_args &a, const attn_cuda_args &copy, desk &d) {
+    fetch_tile(a, copy, d.f, *d.notes, d.tiles + d.stage);
     d.stage = d.stage == (STAGES - 1) * TILE_BYTES ? 0 : d.stage + TILE_BYTES;
 }
+DEVICE void leave_tile(const attn_cuda_args &a, desk &d) { leave_tile(a, d.notes->a, d); }
 
 DEVICE uint4 words_of(const float x[4]) {
     return make_uint4(__float_as_uint(x[0]), __float_as_uint(x[1]), __float_as_uint(x[2]), __float_as_uint(x[3]));
@@ -408,7 +400,7 @@ template <typename T, int COLUMNS> DEVICE void move_up(T x[SPAN_TILES][COLUMNS][
 }
 
 /* S of the span's tiles, to the last rows of s; those before have no keys. */
-DEVICE void make_scores(const attn_cuda_args &a, const part &w, const rows &r, const uint32_t q[STEPS][4], desk &d,
+DEVICE void make_scores(const attn_cuda_args &a, const walk &w, const uint32_t q[STEPS][4], desk &d,
                         float s[SPAN_TILES][NT][4], int32_t tiles, int32_t j0) {
     const bool is_plain = !(a.p.softcap > 0) && !(a.p.flags & ATTN_ALIBI) && a.scale_log2 > 0;
 #pragma unroll
@@ -421,8 +413,8 @@ DEVICE void make_scores(const attn_cuda_args &a, const part &w, const rows &r, c
         if (TEAM > 1) add_scores(x, tile);
         meet_team();
         leave_tile(a, d);
-        if (!is_plain) finish_scores(a, *d.notes, x, w.beyond, j);
-        if (j < r.all_from || j + KEYS > r.all_to) mask_scores(*d.notes, x, j);
+        if (!is_plain) finish_scores(a, *d.notes, x, w.s.sk - w.s.sq, j);
+        if (j < d.notes->all_from || j + KEYS > d.notes->all_to) mask_scores(*d.notes, x, j);
         move_up<float, NT>(s);
 #pragma unroll
         for (int n = 0; n < NT * 4; n++) s[SPAN_TILES - 1][n / 4][n % 4] = x[n / 4][n % 4];
@@ -430,7 +422,7 @@ DEVICE void make_scores(const attn_cuda_args &a, const part &w, const rows &r, c
 }
 
 /* O of the warp's columns, from the last rows of p. The last tile is not left yet. */
-DEVICE void add_values(const attn_cuda_args &a, const part &w, const rows &r, desk &d, float o[DT_TEAM][4],
+DEVICE void add_values(const attn_cuda_args &a, const walk &w, desk &d, float o[DT_TEAM][4],
                        uint32_t p[SPAN_TILES][NT / 2][4], int32_t tiles, int32_t j0) {
     const int first = first_piece();
 #pragma unroll
@@ -441,7 +433,7 @@ DEVICE void add_values(const attn_cuda_args &a, const part &w, const rows &r, de
     for (int32_t j = j0;; j += BN) {
         const uint32_t shared_v = take_tile(d);
         const int32_t from = attn__max32(j, w.from), to = attn__min32(j + KEYS, w.to);
-        if ((from < r.all_from || to > r.all_to) && holds_nonfinite(shared_v, first)) {
+        if ((from < d.notes->all_from || to > d.notes->all_to) && holds_nonfinite(shared_v, first)) {
             float copy[DT_TEAM][4]; /* else o would be in memory all along */
             uint32_t weights[NT / 2][4];
 #pragma unroll
@@ -461,16 +453,16 @@ DEVICE void add_values(const attn_cuda_args &a, const part &w, const rows &r, de
 }
 
 /* Span `span` of the item, counted from w.first. */
-DEVICE state work_span(const attn_cuda_args &a, const part &w, const rows &r, const uint32_t q[STEPS][4], desk &d,
+DEVICE state work_span(const attn_cuda_args &a, const walk &w, const uint32_t q[STEPS][4], desk &d,
                        int32_t span) {
     const int32_t tiles = attn__min32(SPAN_TILES, w.tiles - span * SPAN_TILES);
     const int32_t j0 = (w.first + span) * SPAN + (int32_t)(threadIdx.x / (32 * TEAM)) * KEYS; /* the team's first key */
     float s[SPAN_TILES][NT][4], m[2], l[2], o[DT_TEAM][4];
     uint32_t p[SPAN_TILES][NT / 2][4];
     if (tiles <= 0) return empty_state(*d.notes);
-    make_scores(a, w, r, q, d, s, tiles, j0);
+    make_scores(a, w, q, d, s, tiles, j0);
     make_p(m, l, p, s, *d.notes);
-    add_values(a, w, r, d, o, p, tiles, j0);
+    add_values(a, w, d, o, p, tiles, j0);
     const state x = meet_teams(d, m, l, o);
     leave_tile(a, d);
     return x;
@@ -604,7 +596,7 @@ template <int SOME, int PAIRS> DEVICE void get_some(float2 y[SOME][PAIRS], const
  */
 DEVICE void fold_slots(const attn_cuda_decode &c, const walk &w, const shared_notes &notes, const float *slots,
                        int32_t count, int32_t rows, float *to) {
-    enum { PAIRS = (DIM + 63) / 64, SOME = PAIRS > 2 ? 16 : 32 };
+    enum { PAIRS = (DIM + 63) / 64, SOME = PAIRS > 3 ? 8 : PAIRS > 2 ? 16 : 32 };
     const int lane = threadIdx.x & 31;
     const int64_t step = (int64_t)c.rows * (DIM + 2);
 #pragma unroll 1
@@ -704,15 +696,15 @@ DEVICE super_part see_super(const attn_cuda_decode &c, const walk &w, const shar
 }
 
 /* The block's spans of a super: in x if they are all of them. */
-DEVICE void work_super(const attn_cuda_decode &c, const super_part &s, const part &w, const rows &r,
+DEVICE void work_super(const attn_cuda_decode &c, const super_part &s, const walk &w,
                        const uint32_t q[STEPS][4], desk &d, state &x) {
     float *slot = is_whole(s) ? NULL : slot_at(c, c.spans, (int64_t)s.shared * c.each + (s.from - s.first));
     x = empty_state(*d.notes);
 #pragma unroll 1
     for (int32_t span = s.from; span < s.to; span++) {
-        const state y = work_span(c.a, w, r, q, d, span);
+        const state y = work_span(c.a, w, q, d, span);
         if (slot) {
-            put_state(c, slot, y, r.count);
+            put_state(c, slot, y, d.notes->rows);
             slot = slot_at(c, slot, 1);
         } else {
             fold(x, y, *d.notes);
@@ -749,16 +741,15 @@ DEVICE void end_super(const attn_cuda_decode &c, const super_part &s, const walk
 }
 
 DEVICE void work_part(const attn_cuda_decode &c, const walk &w, desk &d) {
-    const part own = {w.first, w.tiles, w.from, w.to, w.s.sk - w.s.sq};
     uint32_t q[STEPS][4];
     load_q(c.a, w, q);
-    const rows r = see_rows(c.a, w, *d.notes);
+    see_rows(c.a, w, *d.notes);
     state x;
 #pragma unroll 1
     for (int32_t super = (w.first + w.span) / SUPER; super * SUPER - w.first < w.span_end; super++) {
-        work_super(c, see_super(c, w, d.notes->mine, super), own, r, q, d, x);
+        work_super(c, see_super(c, w, d.notes->mine, super), w, q, d, x);
         super = here(super); /* where the super is, is found out again: meanwhile registers are scarce */
-        end_super(c, see_super(c, w, d.notes->mine, super), w, x, d, r.count, super);
+        end_super(c, see_super(c, w, d.notes->mine, super), w, x, d, d.notes->rows, super);
     }
 }
 
@@ -769,9 +760,10 @@ KERNEL __launch_bounds__(THREADS, K(CTAS)) VARIANT(const __grid_constant__ attn_
     if (!start_walk(a, notes)) return;
     const int warp = threadIdx.x >> 5;
     walk &w = notes.work[warp];
-    desk d = {cvta_shared(shared) + warp / TEAM * TEAM_BYTES, 0, &notes, start_fetch(a, notes.ahead[warp], notes.mine)};
+    desk d = {cvta_shared(shared) + warp / TEAM * TEAM_BYTES, 0, &notes, start_fetch(a, notes)};
 #pragma unroll 1
-    for (int n = 0; n < STAGES; n++) leave_tile(a, d);
+    for (int n = 0; n < STAGES; n++) leave_tile(a, a, d);
+    copy_args(a, notes.a);
     do {
         work_part(c, w, d);
         const bool pads = !(a.p.flags & ATTN_VARLEN_Q) && a.p.max_q <= ATTN_CUDA_SPLIT_ROWS;

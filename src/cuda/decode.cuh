@@ -96,6 +96,8 @@ typedef struct share {
 /* What threads tell each other. */
 typedef struct shared_notes {
     row_notes row[ROWS];
+    int32_t rows;             /* of the item at hand */
+    int32_t all_from, all_to; /* keys that all of them see */
     float most[TEAMS][ROWS]; /* of a row: maximum and sum over the team's keys of a span */
     float sum[TEAMS][ROWS];
     int64_t sums[WARPS]; /* start_walk */
@@ -105,6 +107,7 @@ typedef struct shared_notes {
     share mine;
     walk work[WARPS];  /* where each warp works, */
     walk ahead[WARPS]; /* and where it fetches: here, as there is no room in registers, and memory is far while K and V stream in */
+    attn_cuda_args a;  /* of the kernel: next_fetch */
 } shared_notes;
 static_assert(sizeof(shared_notes) <= ATTN_DECODE_NOTES, "give the notes more room");
 
@@ -270,7 +273,6 @@ enum { FETCH_ROWS, FETCH_EIGHTS, FETCH_SINGLES, FETCH_ANY };
 
 /* Of each span first the tiles of K and then those of V. */
 typedef struct fetcher {
-    walk *w;              /* where it is, ahead of the work */
     int32_t left;         /* tiles of the part at hand */
     int32_t step;         /* of the span: its tile of K, or, past the last, of V */
     int32_t at;           /* cache position of the warp's first row of the tile */
@@ -293,8 +295,7 @@ DEVICE int32_t how_of(const attn_cuda_args &a, const attn_tensor &t, int32_t dim
 }
 
 /* A part, from its first tile on. */
-DEVICE void see_part(const attn_cuda_args &a, fetcher &f) {
-    const walk &w = *f.w;
+DEVICE void see_part(const attn_cuda_args &a, const walk &w, fetcher &f) {
     const int32_t tile = w.span * SPAN_TILES, end = attn__min32(w.span_end * SPAN_TILES, w.tiles);
     f.left = end - tile;
     f.step = 0;
@@ -321,29 +322,35 @@ DEVICE int32_t position_of(const fetcher &f) { return f.at + (int32_t)(threadIdx
 DEVICE bool is_read(const fetcher &f) { return position_of(f) >= f.from && position_of(f) < f.to; }
 
 /* Goes on to a part that has tiles. By itself, and with a copy, as it is seldom called: a fetcher then is in registers. */
-static __device__ __noinline__ fetcher next_fetch(const attn_cuda_args &a, fetcher f, const share &mine) {
+static __device__ __noinline__ fetcher next_fetch(const attn_cuda_args &a, fetcher f, shared_notes &notes) {
+    walk &w = notes.ahead[threadIdx.x >> 5];
     while (f.left == 0) {
         f.left = -1; /* no more */
-        if (!next_part(a, *f.w, mine)) break;
-        see_part(a, f);
-        expect_q(a, *f.w);
+        if (!next_part(a, w, notes.mine)) break;
+        see_part(a, w, f);
+        expect_q(a, w);
     }
     return f;
 }
 
-/* Asks for the pages of the next tile. */
-DEVICE void look_ahead(const attn_cuda_args &a, fetcher &f, const share &mine) {
-    if (f.left == 0) f = next_fetch(a, f, mine);
+/* Asks for the pages of the next tile. `copy` is of a, or the same: for a function that reads it as memory. */
+DEVICE void look_ahead(const attn_cuda_args &a, const attn_cuda_args &copy, fetcher &f, shared_notes &notes) {
+    if (f.left == 0) f = next_fetch(copy, f, notes);
     if (a.p.page_size && f.left > 0 && is_read(f)) f.page = f.table[attn__divide((uint32_t)position_of(f), a.by_page)];
 }
 
-DEVICE fetcher start_fetch(const attn_cuda_args &a, walk &w, const share &mine) {
+/* What the kernel is given is far too, unless an instruction has its address in it. */
+DEVICE void copy_args(const attn_cuda_args &a, attn_cuda_args &copy) {
+#pragma unroll 1
+    for (uint32_t n = threadIdx.x; n < sizeof a / 4; n += THREADS) ((uint32_t *)&copy)[n] = ((const uint32_t *)&a)[n];
+}
+
+DEVICE fetcher start_fetch(const attn_cuda_args &a, shared_notes &notes) {
     fetcher f;
-    f.w = &w;
     f.page = 0;
     f.table = NULL;
-    see_part(a, f);
-    look_ahead(a, f, mine);
+    see_part(a, notes.ahead[threadIdx.x >> 5], f);
+    look_ahead(a, a, f, notes);
     return f;
 }
 
@@ -402,7 +409,7 @@ static __device__ __noinline__ void fetch_singles(const uint8_t *data, uint32_t 
 }
 
 /* The next tile, if there is one, to the team's rows at `to`; a group of copies in any case. */
-DEVICE void fetch_tile(const attn_cuda_args &a, fetcher &f, const share &mine, uint32_t to) {
+DEVICE void fetch_tile(const attn_cuda_args &a, const attn_cuda_args &copy, fetcher &f, shared_notes &notes, uint32_t to) {
     if (f.left > 0) {
         const int32_t tiles = attn__min32(SPAN_TILES, f.left); /* of the span */
         const bool is_v = f.step >= tiles, is_whole = f.at >= f.from && f.at + FETCHED <= f.to;
@@ -420,7 +427,8 @@ DEVICE void fetch_tile(const attn_cuda_args &a, fetcher &f, const share &mine, u
                 int32_t page = 0, row = position_of(f);
                 if (a.p.page_size) {
                     row -= (int32_t)attn__divide((uint32_t)row, a.by_page) * a.p.page_size;
-                    page = clamped(a, f.page, 0, a.p.num_pages - 1, ATTN_FLAW_PAGE_TABLE, f.w->s.b);
+                    page = clamped(a, f.page, 0, a.p.num_pages - 1, ATTN_FLAW_PAGE_TABLE,
+                                   notes.ahead[threadIdx.x >> 5].s.b);
                 }
                 offset = (a.p.page_size ? page * (is_v ? a.f.v.stride[0] : a.f.k.stride[0]) : 0) + row * stride;
                 offset *= 2;
@@ -439,7 +447,7 @@ DEVICE void fetch_tile(const attn_cuda_args &a, fetcher &f, const share &mine, u
             f.step = 0;
             f.left -= tiles;
         }
-        look_ahead(a, f, mine);
+        look_ahead(a, copy, f, notes);
     }
     cp_async_commit_group();
 }
