@@ -115,13 +115,14 @@ typedef struct attn_cuda_args {
     int32_t slots;     /* blocks of one sequence and head: max(row_tiles, chunks) */
     int32_t
         dv_blocks; /* blocks that share the dims of V of the same rows: ceil(dim_v / the kernel's dimv); bwd_cast: dims of a tile */
-    int32_t heads;         /* heads_q, each dv_blocks times */
-    int32_t group; /* of these, that are worked side by side: a grid is [groups of heads][slot][head]; decode: heads_q / heads_kv */
-    float scale_log2;      /* scale * log2(e), the descales aside */
-    attn_philox philox;    /* dropout */
-    float least;           /* -FLT_MAX, or so that its product with scale_log2 is still finite */
-    int32_t vector_ok;     /* every row of q, k, v and o starts at a multiple of 16 bytes */
-    attn_tensor rotated_q; /* ATTN_ROTARY: where rotate_q writes, as f.q is later */
+    int32_t heads; /* heads_q, each dv_blocks times */
+    int32_t
+        group; /* of these, that are worked side by side: a grid is [groups of heads][slot][head]; decode: heads_q / heads_kv */
+    float scale_log2;                          /* scale * log2(e), the descales aside */
+    attn_philox philox;                        /* dropout */
+    float least;                               /* -FLT_MAX, or so that its product with scale_log2 is still finite */
+    int32_t vector_ok;                         /* every row of q, k, v and o starts at a multiple of 16 bytes */
+    attn_tensor rotated_q;                     /* ATTN_ROTARY: where rotate_q writes, as f.q is later */
     attn_divider by_group, by_heads, by_share; /* by group, by heads, by heads_q / heads_kv */
     attn_divider by_each;                      /* Hopper: by group * slots */
     attn_divider by_page;                      /* by page_size */

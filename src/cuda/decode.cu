@@ -453,8 +453,7 @@ DEVICE void add_values(const attn_cuda_args &a, const walk &w, desk &d, float o[
 }
 
 /* Span `span` of the item, counted from w.first. */
-DEVICE state work_span(const attn_cuda_args &a, const walk &w, const uint32_t q[STEPS][4], desk &d,
-                       int32_t span) {
+DEVICE state work_span(const attn_cuda_args &a, const walk &w, const uint32_t q[STEPS][4], desk &d, int32_t span) {
     const int32_t tiles = attn__min32(SPAN_TILES, w.tiles - span * SPAN_TILES);
     const int32_t j0 = (w.first + span) * SPAN + (int32_t)(threadIdx.x / (32 * TEAM)) * KEYS; /* the team's first key */
     float s[SPAN_TILES][NT][4], m[2], l[2], o[DT_TEAM][4];
@@ -696,8 +695,8 @@ DEVICE super_part see_super(const attn_cuda_decode &c, const walk &w, const shar
 }
 
 /* The block's spans of a super: in x if they are all of them. */
-DEVICE void work_super(const attn_cuda_decode &c, const super_part &s, const walk &w,
-                       const uint32_t q[STEPS][4], desk &d, state &x) {
+DEVICE void work_super(const attn_cuda_decode &c, const super_part &s, const walk &w, const uint32_t q[STEPS][4], desk &d,
+                       state &x) {
     float *slot = is_whole(s) ? NULL : slot_at(c, c.spans, (int64_t)s.shared * c.each + (s.from - s.first));
     x = empty_state(*d.notes);
 #pragma unroll 1

@@ -98,16 +98,17 @@ typedef struct shared_notes {
     row_notes row[ROWS];
     int32_t rows;             /* of the item at hand */
     int32_t all_from, all_to; /* keys that all of them see */
-    float most[TEAMS][ROWS]; /* of a row: maximum and sum over the team's keys of a span */
+    float most[TEAMS][ROWS];  /* of a row: maximum and sum over the team's keys of a span */
     float sum[TEAMS][ROWS];
     int64_t sums[WARPS]; /* start_walk */
     int64_t before;      /* start_walk: units before sequence b */
     int32_t b;
     int32_t last; /* is_last */
     share mine;
-    walk work[WARPS];  /* where each warp works, */
-    walk ahead[WARPS]; /* and where it fetches: here, as there is no room in registers, and memory is far while K and V stream in */
-    attn_cuda_args a;  /* of the kernel: next_fetch */
+    walk work[WARPS]; /* where each warp works, */
+    walk ahead
+        [WARPS]; /* and where it fetches: here, as there is no room in registers, and memory is far while K and V stream in */
+    attn_cuda_args a; /* of the kernel: next_fetch */
 } shared_notes;
 static_assert(sizeof(shared_notes) <= ATTN_DECODE_NOTES, "give the notes more room");
 
@@ -141,8 +142,7 @@ DEVICE void see_sequence(const attn_cuda_args &a, walk &w, int32_t b) {
     }
     w.head = w.block = 0;
     w.from = w.to = w.first = w.tiles = 0;
-    w.blocks =
-        w.s.sq > ATTN_CUDA_SPLIT_ROWS ? 0 : attn__max32(1, (w.s.sq * a.group + ROWS - 1) / ROWS);
+    w.blocks = w.s.sq > ATTN_CUDA_SPLIT_ROWS ? 0 : attn__max32(1, (w.s.sq * a.group + ROWS - 1) / ROWS);
     if (w.s.sq == 0) return;
     const attn_mask mask = attn__seq_mask(&a.p, &w.s);
     attn__mask_rows(&mask, 0, w.s.sq, &w.from, &w.to);
@@ -427,8 +427,8 @@ DEVICE void fetch_tile(const attn_cuda_args &a, const attn_cuda_args &copy, fetc
                 int32_t page = 0, row = position_of(f);
                 if (a.p.page_size) {
                     row -= (int32_t)attn__divide((uint32_t)row, a.by_page) * a.p.page_size;
-                    page = clamped(a, f.page, 0, a.p.num_pages - 1, ATTN_FLAW_PAGE_TABLE,
-                                   notes.ahead[threadIdx.x >> 5].s.b);
+                    page =
+                        clamped(a, f.page, 0, a.p.num_pages - 1, ATTN_FLAW_PAGE_TABLE, notes.ahead[threadIdx.x >> 5].s.b);
                 }
                 offset = (a.p.page_size ? page * (is_v ? a.f.v.stride[0] : a.f.k.stride[0]) : 0) + row * stride;
                 offset *= 2;
