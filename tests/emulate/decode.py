@@ -25,6 +25,7 @@ CASES = [
     ([700, 257, 256, 1000], 16, 8, 2, 128, ["--causal"]),
     ([600, 300], 1, 16, 1, 256, []),
     ([900], 5, 4, 1, 192, ["--window", "500,3"]),
+    ([700, 40], 1, 4, 1, 96, []),
 ]
 
 
@@ -63,19 +64,19 @@ def check(folder, number, case):
         x, y = x.astype(float), y.astype(float)
         full = np.isfinite(y)
         assert np.array_equal(full, np.isfinite(x)) and np.abs(x[full] - y[full]).max() < 3e-3, "reference"
-    size = 16
-    pages = -(-most // size)
-    table = rng.permutation(batch * pages + 3)[: batch * pages].reshape(batch, pages).astype(np.int32)
-    paged = []
-    for x in (k, v):
-        flat = np.full((batch, pages * size, heads_kv, dim), np.nan, np.float16)
-        flat[:, :most] = x
-        store = np.full((batch * pages + 3, size, heads_kv, dim), np.nan, np.float16)
-        store[table.reshape(-1)] = flat.reshape(batch * pages, size, heads_kv, dim)
-        paged.append(store)
-    save(folder, k=paged[0], v=paged[1], table=table)
-    paged_options = [*with_lengths, "--page-table", "table.npy", "--max-kv", str(most)]
-    assert same(first, run(folder, "cuda", 7, paged_options)), "pages"
+    for size in (16, 3):  # eight rows in one page, or each by itself
+        pages = -(-most // size)
+        table = rng.permutation(batch * pages + 3)[: batch * pages].reshape(batch, pages).astype(np.int32)
+        paged = []
+        for x in (k, v):
+            flat = np.full((batch, pages * size, heads_kv, dim), np.nan, np.float16)
+            flat[:, :most] = x
+            store = np.full((batch * pages + 3, size, heads_kv, dim), np.nan, np.float16)
+            store[table.reshape(-1)] = flat.reshape(batch * pages, size, heads_kv, dim)
+            paged.append(store)
+        save(folder, k=paged[0], v=paged[1], table=table)
+        paged_options = [*with_lengths, "--page-table", "table.npy", "--max-kv", str(most)]
+        assert same(first, run(folder, "cuda", 7, paged_options)), f"pages of {size}"
     for b, length in enumerate(used):
         if length == 0:
             continue
