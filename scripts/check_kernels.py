@@ -51,7 +51,7 @@ def read_table():
             continue
         if match[1] == "DECODE":
             dim, bn, stages, blocks = map(int, words[3:7])
-            shared = stages * 2 * bn * dim * 2 + 16 * bn * 2 + NOTES_DECODE  # ATTN_DECODE_BYTES of cuda.h
+            shared = stages * bn * dim * 2 + NOTES_DECODE  # ATTN_DECODE_BYTES of cuda.h
             entries[words[0]] = (words[0], 128, shared, SHARED[80], blocks, None)
             continue
         if match[1] == "BWD90":

@@ -33,12 +33,12 @@
 
 enum {
     ATTN_CUDA_SPLIT_ROWS = 16, /* sequences of at most so many rows are split ... */
-    ATTN_CUDA_CHUNK = 512,   /* ... in chunks of so many keys: fixed numbers, so that results do not depend on the batch */
-    ATTN_DECODE_SPAN = 256,  /* decode.cu: keys that are worked by themselves ... */
-    ATTN_DECODE_SUPER = 32,  /* ... and how many such spans are folded first: fixed numbers too */
-    ATTN_DECODE_ROWS = 16,   /* rows of an item */
-    ATTN_DECODE_WARPS = 4,   /* of a block */
-    ATTN_DECODE_NOTES = 832, /* bytes of its shared memory besides tiles and P */
+    ATTN_CUDA_CHUNK = 512,    /* ... in chunks of so many keys: fixed numbers, so that results do not depend on the batch */
+    ATTN_DECODE_SPAN = 256,   /* decode.cu: keys that are worked by themselves ... */
+    ATTN_DECODE_SUPER = 32,   /* ... and how many such spans are folded first: fixed numbers too */
+    ATTN_DECODE_ROWS = 16,    /* rows of an item */
+    ATTN_DECODE_WARPS = 4,    /* of a block */
+    ATTN_DECODE_NOTES = 3056, /* bytes of its shared memory besides tiles */
     ATTN_SHORT_ELSEWHERE = -1,       /* attn_cuda_args.chunks: short sequences are not this kernel's, but decode's */
     ATTN_CUDA_WARPS = 4,             /* warps of a block of the pieces */
     ATTN_ANY_ROWS = ATTN_CUDA_WARPS, /* fwd_any: rows of a block, one warp each ... */
@@ -115,13 +115,14 @@ typedef struct attn_cuda_args {
     int32_t slots;     /* blocks of one sequence and head: max(row_tiles, chunks) */
     int32_t
         dv_blocks; /* blocks that share the dims of V of the same rows: ceil(dim_v / the kernel's dimv); bwd_cast: dims of a tile */
-    int32_t heads;         /* heads_q, each dv_blocks times */
-    int32_t group;         /* of these, that are worked side by side: a grid is [groups of heads][slot][head] */
-    float scale_log2;      /* scale * log2(e), the descales aside */
-    attn_philox philox;    /* dropout */
-    float least;           /* -FLT_MAX, or so that its product with scale_log2 is still finite */
-    int32_t vector_ok;     /* every row of q, k, v and o starts at a multiple of 16 bytes */
-    attn_tensor rotated_q; /* ATTN_ROTARY: where rotate_q writes, as f.q is later */
+    int32_t heads; /* heads_q, each dv_blocks times */
+    int32_t
+        group; /* of these, that are worked side by side: a grid is [groups of heads][slot][head]; decode: heads_q / heads_kv */
+    float scale_log2;                          /* scale * log2(e), the descales aside */
+    attn_philox philox;                        /* dropout */
+    float least;                               /* -FLT_MAX, or so that its product with scale_log2 is still finite */
+    int32_t vector_ok;                         /* every row of q, k, v and o starts at a multiple of 16 bytes */
+    attn_tensor rotated_q;                     /* ATTN_ROTARY: where rotate_q writes, as f.q is later */
     attn_divider by_group, by_heads, by_share; /* by group, by heads, by heads_q / heads_kv */
     attn_divider by_each;                      /* Hopper: by group * slots */
     attn_divider by_page;                      /* by page_size */

@@ -108,9 +108,8 @@ extern const attn_cuda_entry attn__cuda_entries[ATTN_ENTRIES];
                : ATTN_BWD90_NARROW_BYTES(dim, rows, keys, buffers)) +                                                      \
      ATTN_BWD90_NOTES)
 
-/* Of a DECODE line: stages of K and V, P, notes. */
-#define ATTN_DECODE_BYTES(dim, bn, stages)                                                                                 \
-    ((size_t)(stages)*2 * (bn) * (dim)*2 + (size_t)ATTN_DECODE_ROWS * (bn)*2 + ATTN_DECODE_NOTES)
+/* Of a DECODE line: stages of K or V, notes. */
+#define ATTN_DECODE_BYTES(dim, bn, stages) ((size_t)(stages) * (bn) * (dim)*2 + ATTN_DECODE_NOTES)
 
 /* args.scale_log2; 0 where the scale is too small for a float. */
 static inline float attn__scale_log2(const attn_problem *p) { return (float)(p->scale * ATTN_LOG2E); }

@@ -11,14 +11,13 @@
  * one block's stays in registers; of one that several blocks have, the results of spans go to the workspace, and the last to finish
  * folds them. Likewise the last to finish a super of an item folds the supers. Nobody waits.
  *
- * Within a block, four warps, per tile of BN keys:
+ * Within a block, each warp has 32 keys of a tile of 128 to itself; where O is wide two have 32 of 64, and each half of the dims. A
+ * team, one warp or two, fetches what it works on, and teams meet at the end of a span only. In a span:
  *
- *     wait for K, V            barrier 1: the tile is there for all, and nobody reads the tile before any more
- *     fetch a tile ahead       into the buffer of the tile before: the next item's, when this one has no more
- *     S = Q K^T                each warp a quarter of the keys; masked
- *     maxima of the rows       barrier 2: of all warps
- *     P = exp2(S - m)          to shared memory; barrier 3
- *     O += P V                 each warp a quarter of the columns, all keys
+ *     S = Q K^T                a tile of K after the other, each fetched some tiles ahead: the next item's, when this one has no more
+ *     m, P = exp2(S - m)       over all keys of the team at once; in registers, whose order is that of the next product
+ *     O = P V                  a tile of V after the other
+ *     O of all teams           to where the last tile of V was; a barrier; each warp adds up a quarter of the columns
  *
  * Fragments as in fwd.cu: lane = 4 g + t holds of a 16x8 accumulator the rows g, g + 8 and the columns 2t, 2t + 1.
  */
@@ -36,12 +35,7 @@ DEVICE uint32_t pack(float low, float high) { return BF16 ? cvt_rn_bf16x2(low, h
 
 /* ---- rows of an item ---- */
 
-/* What every thread knows of them; what each row has is in the notes: a lane has the rows g and g + 8. */
-typedef struct rows {
-    int32_t count;
-    int32_t all_from, all_to; /* keys that all of them see */
-} rows;
-
+/* What is known of them is in the notes: a lane has the rows g and g + 8. */
 DEVICE const row_notes &row_at(const shared_notes &notes, int half) { return notes.row[(threadIdx.x >> 2 & 7) + 8 * half]; }
 
 /* As find_features of features.cuh. */
@@ -62,14 +56,13 @@ DEVICE void find_scale(const attn_cuda_args &a, row_notes &r, int32_t b) {
 }
 
 /* Two barriers of the block: nobody reads the notes of the item before, and everybody sees those of this one. */
-DEVICE rows see_rows(const attn_cuda_args &a, const walk &w, shared_notes &notes) {
-    const int32_t group = a.p.heads_q / a.p.heads_kv, number = w.block * ROWS;
+DEVICE void see_rows(const attn_cuda_args &a, const walk &w, shared_notes &notes) {
+    const int32_t group = a.group, number = w.block * ROWS, count = attn__min32(ROWS, w.s.sq * group - number);
     const attn_mask mask = attn__seq_mask(&a.p, &w.s);
-    rows r = {attn__min32(ROWS, w.s.sq * group - number), 0, 0};
     __syncthreads();
     if (threadIdx.x < ROWS) {
         row_notes x = {-1, w.head * group, 0, 0, 0, 0, 0, 0};
-        if ((int32_t)threadIdx.x < r.count) {
+        if ((int32_t)threadIdx.x < count) {
             x.i = (int32_t)attn__divide((uint32_t)number + threadIdx.x, a.by_share);
             x.h += number + (int32_t)threadIdx.x - x.i * group;
             attn__mask_row(&mask, x.i, &x.first, &x.end);
@@ -77,14 +70,21 @@ DEVICE rows see_rows(const attn_cuda_args &a, const walk &w, shared_notes &notes
         find_scale(a, x, w.s.b);
         notes.row[threadIdx.x] = x;
     }
-    if (r.count > 0) {
-        const int32_t i0 = (int32_t)attn__divide((uint32_t)number, a.by_share);
-        const int32_t i1 = (int32_t)attn__divide((uint32_t)(number + r.count - 1), a.by_share) + 1;
-        attn__mask_rows_all(&mask, i0, i1, &r.all_from, &r.all_to);
+    if (threadIdx.x == 0) {
+        notes.rows = count;
+        notes.all_from = notes.all_to = 0;
+        if (count > 0) {
+            const int32_t i0 = (int32_t)attn__divide((uint32_t)number, a.by_share);
+            const int32_t i1 = (int32_t)attn__divide((uint32_t)(number + count - 1), a.by_share) + 1;
+            attn__mask_rows_all(&mask, i0, i1, &notes.all_from, &notes.all_to);
+        }
     }
     __syncthreads();
-    return r;
 }
+
+/* The warp's dims of Q, K, V and O: all, or every other four pieces. */
+DEVICE int first_piece(void) { return (threadIdx.x >> 5) % TEAM * 4; }
+DEVICE int piece_of(int dt) { return TEAM == 1 ? dt : dt / 4 * 8 + dt % 4; } /* and so much more */
 
 /* Two numbers of a row at any address. */
 static __device__ __noinline__ uint32_t pair_of(const uint16_t *row, int32_t column, int32_t dim) {
@@ -92,23 +92,27 @@ static __device__ __noinline__ uint32_t pair_of(const uint16_t *row, int32_t col
     return low | high << 16;
 }
 
-/* Q as the left operand. */
-DEVICE void load_q(const attn_cuda_args &a, const walk &w, const shared_notes &notes, uint32_t q[STEPS][4]) {
+/* The warp's dims of Q as the left operand. It does not ask the notes, so that they can be written meanwhile. */
+DEVICE void load_q(const attn_cuda_args &a, const walk &w, uint32_t q[STEPS][4]) {
     const int t = threadIdx.x & 3;
+    const bool is_whole = a.vector_ok && a.p.dim_qk == DIM;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-        const int32_t i = row_at(notes, half).i;
-        const uint16_t *row = (const uint16_t *)a.f.q.data;
-        if (i >= 0) row += attn__q_offset(&a.p, &a.f.q, &w.s, i, row_at(notes, half).h);
+        const int32_t number = w.block * ROWS + (int32_t)(threadIdx.x >> 2 & 7) + 8 * half;
+        const int32_t i = (int32_t)attn__divide((uint32_t)number, a.by_share), h = w.head * a.group + number - i * a.group;
+        const bool is_there = number < w.s.sq * a.group;
+        const uint16_t *row = (const uint16_t *)a.f.q.data + attn__q_offset(&a.p, &a.f.q, &w.s, i, h);
 #pragma unroll
-        for (int n = 0; n < 2 * STEPS; n++) {
-            const int column = n * 8 + 2 * t;
-            uint32_t pair = 0;
-            if (i >= 0 && a.vector_ok && column + 1 < a.p.dim_qk)
-                pair = *(const uint32_t *)(row + column);
-            else if (i >= 0 && column < a.p.dim_qk)
-                pair = pair_of(row, column, a.p.dim_qk);
-            q[n / 2][n % 2 * 2 + half] = pair;
+        for (int n = 0; n < 2 * STEPS; n++) q[n / 2][n % 2 * 2 + half] = 0;
+        if (!is_there) continue;
+        if (is_whole) {
+            const uint32_t *pairs = (const uint32_t *)(row + first_piece() * 8 + 2 * t);
+#pragma unroll
+            for (int n = 0; n < 2 * STEPS; n++) q[n / 2][n % 2 * 2 + half] = pairs[piece_of(n) * 4];
+        } else {
+#pragma unroll
+            for (int n = 0; n < 2 * STEPS; n++)
+                q[n / 2][n % 2 * 2 + half] = pair_of(row, (first_piece() + piece_of(n)) * 8 + 2 * t, a.p.dim_qk);
         }
     }
 }
@@ -169,46 +173,36 @@ DEVICE void mask_scores(const shared_notes &notes, float s[NT][4], int32_t j0) {
     }
 }
 
-/* The maxima of the rows follow the scores of all warps, and l and o with them. A barrier of the block. */
-DEVICE void raise_maxima(state &x, const float s[NT][4], shared_notes &notes) {
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2;
+/*
+ * P of all of the team's keys of a span, as the left operand; m and l. Where scores are huge s - m is taken first, exactly: rows.cuh says
+ * why.
+ */
+DEVICE void make_p(float m[2], float l[2], uint32_t p[SPAN_TILES][NT / 2][4], const float s[SPAN_TILES][NT][4],
+                   const shared_notes &notes) {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-        float most = fmaxf(s[0][2 * half], s[0][2 * half + 1]);
+        const float scale = row_at(notes, half).scale;
+        float most = row_at(notes, half).least, sum = 0;
 #pragma unroll
-        for (int nt = 1; nt < NT; nt++) most = fmaxf(most, fmaxf(s[nt][2 * half], s[nt][2 * half + 1]));
+        for (int n = 0; n < SPAN_TILES * NT; n++)
+            most = fmaxf(most, fmaxf(s[n / NT][n % NT][2 * half], s[n / NT][n % NT][2 * half + 1]));
         most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
         most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
-        if ((lane & 3) == 0) notes.number[warp][g + 8 * half] = most;
-    }
-    __syncthreads(); /* 2 */
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-        const float before = x.m[half];
-#pragma unroll
-        for (int n = 0; n < WARPS; n++) x.m[half] = fmaxf(x.m[half], notes.number[n][g + 8 * half]);
-        const float factor = ex2_approx(__fmul_rn(before - x.m[half], row_at(notes, half).scale));
-        x.l[half] *= factor;
-#pragma unroll
-        for (int n = 0; n < 2 * DT; n++) x.o[n / 2][2 * half + n % 2] *= factor;
-    }
-}
-
-/* P of the warp's keys to shared memory; l. Where scores are huge s - m is taken first, exactly: rows.cuh says why. */
-DEVICE void make_p(state &x, const shared_notes &notes, float s[NT][4], uint32_t shared_p) {
-    const int lane = here(threadIdx.x & 31), warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-        const float scale = row_at(notes, half).scale, product = __fmul_rn(x.m[half], scale);
+        const float product = __fmul_rn(most, scale);
         const bool is_huge = fabsf(product) > HUGE_SCORE;
-        const float minus = is_huge ? x.m[half] : 0, less = is_huge ? 0 : product;
+        const float minus = is_huge ? most : 0, less = is_huge ? 0 : product;
 #pragma unroll
-        for (int nt = 0; nt < NT; nt++) {
-            const float p0 = ex2_approx(__fmaf_rn(s[nt][2 * half] - minus, scale, -less));
-            const float p1 = ex2_approx(__fmaf_rn(s[nt][2 * half + 1] - minus, scale, -less));
-            x.l[half] += p0 + p1;
-            st_shared_b32(piece_at(shared_p, g + 8 * half, warp * NT + nt, BN / 8) + t * 4, pack(p0, p1));
+        for (int n = 0; n < SPAN_TILES * NT; n++) {
+            const float *x = &s[n / NT][n % NT][2 * half];
+            const float p0 = ex2_approx(__fmaf_rn(x[0] - minus, scale, -less));
+            const float p1 = ex2_approx(__fmaf_rn(x[1] - minus, scale, -less));
+            sum += p0 + p1;
+            p[n / NT][n % NT / 2][n % 2 * 2 + half] = pack(p0, p1);
         }
+        sum += __shfl_xor_sync(~0u, sum, 1);
+        sum += __shfl_xor_sync(~0u, sum, 2);
+        m[half] = most;
+        l[half] = sum;
     }
 }
 
@@ -225,38 +219,38 @@ DEVICE float number_of(uint16_t x) { return BF16 ? attn__from_bf16(x) : cvt_f32_
  * What is not finite in the warp's columns of V is taken out, and added to the rows with a weight for it: such a term is p * v = v
  * for any p > 0. Rare, so slow.
  */
-static __device__ __noinline__ void add_nonfinite(float o[DT][4], uint32_t shared_v, uint32_t shared_p) {
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
+static __device__ __noinline__ void add_nonfinite(float o[DT_TEAM][4], const uint32_t p[NT / 2][4], uint32_t shared_v,
+                                                  int first) {
+    const int lane = threadIdx.x & 31, t = lane & 3;
 #pragma unroll 1
-    for (int j = 0; j < BN; j++)
+    for (int j = 0; j < KEYS; j++) {
+        uint32_t weight[2]; /* of rows g and g + 8 */
 #pragma unroll
-        for (int dt = 0; dt < DT; dt++) {
-            const uint32_t word = ld_shared_b32(piece_at(shared_v, j, warp * DT + dt, PIECES) + t * 4);
+        for (int half = 0; half < 2; half++) {
+            const uint32_t pair = __shfl_sync(~0u, p[j / 16][j / 8 % 2 * 2 + half], (lane & ~3) + j % 8 / 2);
+            weight[half] = pair >> 16 * (j % 2) & 0xffff;
+        }
+#pragma unroll 1
+        for (int dt = 0; dt < DT_TEAM; dt++) {
+            const uint32_t at = piece_at(start_of_row(shared_v, j), first + piece_of(dt)) + t * 4, word = ld_shared_b32(at);
             const int which = nonfinite_word(word);
 #pragma unroll
             for (int half = 0; half < 2; half++) {
-                const uint32_t pair = ld_shared_b32(piece_at(shared_p, g + 8 * half, j / 8, BN / 8) + j % 8 / 2 * 4);
-                if (!(pair >> 16 * (j % 2) & 0xffff)) continue;
-                if (which & 1) o[dt][2 * half] += number_of((uint16_t)word);
-                if (which & 2) o[dt][2 * half + 1] += number_of((uint16_t)(word >> 16));
+                if ((which & 1) && weight[half]) o[dt][2 * half] += number_of((uint16_t)word);
+                if ((which & 2) && weight[half]) o[dt][2 * half + 1] += number_of((uint16_t)(word >> 16));
             }
+            __syncwarp(); /* lanes with the same t read the same word */
+            if (which) st_shared_b32(at, word & ((which & 1 ? 0 : 0xffffu) | (which & 2 ? 0 : 0xffff0000u)));
         }
-    __syncwarp();
-    for (int n = lane; n < BN * DT * 4; n += 32) {
-        const uint32_t at = piece_at(shared_v, n / (DT * 4), warp * DT + n / 4 % DT, PIECES) + n % 4 * 4;
-        const uint32_t word = ld_shared_b32(at);
-        const int which = nonfinite_word(word);
-        if (which) st_shared_b32(at, word & ((which & 1 ? 0 : 0xffffu) | (which & 2 ? 0 : 0xffff0000u)));
     }
     __syncwarp();
 }
 
-DEVICE bool holds_nonfinite(uint32_t shared_v) {
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+DEVICE bool holds_nonfinite(uint32_t shared_v, int first) {
     bool found = false;
 #pragma unroll 4
-    for (int n = lane; n < BN * DT; n += 32) {
-        const uint4 x = ld_shared_v4(piece_at(shared_v, n / DT, warp * DT + n % DT, PIECES));
+    for (int n = threadIdx.x & 31; n < KEYS * DT_TEAM; n += 32) {
+        const uint4 x = ld_shared_v4(piece_at(start_of_row(shared_v, n / DT_TEAM), first + piece_of(n % DT_TEAM)));
         found |= (nonfinite_word(x.x) | nonfinite_word(x.y) | nonfinite_word(x.z) | nonfinite_word(x.w)) != 0;
     }
     return __any_sync(~0u, found);
@@ -266,7 +260,8 @@ DEVICE bool holds_nonfinite(uint32_t shared_v) {
 
 /* 8 keys and 32 dims at a time, two steps of the product. */
 DEVICE void product_qk(float s[NT][4], const uint32_t q[STEPS][4], uint32_t shared_k) {
-    const int lane = here(threadIdx.x & 31), warp = threadIdx.x >> 5;
+    const int lane = here(threadIdx.x & 31);
+    const uint32_t row = start_of_row(shared_k, lane & 7) ^ (first_piece() + (lane >> 3)) << 4;
 #pragma unroll
     for (int n = 0; n < NT * 4; n++) s[n / 4][n % 4] = 0;
 #pragma unroll
@@ -274,97 +269,201 @@ DEVICE void product_qk(float s[NT][4], const uint32_t q[STEPS][4], uint32_t shar
 #pragma unroll
         for (int nt = 0; nt < NT; nt++) {
             uint32_t k[4];
-            ldmatrix_x4(k, piece_at(shared_k, warp * KEYS + nt * 8 + (lane & 7), 2 * kk + (lane >> 3), PIECES));
+            ldmatrix_x4(k, piece_at(row, piece_of(2 * kk)) + nt * 8 * ROW_BYTES);
             multiply(s[nt], q[kk], k[0], k[1]);
             multiply(s[nt], q[kk + 1], k[2], k[3]);
         }
 }
 
 /* 32 keys and 8 dims at a time. */
-DEVICE void product_pv(float o[DT][4], uint32_t shared_p, uint32_t shared_v) {
-    const int lane = here(threadIdx.x & 31), warp = threadIdx.x >> 5;
+DEVICE void product_pv(float o[DT_TEAM][4], const uint32_t p[NT / 2][4], uint32_t shared_v, int first) {
+    const uint32_t row = start_of_row(shared_v, here(threadIdx.x & 31)) ^ first << 4;
 #pragma unroll
-    for (int ks = 0; ks < BN / 16; ks += 2) {
-        uint32_t p[2][4];
-        ldmatrix_x4(p[0], piece_at(shared_p, lane & 15, 2 * ks + (lane >> 4), BN / 8));
-        ldmatrix_x4(p[1], piece_at(shared_p, lane & 15, 2 * ks + 2 + (lane >> 4), BN / 8));
-#pragma unroll
-        for (int dt = 0; dt < DT; dt++) {
-            uint32_t v[4];
-            ldmatrix_x4_trans(v, piece_at(shared_v, ks * 16 + lane, warp * DT + dt, PIECES));
-            multiply(o[dt], p[0], v[0], v[1]);
-            multiply(o[dt], p[1], v[2], v[3]);
-        }
+    for (int dt = 0; dt < DT_TEAM; dt++) {
+        uint32_t v[4];
+        ldmatrix_x4_trans(v, piece_at(row, piece_of(dt)));
+        multiply(o[dt], p[0], v[0], v[1]);
+        multiply(o[dt], p[1], v[2], v[3]);
     }
 }
+static_assert(KEYS == 32, "as the product has it");
 
 /* What a block has all along. */
 typedef struct desk {
-    uint32_t tiles, p; /* in shared memory */
-    uint32_t stage;    /* of the tile at hand */
+    uint32_t tiles; /* the team's rows of the first stage, in shared memory */
+    uint32_t stage; /* of the tile at hand */
     shared_notes *notes;
-    share *mine;
     fetcher f;
 } desk;
 
-/* What the work on a part keeps of its walk. */
-typedef struct part {
-    int32_t first, tiles, from, to; /* as there */
-    int32_t beyond;                 /* keys less rows */
-} part;
+/* Barrier 0 is the block's. */
+DEVICE void meet_team(void) {
+    if (TEAM == 1)
+        __syncwarp();
+    else
+        bar_sync(1 + threadIdx.x / (32 * TEAM), 32 * TEAM);
+}
 
-/* The tile at hand, of which key 0 is j0. */
-DEVICE void work_tile(const attn_cuda_args &a, const part &w, const rows &r, const uint32_t q[STEPS][4], state &x, desk &d,
-                      int32_t j0) {
-    const int warp = threadIdx.x >> 5;
-    const uint32_t shared_k = d.tiles + d.stage, shared_v = shared_k + TILE_BYTES;
-    float s[NT][4];
-    cp_async_wait_group(STAGES - 2);
-    __syncthreads(); /* 1 */
-    fetch_tile(a, d.f, *d.mine, d.tiles);
-    product_qk(s, q, shared_k);
-    if (a.p.softcap > 0 || (a.p.flags & ATTN_ALIBI) || !(a.scale_log2 > 0))
-        finish_scores(a, *d.notes, s, w.beyond, j0 + warp * KEYS);
-    mask_scores(*d.notes, s, j0 + warp * KEYS);
-    raise_maxima(x, s, *d.notes);
-    make_p(x, *d.notes, s, d.p);
-    __syncthreads(); /* 3 */
-    const int32_t from = attn__max32(j0, w.from), to = attn__min32(j0 + BN, w.to);
-    if ((from < r.all_from || to > r.all_to) && holds_nonfinite(shared_v)) {
-        float copy[DT][4]; /* else o would be in memory all along */
+/* Where the team's rows of the tile at hand are, when they are there. */
+DEVICE uint32_t take_tile(const desk &d) {
+    cp_async_wait_group(STAGES - 1);
+    meet_team();
+    return d.tiles + d.stage;
+}
+
+/* Nobody reads the tile any more, and another one comes in its place. */
+DEVICE void leave_tile(const attn_cuda_args &a, const attn_cuda_args &copy, desk &d) {
+    fetch_tile(a, copy, d.f, *d.notes, d.tiles + d.stage);
+    d.stage = d.stage == (STAGES - 1) * TILE_BYTES ? 0 : d.stage + TILE_BYTES;
+}
+DEVICE void leave_tile(const attn_cuda_args &a, desk &d) { leave_tile(a, d.notes->a, d); }
+
+DEVICE uint4 words_of(const float x[4]) {
+    return make_uint4(__float_as_uint(x[0]), __float_as_uint(x[1]), __float_as_uint(x[2]), __float_as_uint(x[3]));
+}
+
+/*
+ * The sums of all teams, in their order; of each column one warp has them. A team's o goes through its rows of the tile at hand, which
+ * it has read.
+ */
+DEVICE state meet_teams(desk &d, const float m[2], const float l[2], const float o[DT_TEAM][4]) {
+    const int lane = here(threadIdx.x & 31), warp = threadIdx.x >> 5, g = lane >> 2, team = warp / TEAM;
+    const uint32_t own = d.tiles + d.stage + lane * 16, all = own - team * TEAM_BYTES;
+    shared_notes &notes = *d.notes;
+    float by[2][TEAMS];
+    state x;
 #pragma unroll
-        for (int n = 0; n < DT * 4; n++) copy[n / 4][n % 4] = x.o[n / 4][n % 4];
-        add_nonfinite(copy, shared_v, d.p);
+    for (int dt = 0; dt < DT_TEAM; dt++) st_shared_v4(own + (first_piece() + piece_of(dt)) * 512, words_of(o[dt]));
+    if ((lane & 3) == 0 && warp % TEAM == 0)
 #pragma unroll
-        for (int n = 0; n < DT * 4; n++) x.o[n / 4][n % 4] = copy[n / 4][n % 4];
+        for (int half = 0; half < 2; half++) {
+            notes.most[team][g + 8 * half] = m[half];
+            notes.sum[team][g + 8 * half] = l[half];
+        }
+    __syncthreads();
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        float most[TEAMS];
+#pragma unroll
+        for (int n = 0; n < TEAMS; n++) most[n] = notes.most[n][g + 8 * half];
+        x.m[half] = most[0];
+        x.l[half] = 0;
+#pragma unroll
+        for (int n = 1; n < TEAMS; n++) x.m[half] = fmaxf(x.m[half], most[n]);
+#pragma unroll
+        for (int n = 0; n < TEAMS; n++) {
+            by[half][n] = ex2_approx(__fmul_rn(most[n] - x.m[half], row_at(notes, half).scale));
+            x.l[half] = __fmaf_rn(notes.sum[n][g + 8 * half], by[half][n], x.l[half]);
+        }
     }
-    product_pv(x.o, d.p, shared_v);
-    d.stage = d.stage == (STAGES - 1) * 2 * TILE_BYTES ? 0 : d.stage + 2 * TILE_BYTES;
+#pragma unroll
+    for (int dt = 0; dt < DT; dt++) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) x.o[dt][i] = 0;
+#pragma unroll
+        for (int n = 0; n < TEAMS; n++) {
+            const uint4 y = ld_shared_v4(all + n * TEAM_BYTES + (warp * DT + dt) * 512);
+            x.o[dt][0] = __fmaf_rn(__uint_as_float(y.x), by[0][n], x.o[dt][0]);
+            x.o[dt][1] = __fmaf_rn(__uint_as_float(y.y), by[0][n], x.o[dt][1]);
+            x.o[dt][2] = __fmaf_rn(__uint_as_float(y.z), by[1][n], x.o[dt][2]);
+            x.o[dt][3] = __fmaf_rn(__uint_as_float(y.w), by[1][n], x.o[dt][3]);
+        }
+    }
+    __syncthreads();
+    return x;
+}
+
+/* What the two warps of a team have of S is added up, by way of a tile that both have read. */
+DEVICE void add_scores(float s[NT][4], uint32_t tile) {
+    const uint32_t at = tile + here(threadIdx.x & 31) * 16, own = (threadIdx.x >> 5) % TEAM * NT * 512;
+    meet_team();
+#pragma unroll
+    for (int nt = 0; nt < NT; nt++) st_shared_v4(at + own + nt * 512, words_of(s[nt]));
+    meet_team();
+#pragma unroll
+    for (int nt = 0; nt < NT; nt++) {
+        const uint4 y = ld_shared_v4(at + (NT * 512 - own) + nt * 512);
+        s[nt][0] += __uint_as_float(y.x);
+        s[nt][1] += __uint_as_float(y.y);
+        s[nt][2] += __uint_as_float(y.z);
+        s[nt][3] += __uint_as_float(y.w);
+    }
+}
+
+/* The rows of a table move up by one: a loop that is not unrolled takes the first, or brings the last. */
+template <typename T, int COLUMNS> DEVICE void move_up(T x[SPAN_TILES][COLUMNS][4]) {
+#pragma unroll
+    for (int n = 0; n < (SPAN_TILES - 1) * COLUMNS * 4; n++) {
+        const int row = n / (COLUMNS * 4), column = n / 4 % COLUMNS;
+        x[row][column][n % 4] = x[row + 1][column][n % 4];
+    }
+}
+
+/* S of the span's tiles, to the last rows of s; those before have no keys. */
+DEVICE void make_scores(const attn_cuda_args &a, const walk &w, const uint32_t q[STEPS][4], desk &d,
+                        float s[SPAN_TILES][NT][4], int32_t tiles, int32_t j0) {
+    const bool is_plain = !(a.p.softcap > 0) && !(a.p.flags & ATTN_ALIBI) && a.scale_log2 > 0;
+#pragma unroll
+    for (int n = 0; n < SPAN_TILES * NT * 4; n++) s[n / (NT * 4)][n / 4 % NT][n % 4] = -INFINITY;
+#pragma unroll 1
+    for (int32_t j = j0; j < j0 + tiles * BN; j += BN) {
+        float x[NT][4];
+        const uint32_t tile = take_tile(d);
+        product_qk(x, q, tile);
+        if (TEAM > 1) add_scores(x, tile);
+        meet_team();
+        leave_tile(a, d);
+        if (!is_plain) finish_scores(a, *d.notes, x, w.s.sk - w.s.sq, j);
+        if (j < d.notes->all_from || j + KEYS > d.notes->all_to) mask_scores(*d.notes, x, j);
+        move_up<float, NT>(s);
+#pragma unroll
+        for (int n = 0; n < NT * 4; n++) s[SPAN_TILES - 1][n / 4][n % 4] = x[n / 4][n % 4];
+    }
+}
+
+/* O of the warp's columns, from the last rows of p. The last tile is not left yet. */
+DEVICE void add_values(const attn_cuda_args &a, const walk &w, desk &d, float o[DT_TEAM][4],
+                       uint32_t p[SPAN_TILES][NT / 2][4], int32_t tiles, int32_t j0) {
+    const int first = first_piece();
+#pragma unroll
+    for (int n = 0; n < DT_TEAM * 4; n++) o[n / 4][n % 4] = 0;
+#pragma unroll 1
+    for (int32_t n = tiles; n < SPAN_TILES; n++) move_up<uint32_t, NT / 2>(p);
+#pragma unroll 1
+    for (int32_t j = j0;; j += BN) {
+        const uint32_t shared_v = take_tile(d);
+        const int32_t from = attn__max32(j, w.from), to = attn__min32(j + KEYS, w.to);
+        if ((from < d.notes->all_from || to > d.notes->all_to) && holds_nonfinite(shared_v, first)) {
+            float copy[DT_TEAM][4]; /* else o would be in memory all along */
+            uint32_t weights[NT / 2][4];
+#pragma unroll
+            for (int n = 0; n < DT_TEAM * 4; n++) copy[n / 4][n % 4] = o[n / 4][n % 4];
+#pragma unroll
+            for (int n = 0; n < NT * 2; n++) weights[n / 4][n % 4] = p[0][n / 4][n % 4];
+            add_nonfinite(copy, weights, shared_v, first);
+#pragma unroll
+            for (int n = 0; n < DT_TEAM * 4; n++) o[n / 4][n % 4] = copy[n / 4][n % 4];
+        }
+        product_pv(o, p[0], shared_v, first);
+        meet_team();
+        if (--tiles == 0) return;
+        leave_tile(a, d);
+        move_up<uint32_t, NT / 2>(p);
+    }
 }
 
 /* Span `span` of the item, counted from w.first. */
-DEVICE state work_span(const attn_cuda_args &a, const part &w, const rows &r, const uint32_t q[STEPS][4], desk &d,
-                       int32_t span) {
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2;
-    const int32_t end = attn__min32((span + 1) * SPAN_TILES, w.tiles);
-    state x = empty_state(*d.notes);
-    if (span * SPAN_TILES >= end) return x;
-#pragma unroll 1
-    for (int32_t tile = span * SPAN_TILES; tile < end; tile++) work_tile(a, w, r, q, x, d, w.first * SPAN + tile * BN);
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-        float sum = x.l[half];
-        sum += __shfl_xor_sync(~0u, sum, 1);
-        sum += __shfl_xor_sync(~0u, sum, 2);
-        if ((lane & 3) == 0) d.notes->number[warp][g + 8 * half] = sum;
-    }
-    __syncthreads(); /* the next numbers are written behind barrier 1 of a tile, as these are behind barrier 3 */
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-        x.l[half] = d.notes->number[0][g + 8 * half];
-#pragma unroll
-        for (int n = 1; n < WARPS; n++) x.l[half] += d.notes->number[n][g + 8 * half];
-    }
+DEVICE state work_span(const attn_cuda_args &a, const walk &w, const uint32_t q[STEPS][4], desk &d, int32_t span) {
+    const int32_t tiles = attn__min32(SPAN_TILES, w.tiles - span * SPAN_TILES);
+    const int32_t j0 = (w.first + span) * SPAN + (int32_t)(threadIdx.x / (32 * TEAM)) * KEYS; /* the team's first key */
+    float s[SPAN_TILES][NT][4], m[2], l[2], o[DT_TEAM][4];
+    uint32_t p[SPAN_TILES][NT / 2][4];
+    if (tiles <= 0) return empty_state(*d.notes);
+    make_scores(a, w, q, d, s, tiles, j0);
+    make_p(m, l, p, s, *d.notes);
+    add_values(a, w, d, o, p, tiles, j0);
+    const state x = meet_teams(d, m, l, o);
+    leave_tile(a, d);
     return x;
 }
 
@@ -409,55 +508,24 @@ DEVICE void put_state(const attn_cuda_decode &c, float *slot, const state &x, in
     }
 }
 
-/* So many slots, in their order, some of which are on their way at a time. */
-DEVICE state fold_slots(const attn_cuda_decode &c, const float *slot, int32_t count, const shared_notes &notes,
-                        int32_t rows) {
-    enum { SOME = DT < 4 ? 8 : 32 / DT };
-    const int lane = here(threadIdx.x & 31), warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
-    const int64_t step = (int64_t)c.rows * (DIM + 2);
-    state x = empty_state(notes);
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-        const int row = g + 8 * half;
-        const float *from = slot, least = row_at(notes, half).least, scale = row_at(notes, half).scale;
-        if (8 * half >= rows) continue;
-#pragma unroll 1
-        for (int32_t n0 = 0; n0 < count; n0 += SOME) {
-            float2 o[SOME][DT], number[SOME]; /* m and l */
-#pragma unroll
-            for (int n = 0; n < SOME; n++, from += step) {
-                const bool is_there = row < rows && n0 + n < count;
-                number[n] = {least, 0};
-                if (is_there) number[n] = ld_global_cg_v2(from + c.rows * DIM + 2 * row);
-#pragma unroll
-                for (int dt = 0; dt < DT; dt++) {
-                    o[n][dt] = {0, 0};
-                    if (is_there) o[n][dt] = ld_global_cg_v2(from + row * DIM + (warp * DT + dt) * 8 + 2 * t);
-                }
-            }
-#pragma unroll
-            for (int n = 0; n < SOME; n++) fold_row(x, half, number[n].x, number[n].y, o[n], scale);
-        }
-    }
-    return x;
-}
-
 /* The block has put `done` of `all` results where others may want them. Is it the last, and so to fold them? */
 DEVICE bool is_last(uint32_t *counter, uint32_t done, uint32_t all, shared_notes &notes) {
     __syncthreads();
-    if (threadIdx.x == 0) {
-        __threadfence();
-        notes.last = atomicAdd(counter, done) + done == all;
-        __threadfence();
-    }
+    if (threadIdx.x == 0) notes.last = atom_add_acq_rel_gpu(counter, done) + done == all;
     __syncthreads();
     return notes.last;
 }
 
 /* ---- results ---- */
 
-/* Two numbers, or one, of any dtype at any address. */
+/* Whole rows of the line's dtype, so that pairs of numbers are stored at once. */
+DEVICE bool stores_pairs(const attn_cuda_args &a) {
+    return a.vector_ok && a.p.out_dtype == (attn_dtype)K(DTYPE) && a.p.dim_v == DIM;
+}
+
+/* Two numbers, or one, or none, of any dtype at any address. */
 static __device__ __noinline__ void store_elements(const attn_cuda_args &a, int64_t at, int32_t columns, float x, float y) {
+    if (columns <= 0) return;
     if (a.p.out_dtype == ATTN_F32) {
         ((float *)a.f.o.data)[at] = x;
         if (columns > 1) ((float *)a.f.o.data)[at + 1] = y;
@@ -468,37 +536,128 @@ static __device__ __noinline__ void store_elements(const attn_cuda_args &a, int6
     }
 }
 
-DEVICE void store_pair(const attn_cuda_args &a, int64_t at, int32_t columns, float x, float y) {
-    if (a.p.out_dtype == (attn_dtype)K(DTYPE) && a.vector_ok && columns > 1)
-        *(uint32_t *)((uint16_t *)a.f.o.data + at) = pack(x, y);
-    else if (columns > 0)
-        store_elements(a, at, columns, x, y);
-}
+/* Of a row: where its o is, and what o is multiplied with. */
+typedef struct ending {
+    int64_t at;
+    float factor, keys;
+} ending;
 
-/* o and lse of the item's rows: as finish_o of rows.cuh. */
+/* Writes lse, if one of the row's lanes is to do it. As finish_o of rows.cuh. */
+DEVICE ending end_row(const attn_cuda_args &a, const walk &w, const row_notes &r, float m, float sum, bool writes) {
+    float lse = sum == 0 ? -INFINITY : lse_of(m, r.scale, sum);
+    ending e = {attn__q_offset(&a.p, &a.f.o, &w.s, r.i, r.h), sum == 0 ? 0 : rcp_approx(sum), 1};
+    if (a.p.flags & ATTN_SINK) lse = add_sink(lse, a.f.sink[r.h], &e.keys);
+    if (a.f.lse && writes) ((float *)a.f.lse)[attn__lse_index(&a.p, &w.s, r.i, r.h)] = lse;
+    return e;
+}
+DEVICE float finished(float o, const ending &e) { return __fmul_rn(__fmul_rn(o, e.factor), e.keys); }
+
+/* o and lse of the item's rows. */
 DEVICE void finish_item(const attn_cuda_args &a, const walk &w, const shared_notes &notes, const state &x) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, t = lane & 3;
+    const bool is_whole = stores_pairs(a);
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         const row_notes &r = row_at(notes, half);
         if (r.i < 0) continue;
-        const float sum = x.l[half], factor = sum == 0 ? 0 : rcp_approx(sum);
-        float lse = sum == 0 ? -INFINITY : lse_of(x.m[half], r.scale, sum), keys = 1;
-        if (a.p.flags & ATTN_SINK) lse = add_sink(lse, a.f.sink[r.h], &keys);
-        const int64_t at = attn__q_offset(&a.p, &a.f.o, &w.s, r.i, r.h);
+        const ending e = end_row(a, w, r, x.m[half], x.l[half], warp == 0 && t == 0);
+        const int32_t first = warp * DT * 8 + 2 * t;
+        if (is_whole) {
+            uint32_t *pairs = (uint32_t *)((uint16_t *)a.f.o.data + e.at + first);
 #pragma unroll
-        for (int dt = 0; dt < DT; dt++) {
-            const int32_t column = (warp * DT + dt) * 8 + 2 * t;
-            store_pair(a, at + column, a.p.dim_v - column, __fmul_rn(__fmul_rn(x.o[dt][2 * half], factor), keys),
-                       __fmul_rn(__fmul_rn(x.o[dt][2 * half + 1], factor), keys));
+            for (int dt = 0; dt < DT; dt++)
+                pairs[dt * 4] = pack(finished(x.o[dt][2 * half], e), finished(x.o[dt][2 * half + 1], e));
+        } else {
+#pragma unroll
+            for (int dt = 0; dt < DT; dt++)
+                store_elements(a, e.at + first + dt * 8, a.p.dim_v - first - dt * 8, finished(x.o[dt][2 * half], e),
+                               finished(x.o[dt][2 * half + 1], e));
         }
-        if (a.f.lse && warp == 0 && t == 0) ((float *)a.f.lse)[attn__lse_index(&a.p, &w.s, r.i, r.h)] = lse;
+    }
+}
+
+/* Of a row of some slots, of which so many are there, the lane's columns. */
+template <int SOME, int PAIRS> DEVICE void get_some(float2 y[SOME][PAIRS], const float *from, int64_t step, int32_t count) {
+    const int lane = threadIdx.x & 31;
+#pragma unroll
+    for (int n = 0; n < SOME; n++)
+#pragma unroll
+        for (int k = 0; k < PAIRS; k++) {
+            const int column = 64 * k + 2 * lane;
+            y[n][k] = {0, 0};
+            if (n < count && column < DIM) y[n][k] = ld_global_cg_v2(from + n * step + column);
+        }
+}
+
+/*
+ * So many slots in their order, as fold does it: to a slot, or (NULL) to the results. A warp has every fourth row; a lane finds the
+ * factors of one slot of 32, and fetches two columns in 64 of some slots at a time.
+ */
+DEVICE void fold_slots(const attn_cuda_decode &c, const walk &w, const shared_notes &notes, const float *slots,
+                       int32_t count, int32_t rows, float *to) {
+    enum { PAIRS = (DIM + 63) / 64, SOME = PAIRS > 3 ? 8 : PAIRS > 2 ? 16 : 32 };
+    const int lane = threadIdx.x & 31;
+    const int64_t step = (int64_t)c.rows * (DIM + 2);
+#pragma unroll 1
+    for (int32_t row = (int32_t)(threadIdx.x >> 5); row < rows; row += WARPS) {
+        const row_notes &r = notes.row[row];
+        float m = r.least, l = 0;
+        float2 o[PAIRS];
+#pragma unroll
+        for (int n = 0; n < PAIRS; n++) o[n] = {0, 0};
+#pragma unroll 1
+        for (int32_t n0 = 0; n0 < count; n0 += 32) {
+            const float *from = slots + n0 * step;
+            float2 number = {r.least, 0}; /* m and l */
+            float2 y[SOME][PAIRS];
+            if (n0 + lane < count) number = ld_global_cg_v2(from + lane * step + c.rows * DIM + 2 * row);
+            get_some<SOME, PAIRS>(y, from + row * DIM, step, count - n0);
+            float most = fmaxf(m, number.x);
+            for (int by = 1; by < 32; by *= 2) {
+                const float other = __shfl_sync(~0u, most, (lane - by) & 31);
+                if (lane >= by) most = fmaxf(most, other);
+            }
+            const float shuffled = __shfl_sync(~0u, most, (lane - 1) & 31), before = lane ? shuffled : m;
+            const float by_x = ex2_approx(__fmul_rn(before - most, r.scale)),
+                        by_y = ex2_approx(__fmul_rn(number.x - most, r.scale));
+            const float term = __fmul_rn(number.y, by_y);
+            m = __shfl_sync(~0u, most, 31);
+#pragma unroll 1
+            for (int32_t n1 = 0;;) {
+#pragma unroll
+                for (int n = 0; n < SOME; n++) {
+                    const float x1 = __shfl_sync(~0u, by_x, n1 + n), y1 = __shfl_sync(~0u, by_y, n1 + n);
+                    l = __fmaf_rn(l, x1, __shfl_sync(~0u, term, n1 + n));
+#pragma unroll
+                    for (int k = 0; k < PAIRS; k++) {
+                        o[k].x = __fmaf_rn(o[k].x, x1, __fmul_rn(y[n][k].x, y1));
+                        o[k].y = __fmaf_rn(o[k].y, x1, __fmul_rn(y[n][k].y, y1));
+                    }
+                }
+                n1 += SOME;
+                if (n1 >= attn__min32(32, count - n0)) break;
+                get_some<SOME, PAIRS>(y, from + n1 * step + row * DIM, step, count - n0 - n1);
+            }
+        }
+        const ending e = to ? ending{0, 0, 0} : end_row(c.a, w, r, m, l, lane == 0);
+#pragma unroll
+        for (int k = 0; k < PAIRS; k++) {
+            const int32_t column = 64 * k + 2 * lane;
+            if (column >= DIM) continue;
+            if (to)
+                st_global_cg_v2(to + row * DIM + column, o[k].x, o[k].y);
+            else if (stores_pairs(c.a))
+                *(uint32_t *)((uint16_t *)c.a.f.o.data + e.at + column) = pack(finished(o[k].x, e), finished(o[k].y, e));
+            else
+                store_elements(c.a, e.at + column, c.a.p.dim_v - column, finished(o[k].x, e), finished(o[k].y, e));
+        }
+        if (to && lane == 0) st_global_cg_v2(to + c.rows * DIM + 2 * row, m, l);
     }
 }
 
 /* o = 0 and lse = -inf for rows that are padding, where no other kernel comes by. */
 static __device__ __noinline__ void fill_padding(const attn_cuda_args &a, int32_t b, int32_t head, int32_t from) {
-    const int32_t group = a.p.heads_q / a.p.heads_kv;
+    const int32_t group = a.group;
     attn_seq s = {};
     s.b = b;
     for (int32_t i = from; i < a.p.max_q; i++)
@@ -511,54 +670,85 @@ static __device__ __noinline__ void fill_padding(const attn_cuda_args &a, int32_
 
 /* ---- the block's part of an item ---- */
 
-/* Which of the supers that blocks share this is: that of the item, or that in which a block's share ends; each ends in one. */
-DEVICE int32_t shared_super(const attn_cuda_decode &c, const share &mine, int32_t item, int32_t super, int64_t begins) {
-    return c.by_item ? item * c.supers + super : (int32_t)(begins * gridDim.x / mine.all);
+/* A super of the item, and what the block has of it; spans are counted as w.span. */
+typedef struct super_part {
+    int32_t first, end; /* its spans */
+    int32_t from, to;   /* those that are the block's */
+    int32_t shared;     /* its number among the supers that several blocks have */
+} super_part;
+
+DEVICE bool is_whole(const super_part &x) { return x.from == x.first && x.to == x.end; }
+
+/* Those that blocks share are numbered by item, or by the block whose share ends in them; each ends in one. */
+DEVICE super_part see_super(const attn_cuda_decode &c, const walk &w, const share &mine, int32_t super) {
+    super_part x;
+    x.first = attn__max32(super * SUPER - w.first, 0);
+    x.end = attn__min32((super + 1) * SUPER - w.first, spans_of(w));
+    x.from = attn__max32(x.first, w.span);
+    x.to = attn__min32(x.end, w.span_end);
+    x.shared = -1;
+    if (is_whole(x)) return x;
+    const int32_t item = (w.s.b * c.a.p.heads_kv + w.head) * c.blocks + w.block;
+    const int64_t begins = w.before + (int64_t)x.first * SPAN_TILES;
+    x.shared = c.by_item ? item * c.supers + super : (int32_t)quotient(begins * gridDim.x, mine.all);
+    return x;
 }
 
-/* The super's spans [from, to) of [first, end), counted as w.span; slot: its number, if it is shared. False: others are still at it. */
-DEVICE bool work_super(const attn_cuda_decode &c, const part &w, const rows &r, const uint32_t q[STEPS][4], desk &d,
-                       state &x, int32_t slot, int32_t from, int32_t to, int32_t first, int32_t end) {
-    const bool is_whole = from == first && to == end;
+/* The block's spans of a super: in x if they are all of them. */
+DEVICE void work_super(const attn_cuda_decode &c, const super_part &s, const walk &w, const uint32_t q[STEPS][4], desk &d,
+                       state &x) {
+    float *slot = is_whole(s) ? NULL : slot_at(c, c.spans, (int64_t)s.shared * c.each + (s.from - s.first));
     x = empty_state(*d.notes);
 #pragma unroll 1
-    for (int32_t span = from; span < to; span++) {
-        const state y = work_span(c.a, w, r, q, d, span);
-        if (is_whole)
+    for (int32_t span = s.from; span < s.to; span++) {
+        const state y = work_span(c.a, w, q, d, span);
+        if (slot) {
+            put_state(c, slot, y, d.notes->rows);
+            slot = slot_at(c, slot, 1);
+        } else {
             fold(x, y, *d.notes);
-        else
-            put_state(c, slot_at(c, c.spans, (int64_t)slot * c.each + (span - first)), y, r.count);
+        }
     }
-    if (is_whole) return true;
-    if (!is_last(&c.counters[slot], (uint32_t)(to - from), (uint32_t)(end - first), *d.notes)) return false;
-    x = fold_slots(c, slot_at(c, c.spans, (int64_t)slot * c.each), end - first, *d.notes, r.count);
-    return true;
+}
+
+/* What comes then: of the super, if it is done, and of the item. */
+DEVICE void end_super(const attn_cuda_decode &c, const super_part &s, const walk &w, const state &x, desk &d, int32_t count,
+                      int32_t super) {
+    const int32_t first = w.first / SUPER, supers = (w.first + spans_of(w) - 1) / SUPER - first + 1;
+    const int32_t item = (w.s.b * c.a.p.heads_kv + w.head) * c.blocks + w.block;
+    float *slots = slot_at(c, c.super_slots, (int64_t)item * c.supers),
+          *slot = supers > 1 ? slot_at(c, slots, super) : NULL;
+    const float *from = NULL; /* slots to fold */
+    int32_t some = 0;
+    if (!is_whole(s)) {
+        if (!is_last(&c.counters[s.shared], (uint32_t)(s.to - s.from), (uint32_t)(s.end - s.first), *d.notes)) return;
+        from = slot_at(c, c.spans, (int64_t)s.shared * c.each);
+        some = s.end - s.first;
+    } else if (slot) {
+        put_state(c, slot, x, count);
+    } else {
+        finish_item(c.a, w, *d.notes, x);
+    }
+#pragma unroll 1
+    for (;;) {
+        if (from) fold_slots(c, w, *d.notes, from, some, count, slot);
+        if (!slot || !is_last(&c.counters[c.shared + item], 1, (uint32_t)supers, *d.notes)) return;
+        from = slot_at(c, slots, first);
+        some = supers;
+        slot = NULL;
+    }
 }
 
 DEVICE void work_part(const attn_cuda_decode &c, const walk &w, desk &d) {
-    const attn_cuda_args &a = c.a;
-    const int32_t spans = spans_of(w), span_end = w.span_end;
-    const int32_t first_super = w.first / SUPER, supers = (w.first + spans - 1) / SUPER - first_super + 1;
-    const int32_t item = (w.s.b * a.p.heads_kv + w.head) * c.blocks + w.block;
-    const part own = {w.first, w.tiles, w.from, w.to, w.s.sk - w.s.sq};
-    const rows r = see_rows(a, w, *d.notes);
     uint32_t q[STEPS][4];
+    load_q(c.a, w, q);
+    see_rows(c.a, w, *d.notes);
     state x;
-    load_q(a, w, *d.notes, q);
 #pragma unroll 1
-    for (int32_t super = (own.first + w.span) / SUPER, from = w.span; from < span_end; super++) {
-        const int32_t first = attn__max32(super * SUPER - own.first, 0);
-        const int32_t end = attn__min32((super + 1) * SUPER - own.first, spans), to = attn__min32(end, span_end);
-        const int32_t slot = shared_super(c, *d.mine, item, super, w.before + (int64_t)first * SPAN_TILES);
-        const bool is_done = work_super(c, own, r, q, d, x, slot, from, to, first, end);
-        from = to;
-        if (!is_done) continue;
-        if (supers > 1) {
-            put_state(c, slot_at(c, c.super_slots, (int64_t)item * c.supers + super), x, r.count);
-            if (!is_last(&c.counters[c.shared + item], 1, (uint32_t)supers, *d.notes)) continue;
-            x = fold_slots(c, slot_at(c, c.super_slots, (int64_t)item * c.supers + first_super), supers, *d.notes, r.count);
-        }
-        finish_item(a, w, *d.notes, x);
+    for (int32_t super = (w.first + w.span) / SUPER; super * SUPER - w.first < w.span_end; super++) {
+        work_super(c, see_super(c, w, d.notes->mine, super), w, q, d, x);
+        super = here(super); /* where the super is, is found out again: meanwhile registers are scarce */
+        end_super(c, see_super(c, w, d.notes->mine, super), w, x, d, d.notes->rows, super);
     }
 }
 
@@ -566,17 +756,17 @@ KERNEL __launch_bounds__(THREADS, K(CTAS)) VARIANT(const __grid_constant__ attn_
     extern __shared__ __align__(128) uint8_t shared[];
     const attn_cuda_args &a = c.a;
     shared_notes &notes = *(shared_notes *)(shared + AT_NOTES);
-    walk w, ahead;
-    share mine;
-    if (!start_walk(a, w, mine, notes)) return;
-    ahead = w;
-    desk d = {cvta_shared(shared), cvta_shared(shared) + AT_P, 0, &notes, &mine, start_fetch(a, ahead, mine)};
+    if (!start_walk(a, notes)) return;
+    const int warp = threadIdx.x >> 5;
+    walk &w = notes.work[warp];
+    desk d = {cvta_shared(shared) + warp / TEAM * TEAM_BYTES, 0, &notes, start_fetch(a, notes)};
 #pragma unroll 1
-    for (int n = 0; n < STAGES - 1; n++) fetch_tile(a, d.f, mine, d.tiles);
+    for (int n = 0; n < STAGES; n++) leave_tile(a, a, d);
+    copy_args(a, notes.a);
     do {
         work_part(c, w, d);
         const bool pads = !(a.p.flags & ATTN_VARLEN_Q) && a.p.max_q <= ATTN_CUDA_SPLIT_ROWS;
         if (pads && w.block == 0 && w.span == 0 && w.s.sq < a.p.max_q) fill_padding(a, w.s.b, w.head, w.s.sq);
-    } while (next_part(a, w, mine));
+    } while (next_part(a, w, notes.mine));
     cp_async_wait_all();
 }

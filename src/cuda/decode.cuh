@@ -36,22 +36,26 @@ enum {
     STAGES = K(STAGES),
     WARPS = ATTN_DECODE_WARPS,
     THREADS = 32 * WARPS,
-    ROWS = 16,                    /* of an item */
-    PIECES = DIM / 8,             /* of 16 bytes in a row */
-    KEYS = BN / WARPS,            /* that a warp fetches, and whose scores it makes */
-    TOGETHER = DIM > 192 ? 4 : 8, /* copies: where Q and O are large registers are scarce */
-    NT = KEYS / 8,                /* 8-key tiles of them */
-    STEPS = DIM / 16,             /* of S = Q K^T */
-    DT = DIM / 8 / WARPS,         /* 8-column tiles of O that a warp has */
+    ROWS = 16,                   /* of an item */
+    KEYS = 32,                   /* of a tile that a team has */
+    TEAMS = BN / KEYS,           /* of a block: a warp, or two that share the dims of Q, K, V and O */
+    TEAM = WARPS / TEAMS,        /* warps of one */
+    FETCHED = KEYS / TEAM,       /* rows of a tile that a warp fetches */
+    PIECES = DIM / 8,            /* of 16 bytes in a row */
+    ROW_BYTES = DIM * 2,         /* of K or V */
+    NT = KEYS / 8,               /* 8-key tiles of a team's keys */
+    STEPS = DIM / 16 / TEAM,     /* of S = Q K^T that a warp does */
+    DT_TEAM = DIM / 8 / TEAM,    /* 8-column tiles of O that a warp has within a span */
+    DT = DIM / 8 / WARPS,        /* and then, when the teams have met */
+    TEAM_BYTES = KEYS * DIM * 2, /* the team's rows of a tile */
     TILE_BYTES = BN * DIM * 2,
     SPAN = ATTN_DECODE_SPAN,   /* keys */
     SUPER = ATTN_DECODE_SUPER, /* spans */
     SPAN_TILES = SPAN / BN,
-    AT_P = STAGES * 2 * TILE_BYTES, /* in shared memory, behind the tiles of K and V */
-    AT_NOTES = AT_P + ROWS * BN * 2
+    AT_NOTES = STAGES * TILE_BYTES /* in shared memory, behind the tiles */
 };
-static_assert(DIM % 32 == 0 && BN % 32 == 0 && SPAN % BN == 0 && KEYS <= 32, "want other dim or bn");
-static_assert(KEYS * PIECES % 32 == 0, "lanes share the pieces of a warp's rows evenly");
+static_assert(DIM % 32 == 0 && SPAN % BN == 0 && BN % KEYS == 0 && WARPS % TEAMS == 0, "want other dim or bn");
+static_assert(TEAM_BYTES == ROWS * DIM * 4, "O of a team goes where its rows of V were");
 
 /* A row of the item at hand. */
 typedef struct row_notes {
@@ -60,22 +64,14 @@ typedef struct row_notes {
     float scale, raw, slope, least; /* as tile_place has them: rows.cuh */
 } row_notes;
 
-/* What threads tell each other. */
-typedef struct shared_notes {
-    row_notes row[ROWS];
-    float number[WARPS][ROWS]; /* of a row: maximum or sum over the warp's keys */
-    int64_t work[WARPS];       /* start_walk */
-    int64_t before;            /* start_walk: units before sequence b */
-    int32_t b;
-    int32_t last; /* is_last */
-} shared_notes;
-static_assert(sizeof(shared_notes) <= ATTN_DECODE_NOTES, "give the notes more room");
-
-/* Address of a 16-byte piece: as shared_at of fwd.cuh. */
-DEVICE uint32_t piece_at(uint32_t base, int row, int piece, int pieces) {
-    int swizzle = pieces % 8 == 0 ? row & 7 : row >> 1 & 3;
-    return base + row * pieces * 16 + ((piece ^ swizzle) << 4);
-}
+/*
+ * Where 16-byte pieces are: within each AROUND of a row they are exchanged by the row's number, so that a column of pieces is in all
+ * banks. The address of one is that of the row's piece 0 with a few bits turned over.
+ */
+enum { AROUND = PIECES % 8 == 0 ? 8 : 4 };
+DEVICE int turn_of(int row) { return AROUND == 8 ? row & 7 : row >> 1 & 3; }
+DEVICE uint32_t start_of_row(uint32_t base, int row) { return base + row * ROW_BYTES + (turn_of(row) << 4); }
+DEVICE uint32_t piece_at(uint32_t row, int piece) { return (row ^ (piece % AROUND << 4)) + piece / AROUND * AROUND * 16; }
 
 /* ---- the list of work: [sequence][KV head][16 rows][span] ---- */
 
@@ -97,7 +93,37 @@ typedef struct share {
     int64_t all;      /* units of the whole list */
 } share;
 
-DEVICE int64_t ceil_div(int64_t x, int32_t by) { return (x + by - 1) / by; }
+/* What threads tell each other. */
+typedef struct shared_notes {
+    row_notes row[ROWS];
+    int32_t rows;             /* of the item at hand */
+    int32_t all_from, all_to; /* keys that all of them see */
+    float most[TEAMS][ROWS];  /* of a row: maximum and sum over the team's keys of a span */
+    float sum[TEAMS][ROWS];
+    int64_t sums[WARPS]; /* start_walk */
+    int64_t before;      /* start_walk: units before sequence b */
+    int32_t b;
+    int32_t last; /* is_last */
+    share mine;
+    walk work[WARPS]; /* where each warp works, */
+    walk ahead
+        [WARPS]; /* and where it fetches: here, as there is no room in registers, and memory is far while K and V stream in */
+    attn_cuda_args a; /* of the kernel: next_fetch */
+} shared_notes;
+static_assert(sizeof(shared_notes) <= ATTN_DECODE_NOTES, "give the notes more room");
+
+/* x / by, neither of them negative; most often both fit into 32 bits. */
+static __device__ __noinline__ int64_t long_quotient(int64_t x, int64_t by) { return x / by; }
+DEVICE int64_t quotient(int64_t x, int64_t by) {
+    if (((uint64_t)x | (uint64_t)by) >> 32 == 0) return (uint32_t)x / (uint32_t)by;
+    return long_quotient(x, by);
+}
+
+/* Spans of so many units. */
+DEVICE int32_t ceil_spans(int64_t units) { return (int32_t)((uint64_t)(units + SPAN_TILES - 1) / SPAN_TILES); }
+
+/* The first unit of block n. */
+DEVICE int64_t share_of(int64_t all, uint32_t n) { return quotient(all * n + gridDim.x - 1, gridDim.x); }
 
 DEVICE int32_t spans_of(const walk &w) { return attn__max32(1, (w.tiles + SPAN_TILES - 1) / SPAN_TILES); }
 
@@ -116,8 +142,7 @@ DEVICE void see_sequence(const attn_cuda_args &a, walk &w, int32_t b) {
     }
     w.head = w.block = 0;
     w.from = w.to = w.first = w.tiles = 0;
-    w.blocks =
-        w.s.sq > ATTN_CUDA_SPLIT_ROWS ? 0 : attn__max32(1, (w.s.sq * (a.p.heads_q / a.p.heads_kv) + ROWS - 1) / ROWS);
+    w.blocks = w.s.sq > ATTN_CUDA_SPLIT_ROWS ? 0 : attn__max32(1, (w.s.sq * a.group + ROWS - 1) / ROWS);
     if (w.s.sq == 0) return;
     const attn_mask mask = attn__seq_mask(&a.p, &w.s);
     attn__mask_rows(&mask, 0, w.s.sq, &w.from, &w.to);
@@ -129,18 +154,15 @@ DEVICE void see_sequence(const attn_cuda_args &a, walk &w, int32_t b) {
 /* Units of a sequence. */
 DEVICE int64_t work_of(const attn_cuda_args &a, const walk &w) { return (int64_t)units_of(w) * w.blocks * a.p.heads_kv; }
 
-/*
- * From the item at hand on, the first of which the block has a part. Is there one? By itself, as it is seldom called: walks then are in
- * memory and not in registers.
- */
-static __device__ __noinline__ bool find_part(const attn_cuda_args &a, walk &w, const share &mine) {
+/* From the item at hand on, the first of which the block has a part. Is there one? */
+DEVICE bool find_part(const attn_cuda_args &a, walk &w, const share &mine) {
     for (;;) {
         if (w.blocks) {
             const int64_t from = mine.from - w.before, to = mine.to - w.before;
             if (to <= 0) return false;
             const int32_t spans = spans_of(w);
-            w.span = from <= 0 ? 0 : (int32_t)ceil_div(from, SPAN_TILES);
-            w.span_end = to >= (int64_t)spans * SPAN_TILES ? spans : (int32_t)ceil_div(to, SPAN_TILES);
+            w.span = from <= 0 ? 0 : ceil_spans(from);
+            w.span_end = to >= (int64_t)spans * SPAN_TILES ? spans : ceil_spans(to);
             if (w.span < w.span_end) return true;
             w.before += units_of(w);
             if (++w.block < w.blocks) continue;
@@ -151,23 +173,35 @@ static __device__ __noinline__ bool find_part(const attn_cuda_args &a, walk &w, 
         see_sequence(a, w, w.s.b + 1);
     }
 }
-DEVICE bool next_part(const attn_cuda_args &a, walk &w, const share &mine) {
-    const int32_t spans = spans_of(w);
-    w.span = w.span_end;
-    if (w.span < spans) return false; /* the rest is the next block's */
-    w.before += units_of(w);
-    if (++w.block >= w.blocks) {
-        w.block = 0;
-        if (++w.head >= a.p.heads_kv) w.blocks = 0; /* through with it */
+
+/* The warp's next part: its first lane finds it. Is there one? */
+DEVICE bool next_part(const attn_cuda_args &a, walk &warps, const share &mine) {
+    bool found = false;
+    __syncwarp(); /* nobody reads the part before any more */
+    if ((threadIdx.x & 31) == 0) {
+        walk w = warps;
+        w.span = w.span_end;
+        if (w.span >= spans_of(w)) { /* otherwise the rest is the next block's */
+            w.before += units_of(w);
+            if (++w.block >= w.blocks) {
+                w.block = 0;
+                if (++w.head >= a.p.heads_kv) w.blocks = 0; /* through with it */
+            }
+            found = find_part(a, w, mine);
+        }
+        warps = w;
     }
-    return find_part(a, w, mine);
+    __syncwarp();
+    return __any_sync(~0u, found);
 }
 
 /*
  * Counts the work of all sequences, and finds that with which the block begins. A thread has some that follow each other. Is there
  * anything to do?
  */
-static __device__ __noinline__ bool start_walk(const attn_cuda_args &a, walk &w, share &mine, shared_notes &notes) {
+DEVICE bool start_walk(const attn_cuda_args &a, shared_notes &notes) {
+    walk w;
+    share mine;
     const int32_t lane = (int32_t)threadIdx.x & 31, warp = (int32_t)threadIdx.x >> 5, batch = a.p.batch;
     int64_t before = 0;
     int32_t b = 0;
@@ -184,15 +218,15 @@ static __device__ __noinline__ bool start_walk(const attn_cuda_args &a, walk &w,
             const uint64_t others = __shfl_sync(~0u, sum, (lane - by) & 31);
             if (lane >= by) sum += others;
         }
-        if (lane == 31) notes.work[warp] = (int64_t)sum;
+        if (lane == 31) notes.sums[warp] = (int64_t)sum;
         __syncthreads();
         before = (int64_t)sum - own;
         mine.all = 0;
         for (int n = 0; n < WARPS; n++) {
-            if (n < warp) before += notes.work[n];
-            mine.all += notes.work[n];
+            if (n < warp) before += notes.sums[n];
+            mine.all += notes.sums[n];
         }
-        mine.from = ceil_div(mine.all * blockIdx.x, (int32_t)gridDim.x);
+        mine.from = share_of(mine.all, blockIdx.x);
         if (before <= mine.from && mine.from < before + own) { /* one thread of the block, if there is work at all */
             for (b = first; b < end; b++) {
                 see_sequence(a, w, b);
@@ -206,149 +240,214 @@ static __device__ __noinline__ bool start_walk(const attn_cuda_args &a, walk &w,
         if (mine.from >= mine.all) return false;
         b = notes.b;
         before = notes.before;
-    } else {
+        see_sequence(a, w, b);
+    } else { /* all alike: sequences are items of another kind */
         see_sequence(a, w, 0);
         const int64_t each = work_of(a, w);
         mine.all = each * batch;
-        mine.from = ceil_div(mine.all * blockIdx.x, (int32_t)gridDim.x);
+        mine.from = share_of(mine.all, blockIdx.x);
         if (mine.from >= mine.all) return false;
-        b = (int32_t)(mine.from / each);
+        b = (int32_t)quotient(mine.from, each);
         before = b * each;
+        w.s.b = w.s.slot = b;
     }
-    mine.to = ceil_div(mine.all * (blockIdx.x + 1), (int32_t)gridDim.x);
-    see_sequence(a, w, b);
-    const int32_t item = (int32_t)((mine.from - before) / units_of(w));
+    mine.to = share_of(mine.all, blockIdx.x + 1);
+    const uint32_t item = (uint32_t)quotient(mine.from - before, units_of(w));
     w.before = before + (int64_t)item * units_of(w);
-    w.head = item / w.blocks;
-    w.block = item % w.blocks;
-    return find_part(a, w, mine);
+    w.head = (int32_t)(item / (uint32_t)w.blocks);
+    w.block = (int32_t)(item % (uint32_t)w.blocks);
+    if (!find_part(a, w, mine)) return false;
+    if (lane == 0) notes.work[warp] = notes.ahead[warp] = w;
+    if (threadIdx.x == 0) notes.mine = mine;
+    __syncthreads();
+    return true;
 }
 
 /* ---- tiles of K and V to shared memory, a few ahead of the work ---- */
 
+/*
+ * How rows are fetched that all are read: whole rows at multiples of 16 bytes, the next always a stride away; so eight at a time, as they lie
+ * in one page; whole rows, each where its page is; any.
+ */
+enum { FETCH_ROWS, FETCH_EIGHTS, FETCH_SINGLES, FETCH_ANY };
+
+/* Of each span first the tiles of K and then those of V. */
 typedef struct fetcher {
-    walk *w;              /* where it is, ahead of the work */
     int32_t left;         /* tiles of the part at hand */
-    int32_t at;           /* cache position of the lane's row of the tile: it finds out where that is for all */
+    int32_t step;         /* of the span: its tile of K, or, past the last, of V */
+    int32_t at;           /* cache position of the warp's first row of the tile */
     int32_t from, to;     /* cache positions that are read */
-    int64_t k, v;         /* element offsets of the sequence (of no page) and head */
+    int32_t how;          /* K and, two bits higher, V: FETCH_... */
+    const uint8_t *k, *v; /* of the sequence (of no page) and head */
     const int32_t *table; /* its pages */
     int32_t page;         /* of the lane's row, as it stands there */
-    uint32_t stage;       /* where the tile goes */
 } fetcher;
 
-DEVICE int64_t start_of(const attn_cuda_args &a, const attn_tensor &t, const walk &w) {
-    if (a.p.page_size) return w.head * t.stride[2];
-    return attn__kv_offset(&a.p, &a.f, &t, &w.s, 0, w.head);
+DEVICE const uint8_t *start_of(const attn_cuda_args &a, const attn_tensor &t, const walk &w) {
+    const int64_t at = a.p.page_size ? w.head * t.stride[2] : attn__kv_offset(&a.p, &a.f, &t, &w.s, 0, w.head);
+    return (const uint8_t *)t.data + 2 * at;
+}
+DEVICE int32_t how_of(const attn_cuda_args &a, const attn_tensor &t, int32_t dim, int32_t leftpad) {
+    if (!a.vector_ok || dim != DIM) return FETCH_ANY;
+    if ((uint64_t)t.stride[1] >> 28) return a.p.page_size ? FETCH_SINGLES : FETCH_ANY;
+    if (!a.p.page_size) return FETCH_ROWS;
+    return (a.p.page_size | leftpad) % 8 == 0 ? FETCH_EIGHTS : FETCH_SINGLES;
 }
 
 /* A part, from its first tile on. */
-DEVICE void see_part(const attn_cuda_args &a, fetcher &f) {
-    const walk &w = *f.w;
+DEVICE void see_part(const attn_cuda_args &a, const walk &w, fetcher &f) {
     const int32_t tile = w.span * SPAN_TILES, end = attn__min32(w.span_end * SPAN_TILES, w.tiles);
     f.left = end - tile;
+    f.step = 0;
     f.from = w.s.leftpad + w.from;
     f.to = w.s.leftpad + w.to;
-    f.at =
-        w.s.leftpad + w.first * SPAN + tile * BN + (int32_t)(threadIdx.x >> 5) * KEYS + (int32_t)(threadIdx.x & 31) % KEYS;
+    f.at = w.s.leftpad + w.first * SPAN + tile * BN + (int32_t)(threadIdx.x >> 5) * FETCHED;
     f.k = start_of(a, a.f.k, w);
     f.v = start_of(a, a.f.v, w);
+    f.how = how_of(a, a.f.k, a.p.dim_qk, w.s.leftpad) | how_of(a, a.f.v, a.p.dim_v, w.s.leftpad) << 2;
     if (a.p.page_size) f.table = a.f.page_table + w.s.slot * attn__pages_per_slot(&a.p, &a.f);
 }
 
-DEVICE bool is_read(const fetcher &f) { return f.at >= f.from && f.at < f.to; }
-
-/* Goes on to a part that has tiles, and asks for the pages of the first one. */
-DEVICE void look_ahead(const attn_cuda_args &a, fetcher &f, const share &mine) {
-    while (f.left == 0) {
-        f.left = -1; /* no more */
-        if (next_part(a, *f.w, mine)) see_part(a, f);
-    }
-    if (f.left > 0 && a.p.page_size && is_read(f)) f.page = f.table[attn__divide((uint32_t)f.at, a.by_page)];
+/* Rows of Q of the part ahead, a lane each, to L2: when they are asked for, what streams in is not in their way any more. */
+DEVICE void expect_q(const attn_cuda_args &a, const walk &w) {
+    const int32_t number = w.block * ROWS + (int32_t)(threadIdx.x & 31);
+    if (threadIdx.x >= ROWS || number >= w.s.sq * a.group) return;
+    const int32_t i = (int32_t)attn__divide((uint32_t)number, a.by_share), h = w.head * a.group + number - i * a.group;
+    const uint16_t *row = (const uint16_t *)a.f.q.data + attn__q_offset(&a.p, &a.f.q, &w.s, i, h);
+    for (int32_t x = 0; x < a.p.dim_qk; x += 64) prefetch_global_l2(row + x);
 }
 
-DEVICE fetcher start_fetch(const attn_cuda_args &a, walk &w, const share &mine) {
-    fetcher f;
-    f.w = &w;
-    f.page = 0;
-    f.table = NULL;
-    f.stage = 0;
-    see_part(a, f);
-    look_ahead(a, f, mine);
+/* Of the lane's row: it finds out for all where that is. */
+DEVICE int32_t position_of(const fetcher &f) { return f.at + (int32_t)(threadIdx.x & 31) % FETCHED; }
+DEVICE bool is_read(const fetcher &f) { return position_of(f) >= f.from && position_of(f) < f.to; }
+
+/* Goes on to a part that has tiles. By itself, and with a copy, as it is seldom called: a fetcher then is in registers. */
+static __device__ __noinline__ fetcher next_fetch(const attn_cuda_args &a, fetcher f, shared_notes &notes) {
+    walk &w = notes.ahead[threadIdx.x >> 5];
+    while (f.left == 0) {
+        f.left = -1; /* no more */
+        if (!next_part(a, w, notes.mine)) break;
+        see_part(a, w, f);
+        expect_q(a, w);
+    }
     return f;
 }
 
-/* Element offset of the lane's row; page: of it, where there are any, and its row there. */
-DEVICE int64_t offset_of(const attn_cuda_args &a, const attn_tensor &t, int64_t start, int32_t page, int32_t row) {
-    return start + (a.p.page_size ? page * t.stride[0] : 0) + row * t.stride[1];
+/* Asks for the pages of the next tile. `copy` is of a, or the same: for a function that reads it as memory. */
+DEVICE void look_ahead(const attn_cuda_args &a, const attn_cuda_args &copy, fetcher &f, shared_notes &notes) {
+    if (f.left == 0) f = next_fetch(copy, f, notes);
+    if (a.p.page_size && f.left > 0 && is_read(f)) f.page = f.table[attn__divide((uint32_t)position_of(f), a.by_page)];
 }
 
-/* Elements of piece n of the warp's rows that are there; rows that nobody sees are not read and become zero, as do columns past the dim. */
-DEVICE int count_of(uint32_t there, int row, int piece, int32_t dim) {
-    return there >> row & 1 ? attn__max32(0, attn__min32(8, dim - piece * 8)) : 0;
+/* What the kernel is given is far too, unless an instruction has its address in it. */
+DEVICE void copy_args(const attn_cuda_args &a, attn_cuda_args &copy) {
+#pragma unroll 1
+    for (uint32_t n = threadIdx.x; n < sizeof a / 4; n += THREADS) ((uint32_t *)&copy)[n] = ((const uint32_t *)&a)[n];
 }
 
-/* The warp's rows of one tile, at any address. */
-static __device__ __noinline__ void copy_rows(const uint16_t *data, int64_t offset, uint32_t there, int32_t dim,
-                                              uint32_t to) {
+DEVICE fetcher start_fetch(const attn_cuda_args &a, shared_notes &notes) {
+    fetcher f;
+    f.page = 0;
+    f.table = NULL;
+    see_part(a, notes.ahead[threadIdx.x >> 5], f);
+    look_ahead(a, a, f, notes);
+    return f;
+}
+
+/* The warp's rows of one tile, at any address. Rows that nobody sees are not read and become zero, as do columns past the dim. */
+static __device__ __noinline__ void copy_rows(const uint8_t *data, int64_t offset, uint32_t there, int32_t dim,
+                                              bool vector_ok, uint32_t to) {
     const int lane = threadIdx.x & 31;
 #pragma unroll 1
-    for (int n = lane; n < KEYS * PIECES; n += 32) {
-        const int row = n / PIECES, piece = n % PIECES, count = count_of(there, row, piece, dim);
-        const uint16_t *from = data + (int64_t)__shfl_sync(~0u, (uint64_t)offset, row) + piece * 8;
+    for (int n = lane; n < FETCHED * PIECES; n += 32) {
+        const int row = n / PIECES, piece = n % PIECES;
+        const int count = there >> row & 1 ? attn__max32(0, attn__min32(8, dim - piece * 8)) : 0;
+        const uint16_t *from = (const uint16_t *)(data + (int64_t)__shfl_sync(~0u, (uint64_t)offset, row)) + piece * 8;
+        const uint32_t at = piece_at(start_of_row(to, row), piece);
+        if (vector_ok) {
+            cp_async_cg_zfill(at, count ? (const uint8_t *)from : data, count * 2);
+            continue;
+        }
         uint32_t word[4] = {0, 0, 0, 0};
 #pragma unroll
         for (int x = 0; x < 8; x++)
             if (x < count) word[x / 2] |= (uint32_t)from[x] << (x % 2 * 16);
-        st_shared_v4(piece_at(to, row, piece, PIECES), make_uint4(word[0], word[1], word[2], word[3]));
+        st_shared_v4(at, make_uint4(word[0], word[1], word[2], word[3]));
     }
 }
 
-/* The same at multiples of 16 bytes, which arrive later. Most tiles are whole. `to` is a multiple of 8 rows. */
-DEVICE void fetch_rows(const void *data, int64_t offset, uint32_t there, int32_t dim, uint32_t to) {
+/*
+ * Whole rows. So many requests are whole rows that what a lane fetches begins with them anew. Rows are `step` bytes apart: all, or eight,
+ * or none, and lane n says where row n is, in pieces.
+ */
+template <int HOW> DEVICE void fetch_rows(const uint8_t *data, uint32_t step, uint32_t pieces, uint32_t to) {
+    enum { REQUESTS = PIECES % 3 == 0 ? 3 : 1, EACH = REQUESTS * 32 / PIECES, SINGLES = HOW == FETCH_SINGLES };
+    static_assert(8 % EACH == 0 && FETCHED % 8 == 0, "want other dims");
     const int lane = here(threadIdx.x & 31);
-    if (there == ~0u && dim == DIM) {
-#pragma unroll TOGETHER
-        for (int n = 0; n < KEYS * PIECES / 32; n++) {
-            const int row = (n * 32 + lane) / PIECES, piece = (n * 32 + lane) % PIECES;
-            const uint16_t *from = (const uint16_t *)data + (int64_t)__shfl_sync(~0u, (uint64_t)offset, row);
-            cp_async_cg(piece_at(to, row, piece, PIECES), from + piece * 8);
+#pragma unroll
+    for (int c = 0; c < REQUESTS; c++) {
+        const uint32_t row = (uint32_t)(c * 32 + lane) / PIECES, piece = (uint32_t)(c * 32 + lane) % PIECES;
+        const uint32_t at = piece_at(start_of_row(to, (int)row), (int)piece);
+        const uint8_t *from = data + piece * 16 + (SINGLES ? 0 : (uint64_t)row * step);
+#pragma unroll HOW == FETCH_ROWS ? FETCHED / 8 : 1
+        for (int eight = 0; eight < FETCHED; eight += 8) {
+            const uint8_t *x = from;
+            if (HOW == FETCH_EIGHTS) x += (uint64_t)__shfl_sync(~0u, pieces, eight) * 16;
+#pragma unroll
+            for (int n = 0; n < 8; n += EACH) { /* EACH is a power of 2: turns add up like bits */
+                if (SINGLES) x = from + (uint64_t)__shfl_sync(~0u, pieces, (int)row + eight + n) * 16;
+                cp_async_cg((at ^ turn_of(n) << 4) + (eight + n) * ROW_BYTES, x);
+                x += EACH * step;
+            }
+            if (HOW == FETCH_ROWS) from = x;
         }
-        return;
-    }
-#pragma unroll 2
-    for (int n = 0; n < KEYS * PIECES / 32; n++) {
-        const int row = (n * 32 + lane) / PIECES, piece = (n * 32 + lane) % PIECES;
-        const uint16_t *from = (const uint16_t *)data + (int64_t)__shfl_sync(~0u, (uint64_t)offset, row);
-        const int count = count_of(there, row, piece, dim);
-        cp_async_cg_zfill(piece_at(to, row, piece, PIECES), count ? from + piece * 8 : data, count * 2);
     }
 }
 
-/* The next tile, if there is one; a group of copies in any case. */
-DEVICE void fetch_tile(const attn_cuda_args &a, fetcher &f, const share &mine, uint32_t shared_tiles) {
+static __device__ __noinline__ void fetch_singles(const uint8_t *data, uint32_t pieces, uint32_t to) {
+    fetch_rows<FETCH_SINGLES>(data, 0, pieces, to);
+}
+
+/* The next tile, if there is one, to the team's rows at `to`; a group of copies in any case. */
+DEVICE void fetch_tile(const attn_cuda_args &a, const attn_cuda_args &copy, fetcher &f, shared_notes &notes, uint32_t to) {
     if (f.left > 0) {
-        const bool is_there = is_read(f);
-        const uint32_t there = __ballot_sync(~0u, is_there);
-        const uint32_t to = shared_tiles + f.stage + (threadIdx.x >> 5) * KEYS * PIECES * 16; /* the warp's rows */
-        int32_t page = 0, row = f.at;
-        if (is_there && a.p.page_size) {
-            page = clamped(a, f.page, 0, a.p.num_pages - 1, ATTN_FLAW_PAGE_TABLE, f.w->s.b);
-            row -= (int32_t)attn__divide((uint32_t)f.at, a.by_page) * a.p.page_size;
-        }
-        const int64_t k = is_there ? offset_of(a, a.f.k, f.k, page, row) : 0;
-        const int64_t v = is_there ? offset_of(a, a.f.v, f.v, page, row) : 0;
-        if (a.vector_ok) {
-            fetch_rows(a.f.k.data, k, there, a.p.dim_qk, to);
-            fetch_rows(a.f.v.data, v, there, a.p.dim_v, to + TILE_BYTES);
+        const int32_t tiles = attn__min32(SPAN_TILES, f.left); /* of the span */
+        const bool is_v = f.step >= tiles, is_whole = f.at >= f.from && f.at + FETCHED <= f.to;
+        const int64_t stride = is_v ? a.f.v.stride[1] : a.f.k.stride[1];
+        const uint8_t *data = is_v ? f.v : f.k;
+        const int32_t how = is_whole ? f.how >> (is_v ? 2 : 0) & 3 : (int32_t)FETCH_ANY;
+        to += (threadIdx.x >> 5) % TEAM * FETCHED * ROW_BYTES;
+        if (how == FETCH_ROWS) {
+            const uint32_t step = (uint32_t)stride * 2;
+            fetch_rows<FETCH_ROWS>(data + (uint64_t)(uint32_t)f.at * step, step, 0, to);
         } else {
-            copy_rows((const uint16_t *)a.f.k.data, k, there, a.p.dim_qk, to);
-            copy_rows((const uint16_t *)a.f.v.data, v, there, a.p.dim_v, to + TILE_BYTES);
+            const bool is_there = is_read(f);
+            int64_t offset = 0; /* bytes */
+            if (is_there) {
+                int32_t page = 0, row = position_of(f);
+                if (a.p.page_size) {
+                    row -= (int32_t)attn__divide((uint32_t)row, a.by_page) * a.p.page_size;
+                    page =
+                        clamped(a, f.page, 0, a.p.num_pages - 1, ATTN_FLAW_PAGE_TABLE, notes.ahead[threadIdx.x >> 5].s.b);
+                }
+                offset = (a.p.page_size ? page * (is_v ? a.f.v.stride[0] : a.f.k.stride[0]) : 0) + row * stride;
+                offset *= 2;
+            }
+            const bool is_near = !__any_sync(~0u, (uint64_t)offset >> 36 != 0);
+            if (is_near && how == FETCH_EIGHTS)
+                fetch_rows<FETCH_EIGHTS>(data, (uint32_t)stride * 2, (uint32_t)(offset >> 4), to);
+            else if (is_near && how == FETCH_SINGLES)
+                fetch_singles(data, (uint32_t)(offset >> 4), to);
+            else
+                copy_rows(data, offset, __ballot_sync(~0u, is_there), is_v ? a.p.dim_v : a.p.dim_qk, a.vector_ok, to);
         }
-        f.stage = f.stage == (STAGES - 1) * 2 * TILE_BYTES ? 0 : f.stage + 2 * TILE_BYTES;
         f.at += BN;
-        f.left--;
-        look_ahead(a, f, mine);
+        if (++f.step == tiles) f.at -= tiles * BN;
+        if (f.step == 2 * tiles) {
+            f.step = 0;
+            f.left -= tiles;
+        }
+        look_ahead(a, copy, f, notes);
     }
     cp_async_commit_group();
 }

@@ -154,6 +154,7 @@ static attn_status launch_decode(const attn_cuda_run *run, const attn_plan *plan
     int64_t blocks;
     memset(&c, 0, sizeof c);
     c.a = *a;
+    c.a.group = a->p.heads_q / a->p.heads_kv;
     attn__cuda_decode_sizes(e, &a->p, run->sms, run->shared, &c, &blocks); /* as the plan has seen */
     const size_t items = c.supers > 1 ? (size_t)a->p.batch * (size_t)a->p.heads_kv * (size_t)c.blocks : 0;
     c.spans = attn__part(plan, &a->f, CUDA_SPANS);

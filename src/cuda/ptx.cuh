@@ -98,6 +98,9 @@ PTX void st_shared_v4(uint32_t to, uint4 x) {
 }
 PTX void st_shared_b32(uint32_t to, uint32_t x) { asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(x) : "memory"); }
 
+/* Barrier of some warps of a block; 0 is that of __syncthreads. */
+PTX void bar_sync(int barrier, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory"); }
+
 /* What other blocks have written, past L1. */
 PTX float4 ld_global_cg_v4(const float4 *from) {
     float4 x;
@@ -131,6 +134,13 @@ PTX void wait_acquire_gpu(const uint32_t *at, uint32_t number) {
 }
 PTX void st_release_gpu(uint32_t *at, uint32_t x) {
     asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(at), "r"(x) : "memory");
+}
+
+/* Adds; what this block wrote before (and behind a barrier, its threads) is seen by whoever adds later. Returns what was there. */
+PTX uint32_t atom_add_acq_rel_gpu(uint32_t *at, uint32_t x) {
+    uint32_t before;
+    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(at), "r"(x) : "memory");
+    return before;
 }
 
 /* c += a b: a is 16x16 (tf32: 16x8), b two registers, c 16x8 in float. */

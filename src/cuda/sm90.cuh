@@ -32,7 +32,6 @@ PTX void mbarrier_wait_parity(uint32_t barrier, uint32_t parity) {
 
 /* ---- named barriers: number 0 is that of __syncthreads ---- */
 
-PTX void bar_sync(int barrier, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory"); }
 PTX void bar_arrive(int barrier, int threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }

@@ -4,7 +4,7 @@
     ATTN_CUDA_DRIVER=... tests/emulate/decode.py ATTN      ATTN: the command line's program
 
 Each case runs with several EMULATE_SMS, and each sequence of it by itself and with its keys in pages; all must agree to the last bit,
-and with the reference to what float16 allows.
+and with the reference to what float16 allows. Then infinities and NaN in V, of keys that some rows see and others do not.
 """
 
 import os
@@ -25,6 +25,7 @@ CASES = [
     ([700, 257, 256, 1000], 16, 8, 2, 128, ["--causal"]),
     ([600, 300], 1, 16, 1, 256, []),
     ([900], 5, 4, 1, 192, ["--window", "500,3"]),
+    ([700, 40], 1, 4, 1, 96, []),
 ]
 
 
@@ -63,19 +64,19 @@ def check(folder, number, case):
         x, y = x.astype(float), y.astype(float)
         full = np.isfinite(y)
         assert np.array_equal(full, np.isfinite(x)) and np.abs(x[full] - y[full]).max() < 3e-3, "reference"
-    size = 16
-    pages = -(-most // size)
-    table = rng.permutation(batch * pages + 3)[: batch * pages].reshape(batch, pages).astype(np.int32)
-    paged = []
-    for x in (k, v):
-        flat = np.full((batch, pages * size, heads_kv, dim), np.nan, np.float16)
-        flat[:, :most] = x
-        store = np.full((batch * pages + 3, size, heads_kv, dim), np.nan, np.float16)
-        store[table.reshape(-1)] = flat.reshape(batch * pages, size, heads_kv, dim)
-        paged.append(store)
-    save(folder, k=paged[0], v=paged[1], table=table)
-    paged_options = [*with_lengths, "--page-table", "table.npy", "--max-kv", str(most)]
-    assert same(first, run(folder, "cuda", 7, paged_options)), "pages"
+    for size in (16, 3):  # eight rows in one page, or each by itself
+        pages = -(-most // size)
+        table = rng.permutation(batch * pages + 3)[: batch * pages].reshape(batch, pages).astype(np.int32)
+        paged = []
+        for x in (k, v):
+            flat = np.full((batch, pages * size, heads_kv, dim), np.nan, np.float16)
+            flat[:, :most] = x
+            store = np.full((batch * pages + 3, size, heads_kv, dim), np.nan, np.float16)
+            store[table.reshape(-1)] = flat.reshape(batch * pages, size, heads_kv, dim)
+            paged.append(store)
+        save(folder, k=paged[0], v=paged[1], table=table)
+        paged_options = [*with_lengths, "--page-table", "table.npy", "--max-kv", str(most)]
+        assert same(first, run(folder, "cuda", 7, paged_options)), f"pages of {size}"
     for b, length in enumerate(used):
         if length == 0:
             continue
@@ -84,11 +85,27 @@ def check(folder, number, case):
         assert same([x[b : b + 1] for x in first], alone), f"sequence {b} alone"
 
 
+def check_nonfinite(folder, dim):
+    rng = np.random.default_rng(dim)
+    q = rng.standard_normal((1, 5, 4, dim)).astype(np.float16)
+    k, v = (rng.standard_normal((1, 333, 2, dim)).astype(np.float16) for _ in range(2))
+    for n in range(6):
+        v[0, 332 - n % 4, n % 2, rng.integers(0, dim, 5)] = [np.inf, -np.inf, np.nan, np.inf, -np.inf]
+    k[0, 332] = np.nan
+    save(folder, q=q, k=k, v=v)
+    x, y = (run(folder, backend, 3, ["--causal"])[0].astype(float) for backend in ("cuda", "ref"))
+    full = np.isfinite(y)
+    assert np.array_equal(x[~full], y[~full], equal_nan=True) and np.abs(x[full] - y[full]).max() < 3e-3, "reference"
+
+
 def main():
     with tempfile.TemporaryDirectory() as name:
         for number, case in enumerate(CASES):
             check(pathlib.Path(name), number, case)
             print("decode", *case[:5], *case[5], "ok", flush=True)
+        for dim in (64, 96, 128, 136, 192, 248, 256):
+            check_nonfinite(pathlib.Path(name), dim)
+            print("decode, infinities", dim, "ok", flush=True)
 
 
 if __name__ == "__main__":
