@@ -6,8 +6,8 @@
 #
 #   build      the library, the command line and the tests, in build-cpu/
 #   tests      attn-tests: those of micro-kernels, AMX, contract and accuracy
-#   check      attn check against ref for each instruction set of the machine, CASES (2000) cases each
-#   bars       the accuracy at 4096 x 4096 x 128, for each
+#   check      attn check against ref for each instruction set of the machine, CASES (1000) cases each
+#   bars       the accuracy at 4096 x 4096 x 128, for the last three of them
 #   bench      prefill, backward and decode, one thread and all, by each instruction set that has kernels for bf16 of its own, and the
 #              one below it; cost against length; what a call costs
 #   peers      libattn beside torch's attention; wants torch
@@ -52,14 +52,14 @@ check() {
     local status=0
     for isa in $(isas); do
         echo "== $isa"
-        ATTN_CPU=$isa $attn check --backend cpu --cases "${CASES:-2000}" --seed 6 || status=1
+        ATTN_CPU=$isa $attn check --backend cpu --cases "${CASES:-1000}" --seed 6 || status=1
     done
     return $status
 }
 
 bars() {
     local status=0
-    for isa in $(isas); do
+    for isa in $(isas | tail -n 3); do
         echo "== $isa"
         ATTN_CPU=$isa timeout 100 $attn check --bars --backend cpu || status=1
     done
