@@ -6,13 +6,14 @@
     python bench/length_cpu.py --threads 16                time by the clock, on a machine with nothing else to do
     python bench/length_cpu.py --json length.jsonl         and then: python bench/plots_cpu.py length.jsonl plots/
 
-Self-attention of numpy arrays in float32, causal unless --full; lengths take turns, and the fastest call of each counts. bench/peers_cpu.py has
-the same beside torch and ONNX Runtime.
+Self-attention of numpy arrays in float32, causal unless --full; attn_run on a plan, as a C program calls it; lengths take turns, and the
+fastest call of each counts. bench/peers_cpu.py has the same beside torch and ONNX Runtime.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import pathlib
 import platform
@@ -23,6 +24,19 @@ import numpy
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "python"))
 import libattn  # noqa: E402
+from libattn import _core, _lib, _numpy  # noqa: E402
+
+
+def make_run(q, k, v, causal):
+    """A function that runs the plan, and keeps what it needs."""
+    call = _core.Call(_numpy, _lib.FORWARD, q, k, v, _core.Options(causal=causal))
+    o, lse = numpy.empty_like(q), numpy.empty(_core.lse_shape(q.shape), dtype=numpy.float32)
+    call.buffers.o, call.buffers.lse = _core.tensor(call.keep(o)), call.keep(lse).address
+    plan = _lib.Plan(_lib.context_of("cpu"), call.problem)
+    space = numpy.zeros(plan.workspace + 64, dtype=numpy.uint8)
+    call.buffers.workspace, call.buffers.workspace_size = space.ctypes.data + -space.ctypes.data % 64, plan.workspace
+    buffers = ctypes.byref(call.buffers)
+    return lambda kept=(call, space, o, lse): _lib.check(_lib.library.attn_run(plan.handle, buffers, None))
 
 
 def seconds(call, clock):
@@ -54,7 +68,7 @@ def main():
     calls, best = {}, {}
     for n in lengths:
         q, k, v = (random.standard_normal((1, n, arguments.heads, arguments.dim), dtype=numpy.float32) for _ in range(3))
-        calls[n] = lambda q=q, k=k, v=v: libattn.flash_attn_func(q, k, v, causal=not arguments.full)
+        calls[n] = make_run(q, k, v, not arguments.full)
         calls[n]()
     for _ in range(arguments.rounds):
         for n in lengths:

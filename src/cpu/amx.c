@@ -42,8 +42,8 @@ void attn__amx_end(void) { _tile_release(); }
 enum { VECTOR_ROWS = 8 };
 
 /*
- * c of so many rows of a, from row i on, and of nv panels from panel j on, in registers: 16 sums, for a multiplication takes 6 cycles and
- * one or two can begin in each, and 10 loads for 16 multiplications.
+ * c of so many rows of a, from row i on, and of nv panels from panel j on, in registers: 16 sums, chains enough for the latency of
+ * a multiplication, and 10 loads for 16 of them.
  */
 INLINE void vector_block(const attn_amx_product *p, int32_t i, int32_t j, const int nv) {
     const uint16_t *a = p->a.data + i / 16 * p->a.down + i % 16 * p->a.row, *b = p->b + j * p->b_panel;
