@@ -15,12 +15,14 @@ from __future__ import annotations
 import argparse
 import ctypes
 import json
+import os
 import pathlib
 import platform
 import sys
 import time
 
-import numpy
+os.environ["OPENBLAS_NUM_THREADS"] = "1"  # numpy's threads wait by spinning, which is processor time
+import numpy  # noqa: E402
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "python"))
 import libattn  # noqa: E402
@@ -32,7 +34,7 @@ def make_run(q, k, v, causal):
     call = _core.Call(_numpy, _lib.FORWARD, q, k, v, _core.Options(causal=causal))
     o, lse = numpy.empty_like(q), numpy.empty(_core.lse_shape(q.shape), dtype=numpy.float32)
     call.buffers.o, call.buffers.lse = _core.tensor(call.keep(o)), call.keep(lse).address
-    plan = _lib.Plan(_lib.context_of("cpu"), call.problem)
+    plan = _lib.Plan(_lib.host_context(), call.problem)
     space = numpy.zeros(plan.workspace + 64, dtype=numpy.uint8)
     call.buffers.workspace, call.buffers.workspace_size = space.ctypes.data + -space.ctypes.data % 64, plan.workspace
     buffers = ctypes.byref(call.buffers)
