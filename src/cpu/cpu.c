@@ -72,6 +72,9 @@ static attn_status open_cpu(attn_context *context) { return attn__cpu_allowed(&c
 /* Comes after all that would leave the kernel out: it asks the system. */
 static bool is_permitted(const attn_kernel *k) { return !(k->cpu & ATTN_CPU_AMX) || attn__amx_available(); }
 
+/* Products of bf16 by vectors do not stand in for tiles that the system does not permit; see attn__cpu_allowed. */
+static bool is_by_vectors(const attn_kernel *k) { return (k->cpu & ATTN_CPU_AVX512_BF16) && !(k->cpu & ATTN_CPU_AMX); }
+
 static void choose_kernel(attn_plan *plan) {
     const attn_problem *p = &plan->problem;
     bool wide = p->dtype == ATTN_F64;
@@ -80,6 +83,7 @@ static void choose_kernel(attn_plan *plan) {
         bool fits = k->op == p->op && (k->wide == wide || p->op == ATTN_KV_APPEND);
         /* A result of more bits is wanted as exact as they are: not by products of bf16. */
         if (k->dtype && (k->dtype != p->dtype || k->dtype != p->kv_dtype || k->dtype != p->out_dtype)) fits = false;
+        if (is_by_vectors(k) && (plan->context->cpu & ATTN_CPU_AMX)) fits = false;
         if (fits && runs_on(k, plan->context->cpu) && is_permitted(k)) plan->kernel = k;
     }
 }

@@ -75,7 +75,10 @@ attn_status attn__cpu_allowed(uint32_t *allowed) {
     };
     *allowed = attn__cpu_detect();
     const char *wanted = getenv("ATTN_CPU");
-    if (!wanted || !*wanted) return ATTN_OK;
+    if (!wanted || !*wanted) { /* bf16 by vectors is for who asks for it: where it was measured floats are faster */
+        if (!(*allowed & ATTN_CPU_AMX)) *allowed &= ~(uint32_t)ATTN_CPU_AVX512_BF16;
+        return ATTN_OK;
+    }
     for (size_t n = 0; n < sizeof isas / sizeof isas[0]; n++) {
         if (strcmp(wanted, isas[n].name) != 0 || (isas[n].needs & ~*allowed)) continue;
         RETURN_IF((isas[n].needs & ATTN_CPU_AMX) && !attn__amx_available(), ATTN_SYSTEM,
