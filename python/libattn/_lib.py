@@ -300,13 +300,19 @@ def set_float32_precision(precision: str) -> None:
     _choice["float32"] = precision
 
 
+_FLOAT32 = {"mixed": PRECISE_FEW, "single": 0, "double": PRECISE}
+
+
 def float32_flags() -> int:
-    return {"mixed": PRECISE_FEW, "single": 0, "double": PRECISE}[_choice["float32"]]
+    return _FLOAT32[_choice["float32"]]
 
 
 def context_of(backend: str, threads: int = 0) -> c.c_void_p:
     """One context for each choice, kept for the life of the process."""
     key = (backend, threads)
+    made = _contexts.get(key)  # mostly it is there, and nobody takes it away
+    if made is not None:
+        return made
     with _lock:
         if key not in _contexts:
             made = c.c_void_p()

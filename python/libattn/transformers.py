@@ -13,6 +13,7 @@ transformers' square mask, added to the scores.
 
 from __future__ import annotations
 
+import weakref
 from typing import Callable, Optional, Tuple
 
 import torch
@@ -105,6 +106,36 @@ def attention_mask(
     return rows[:, None, :, None].to(torch.int32)
 
 
+_plain: dict[tuple, Options] = {}
+_ended: Tuple = (lambda: None, None, None)  # the mask that came last, the numbers it came with, and their Options
+
+
+def _options(mask: Optional[Tensor], numbers: tuple) -> Optional[Options]:
+    """Options that are the same for each layer, or for each token too; None where they are not of that sort.
+
+    Where the sequences end lies in memory that the mask's views see as well, so these are made for a mask's first layer only.
+    """
+    global _ended
+    if mask is None:
+        options = _plain.get(numbers)
+        if options is None:
+            if len(_plain) >= 64:
+                _plain.clear()
+            scale, causal, window, softcap = numbers
+            options = _plain[numbers] = Options(scale=scale, causal=causal, window_left=window, softcap=softcap)
+        return options
+    last, with_numbers, options = _ended  # at once: other threads have masks of their own
+    if last() is mask and with_numbers == numbers:
+        return options
+    if mask.dtype != torch.int32 or mask.shape[1] != 2:
+        return None
+    begin, end = mask.view(2, -1).unbind()
+    scale, _, _, softcap = numbers
+    options = Options(used_kv=end, leftpad=begin, scale=scale, causal=True, softcap=softcap)
+    _ended = (weakref.ref(mask), numbers, options)
+    return options
+
+
 def attention_forward(
     module: torch.nn.Module,
     query: Tensor,
@@ -126,6 +157,12 @@ def attention_forward(
     returned: they are never stored.
     """
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if position_bias is None and s_aux is None and not dropout and not torch.compiler.is_compiling():
+        window = sliding_window - 1 if causal and sliding_window is not None else -1
+        options = _options(attention_mask, (scaling, causal, window, softcap or 0.0))
+        out = None if options is None else _quick.forward(query, key, value, options, heads_first=True)
+        if out is not None:
+            return out, None
     window, bias, rows, begin, end = -1, position_bias, None, None, None
     if attention_mask is None:
         window = sliding_window - 1 if causal and sliding_window is not None else -1
