@@ -33,12 +33,12 @@
 
 enum {
     ATTN_CUDA_SPLIT_ROWS = 16, /* sequences of at most so many rows are split ... */
-    ATTN_CUDA_CHUNK = 512,    /* ... in chunks of so many keys: fixed numbers, so that results do not depend on the batch */
-    ATTN_DECODE_SPAN = 256,   /* decode.cu: keys that are worked by themselves ... */
-    ATTN_DECODE_SUPER = 32,   /* ... and how many such spans are folded first: fixed numbers too */
-    ATTN_DECODE_ROWS = 16,    /* rows of an item */
-    ATTN_DECODE_WARPS = 4,    /* of a block */
-    ATTN_DECODE_NOTES = 3056, /* bytes of its shared memory besides tiles */
+    ATTN_CUDA_CHUNK = 512,  /* ... in chunks of so many keys: fixed numbers, so that results do not depend on the batch */
+    ATTN_DECODE_SPAN = 512, /* decode.cu: keys that are worked by themselves ... */
+    ATTN_DECODE_SUPER = 8192 / ATTN_DECODE_SPAN, /* ... and how many such spans are folded first: fixed numbers too */
+    ATTN_DECODE_ROWS = 16,                       /* rows of an item */
+    ATTN_DECODE_WARPS = 4,                       /* of a block */
+    ATTN_DECODE_NOTES = 3056,                    /* bytes of its shared memory besides tiles */
     ATTN_SHORT_ELSEWHERE = -1,       /* attn_cuda_args.chunks: short sequences are not this kernel's, but decode's */
     ATTN_CUDA_WARPS = 4,             /* warps of a block of the pieces */
     ATTN_ANY_ROWS = ATTN_CUDA_WARPS, /* fwd_any: rows of a block, one warp each ... */

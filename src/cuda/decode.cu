@@ -12,12 +12,14 @@
  * folds them. Likewise the last to finish a super of an item folds the supers. Nobody waits.
  *
  * Within a block, each warp has 32 keys of a tile of 128 to itself; where O is wide two have 32 of 64, and each half of the dims. A
- * team, one warp or two, fetches what it works on, and teams meet at the end of a span only. In a span:
+ * team, one warp or two, fetches what it works on, and teams meet at the end of a span only. A span is worked in stretches of two tiles:
  *
  *     S = Q K^T                a tile of K after the other, each fetched some tiles ahead: the next item's, when this one has no more
- *     m, P = exp2(S - m)       over all keys of the team at once; in registers, whose order is that of the next product
- *     O = P V                  a tile of V after the other
- *     O of all teams           to where the last tile of V was; a barrier; each warp adds up a quarter of the columns
+ *     m, P = exp2(S - m)       over the team's keys of both; in registers, whose order is that of the next product
+ *     O = O exp2(m0 - m)       if a maximum has grown
+ *     O += P V                 a tile of V after the other
+ *
+ * At its end O of all teams goes to where the last tile of V was; a barrier; and each warp adds up a quarter of the columns.
  *
  * Fragments as in fwd.cu: lane = 4 g + t holds of a 16x8 accumulator the rows g, g + 8 and the columns 2t, 2t + 1.
  */
@@ -117,9 +119,9 @@ DEVICE void load_q(const attn_cuda_args &a, const walk &w, uint32_t q[STEPS][4])
     }
 }
 
-/* ---- softmax over a span ---- */
+/* ---- softmax ---- */
 
-/* m: largest score; l: sum of weights, within a span the lane's part of it; o: unnormalised. */
+/* m: largest score; l: sum of weights; o: unnormalised. Of the item's rows, a quarter of the columns. */
 typedef struct state {
     float m[2], l[2], o[DT][4];
 } state;
@@ -174,17 +176,20 @@ DEVICE void mask_scores(const shared_notes &notes, float s[NT][4], int32_t j0) {
 }
 
 /*
- * P of all of the team's keys of a span, as the left operand; m and l. Where scores are huge s - m is taken first, exactly: rows.cuh says
- * why.
+ * P of the team's keys of a stretch, as the left operand. m, l (the lane's part of it) and o are of the span so far. o is scaled where
+ * there is something in it and a maximum has grown: otherwise it would be a product with 1, or of 0. Where scores are huge s - m is
+ * taken first, exactly: rows.cuh says why.
  */
-DEVICE void make_p(float m[2], float l[2], uint32_t p[SPAN_TILES][NT / 2][4], const float s[SPAN_TILES][NT][4],
-                   const shared_notes &notes) {
+DEVICE void make_p(float m[2], float l[2], float o[DT_TEAM][4], uint32_t p[STRETCH_TILES][NT / 2][4],
+                   const float s[STRETCH_TILES][NT][4], const shared_notes &notes) {
+    float by[2];
+    bool grew = false;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         const float scale = row_at(notes, half).scale;
-        float most = row_at(notes, half).least, sum = 0;
+        float most = m[half], sum = 0;
 #pragma unroll
-        for (int n = 0; n < SPAN_TILES * NT; n++)
+        for (int n = 0; n < STRETCH_TILES * NT; n++)
             most = fmaxf(most, fmaxf(s[n / NT][n % NT][2 * half], s[n / NT][n % NT][2 * half + 1]));
         most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
         most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
@@ -192,18 +197,21 @@ DEVICE void make_p(float m[2], float l[2], uint32_t p[SPAN_TILES][NT / 2][4], co
         const bool is_huge = fabsf(product) > HUGE_SCORE;
         const float minus = is_huge ? most : 0, less = is_huge ? 0 : product;
 #pragma unroll
-        for (int n = 0; n < SPAN_TILES * NT; n++) {
+        for (int n = 0; n < STRETCH_TILES * NT; n++) {
             const float *x = &s[n / NT][n % NT][2 * half];
             const float p0 = ex2_approx(__fmaf_rn(x[0] - minus, scale, -less));
             const float p1 = ex2_approx(__fmaf_rn(x[1] - minus, scale, -less));
             sum += p0 + p1;
             p[n / NT][n % NT / 2][n % 2 * 2 + half] = pack(p0, p1);
         }
-        sum += __shfl_xor_sync(~0u, sum, 1);
-        sum += __shfl_xor_sync(~0u, sum, 2);
+        by[half] = ex2_approx(__fmul_rn(m[half] - most, scale));
+        grew |= most > m[half] && l[half] != 0;
         m[half] = most;
-        l[half] = sum;
+        l[half] = __fmaf_rn(l[half], by[half], sum);
     }
+    if (__any_sync(~0u, grew))
+#pragma unroll
+        for (int n = 0; n < DT_TEAM * 4; n++) o[n / 4][n % 4] = __fmul_rn(o[n / 4][n % 4], by[n % 4 / 2]);
 }
 
 /* ---- infinities and NaN in V, where some rows do not see a key: 0 * NaN ---- */
@@ -391,20 +399,20 @@ DEVICE void add_scores(float s[NT][4], uint32_t tile) {
 }
 
 /* The rows of a table move up by one: a loop that is not unrolled takes the first, or brings the last. */
-template <typename T, int COLUMNS> DEVICE void move_up(T x[SPAN_TILES][COLUMNS][4]) {
+template <typename T, int COLUMNS> DEVICE void move_up(T x[STRETCH_TILES][COLUMNS][4]) {
 #pragma unroll
-    for (int n = 0; n < (SPAN_TILES - 1) * COLUMNS * 4; n++) {
+    for (int n = 0; n < (STRETCH_TILES - 1) * COLUMNS * 4; n++) {
         const int row = n / (COLUMNS * 4), column = n / 4 % COLUMNS;
         x[row][column][n % 4] = x[row + 1][column][n % 4];
     }
 }
 
-/* S of the span's tiles, to the last rows of s; those before have no keys. */
+/* S of the stretch's tiles, to the last rows of s; those before have no keys. */
 DEVICE void make_scores(const attn_cuda_args &a, const walk &w, const uint32_t q[STEPS][4], desk &d,
-                        float s[SPAN_TILES][NT][4], int32_t tiles, int32_t j0) {
+                        float s[STRETCH_TILES][NT][4], int32_t tiles, int32_t j0) {
     const bool is_plain = !(a.p.softcap > 0) && !(a.p.flags & ATTN_ALIBI) && a.scale_log2 > 0;
 #pragma unroll
-    for (int n = 0; n < SPAN_TILES * NT * 4; n++) s[n / (NT * 4)][n / 4 % NT][n % 4] = -INFINITY;
+    for (int n = 0; n < STRETCH_TILES * NT * 4; n++) s[n / (NT * 4)][n / 4 % NT][n % 4] = -INFINITY;
 #pragma unroll 1
     for (int32_t j = j0; j < j0 + tiles * BN; j += BN) {
         float x[NT][4];
@@ -417,18 +425,16 @@ DEVICE void make_scores(const attn_cuda_args &a, const walk &w, const uint32_t q
         if (j < d.notes->all_from || j + KEYS > d.notes->all_to) mask_scores(*d.notes, x, j);
         move_up<float, NT>(s);
 #pragma unroll
-        for (int n = 0; n < NT * 4; n++) s[SPAN_TILES - 1][n / 4][n % 4] = x[n / 4][n % 4];
+        for (int n = 0; n < NT * 4; n++) s[STRETCH_TILES - 1][n / 4][n % 4] = x[n / 4][n % 4];
     }
 }
 
-/* O of the warp's columns, from the last rows of p. The last tile is not left yet. */
+/* To O of the warp's columns, from the last rows of p. The span's last tile is not left yet. */
 DEVICE void add_values(const attn_cuda_args &a, const walk &w, desk &d, float o[DT_TEAM][4],
-                       uint32_t p[SPAN_TILES][NT / 2][4], int32_t tiles, int32_t j0) {
+                       uint32_t p[STRETCH_TILES][NT / 2][4], int32_t tiles, int32_t j0, bool is_end) {
     const int first = first_piece();
-#pragma unroll
-    for (int n = 0; n < DT_TEAM * 4; n++) o[n / 4][n % 4] = 0;
 #pragma unroll 1
-    for (int32_t n = tiles; n < SPAN_TILES; n++) move_up<uint32_t, NT / 2>(p);
+    for (int32_t n = tiles; n < STRETCH_TILES; n++) move_up<uint32_t, NT / 2>(p);
 #pragma unroll 1
     for (int32_t j = j0;; j += BN) {
         const uint32_t shared_v = take_tile(d);
@@ -446,22 +452,38 @@ DEVICE void add_values(const attn_cuda_args &a, const walk &w, desk &d, float o[
         }
         product_pv(o, p[0], shared_v, first);
         meet_team();
-        if (--tiles == 0) return;
+        tiles--;
+        if (tiles == 0 && is_end) return;
         leave_tile(a, d);
+        if (tiles == 0) return;
         move_up<uint32_t, NT / 2>(p);
     }
 }
 
 /* Span `span` of the item, counted from w.first. */
 DEVICE state work_span(const attn_cuda_args &a, const walk &w, const uint32_t q[STEPS][4], desk &d, int32_t span) {
-    const int32_t tiles = attn__min32(SPAN_TILES, w.tiles - span * SPAN_TILES);
-    const int32_t j0 = (w.first + span) * SPAN + (int32_t)(threadIdx.x / (32 * TEAM)) * KEYS; /* the team's first key */
-    float s[SPAN_TILES][NT][4], m[2], l[2], o[DT_TEAM][4];
-    uint32_t p[SPAN_TILES][NT / 2][4];
+    int32_t tiles = attn__min32(SPAN_TILES, w.tiles - span * SPAN_TILES);
+    int32_t j0 = (w.first + span) * SPAN + (int32_t)(threadIdx.x / (32 * TEAM)) * KEYS; /* the team's first key */
+    float m[2], l[2], o[DT_TEAM][4];
     if (tiles <= 0) return empty_state(*d.notes);
-    make_scores(a, w, q, d, s, tiles, j0);
-    make_p(m, l, p, s, *d.notes);
-    add_values(a, w, d, o, p, tiles, j0);
+#pragma unroll
+    for (int half = 0; half < 2; half++) m[half] = row_at(*d.notes, half).least, l[half] = 0;
+#pragma unroll
+    for (int n = 0; n < DT_TEAM * 4; n++) o[n / 4][n % 4] = 0;
+#pragma unroll 1
+    for (; tiles > 0; tiles -= STRETCH_TILES, j0 += STRETCH_TILES * BN) {
+        const int32_t some = attn__min32(STRETCH_TILES, tiles);
+        float s[STRETCH_TILES][NT][4];
+        uint32_t p[STRETCH_TILES][NT / 2][4];
+        make_scores(a, w, q, d, s, some, j0);
+        make_p(m, l, o, p, s, *d.notes);
+        add_values(a, w, d, o, p, some, j0, some == tiles);
+    }
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        l[half] += __shfl_xor_sync(~0u, l[half], 1);
+        l[half] += __shfl_xor_sync(~0u, l[half], 2);
+    }
     const state x = meet_teams(d, m, l, o);
     leave_tile(a, d);
     return x;
@@ -595,7 +617,7 @@ template <int SOME, int PAIRS> DEVICE void get_some(float2 y[SOME][PAIRS], const
  */
 DEVICE void fold_slots(const attn_cuda_decode &c, const walk &w, const shared_notes &notes, const float *slots,
                        int32_t count, int32_t rows, float *to) {
-    enum { PAIRS = (DIM + 63) / 64, SOME = PAIRS > 3 ? 8 : PAIRS > 2 ? 16 : 32 };
+    enum { PAIRS = (DIM + 63) / 64, SOME = PAIRS > 3 ? 8 : 16 };
     const int lane = threadIdx.x & 31;
     const int64_t step = (int64_t)c.rows * (DIM + 2);
 #pragma unroll 1

@@ -52,9 +52,11 @@ enum {
     SPAN = ATTN_DECODE_SPAN,   /* keys */
     SUPER = ATTN_DECODE_SUPER, /* spans */
     SPAN_TILES = SPAN / BN,
+    STRETCH_TILES = 2,             /* of a stretch, whose scores are in registers at once */
     AT_NOTES = STAGES * TILE_BYTES /* in shared memory, behind the tiles */
 };
-static_assert(DIM % 32 == 0 && SPAN % BN == 0 && BN % KEYS == 0 && WARPS % TEAMS == 0, "want other dim or bn");
+static_assert(DIM % 32 == 0 && SPAN_TILES % STRETCH_TILES == 0 && BN % KEYS == 0 && WARPS % TEAMS == 0,
+              "want other dim or bn");
 static_assert(TEAM_BYTES == ROWS * DIM * 4, "O of a team goes where its rows of V were");
 
 /* A row of the item at hand. */
@@ -271,10 +273,10 @@ DEVICE bool start_walk(const attn_cuda_args &a, shared_notes &notes) {
  */
 enum { FETCH_ROWS, FETCH_EIGHTS, FETCH_SINGLES, FETCH_ANY };
 
-/* Of each span first the tiles of K and then those of V. */
+/* Of each stretch of a span first the tiles of K and then those of V. */
 typedef struct fetcher {
     int32_t left;         /* tiles of the part at hand */
-    int32_t step;         /* of the span: its tile of K, or, past the last, of V */
+    int32_t step;         /* of the stretch: its tile of K, or, past the last, of V */
     int32_t at;           /* cache position of the warp's first row of the tile */
     int32_t from, to;     /* cache positions that are read */
     int32_t how;          /* K and, two bits higher, V: FETCH_... */
@@ -411,7 +413,7 @@ static __device__ __noinline__ void fetch_singles(const uint8_t *data, uint32_t 
 /* The next tile, if there is one, to the team's rows at `to`; a group of copies in any case. */
 DEVICE void fetch_tile(const attn_cuda_args &a, const attn_cuda_args &copy, fetcher &f, shared_notes &notes, uint32_t to) {
     if (f.left > 0) {
-        const int32_t tiles = attn__min32(SPAN_TILES, f.left); /* of the span */
+        const int32_t tiles = attn__min32(STRETCH_TILES, f.left); /* of the stretch: no share ends within one */
         const bool is_v = f.step >= tiles, is_whole = f.at >= f.from && f.at + FETCHED <= f.to;
         const int64_t stride = is_v ? a.f.v.stride[1] : a.f.k.stride[1];
         const uint8_t *data = is_v ? f.v : f.k;
