@@ -225,31 +225,54 @@ def test_threads(made, monkeypatch):
         assert all(pool.map(work, range(4)))
 
 
-def test_the_way_of_a_gpu(made, monkeypatch):
-    """Which plan is run, on which device's stream, with which workspace: all but the run itself, which is the host's here."""
+@pytest.fixture
+def gpu(made, monkeypatch):
+    """The way of a GPU, but that the host computes: of each run, keys, size and address of the workspace, and stream."""
     ran, finish = [], _quick._finish
 
     class Plan:
-        def __init__(self, ready, size):
-            self.handle, self.workspace = ready.problem, size
+        def __init__(self, problem):
+            self.handle, self.workspace = problem, 64 * problem.max_kv
 
     def finish_there(problem, words, o):
-        ready = finish(problem, words, o)
-        size = 64 * problem.max_kv
-        words = _quick._Words.from_buffer_copy(ready.words)
-        words[_quick._WORKSPACE_SIZE] = size
-        scratch = _quick._like((size,), torch.uint8, o.device)
-        return ready._replace(words=bytes(words), plan=Plan(ready, size), device=5, scratch=scratch)
+        plan, words = Plan(problem), _quick._Words.from_buffer_copy(words)
+        words[_quick._WORKSPACE_SIZE] = plan.workspace
+        scratch = _quick._like((plan.workspace,), torch.uint8, o.device)
+        return finish(problem, bytes(words), o)._replace(plan=plan, device=5, scratch=scratch)
 
     def run(problem, words, stream):
         buffers = _lib.Buffers.from_buffer_copy(words)
-        ran.append((problem.max_kv, buffers.workspace_size, stream))
-        assert buffers.workspace
+        ran.append((problem.max_kv, buffers.workspace_size, buffers.workspace, stream))
         return _quick._forward(_lib.host_context(), ctypes.byref(problem), words, None)
 
     monkeypatch.setattr(_quick, "_finish", finish_there)
     monkeypatch.setattr(_quick, "_run", run)
+    monkeypatch.setattr(_quick, "_spaces", _quick._Spaces())
     monkeypatch.setattr(_quick, "_stream_of", lambda device: 100 + device)
+    return ran
+
+
+def test_the_way_of_a_gpu(made, gpu):
+    """Which plan is run, on which device's stream, with which workspace."""
     for keys in (7, 8, 9, 7):
         assert same(*tensors(keys=keys))
-    assert ran == [(keys, 64 * keys, 105) for keys in (7, 7, 8, 8, 9, 9, 7, 7)] and len(made) == 1
+    assert [(keys, size, stream) for keys, size, _, stream in gpu] == [(n, 64 * n, 105) for n in (7, 7, 8, 8, 9, 9, 7, 7)]
+    assert all(space for _, _, space, _ in gpu) and len(made) == 1 and not _quick._spaces.kept
+
+
+def test_a_workspace_is_kept_for_the_default_stream(gpu, monkeypatch):
+    """And for no other; one to each thread, as large as any call has wanted, but for very large ones."""
+    monkeypatch.setattr(_quick, "_stream_of", lambda device: 0)
+    monkeypatch.setattr(_quick, "_MOST_SPACE", 64 * 50)
+    for keys in (9, 9, 8, 40, 9, 8, 51, 9):
+        assert same(*tensors(keys=keys))
+    spaces = [space for _, _, space, _ in gpu]
+    kept = _quick._spaces.kept[5]
+    assert len(set(spaces[:6])) == 1 and set(spaces[6:12]) == set(spaces[14:]) == {kept.data_ptr()}
+    assert kept.data_ptr() not in spaces[12:14] and len(kept) == 64 * 40
+    monkeypatch.setattr(_quick, "_stream_of", lambda device: 100)
+    assert same(*tensors(keys=9)) and kept.data_ptr() not in [space for _, _, space, _ in gpu[16:]]
+    monkeypatch.setattr(_quick, "_stream_of", lambda device: 0)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        assert pool.submit(same, *tensors(keys=9)).result()
+        assert gpu[-1][2] == pool.submit(lambda: _quick._spaces.kept[5].data_ptr()).result() != kept.data_ptr()
