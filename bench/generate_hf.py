@@ -40,11 +40,11 @@ SIZES = {  # width, width of the MLP, layers, heads, KV heads, vocabulary
 CASES = {
     "dynamic b1": (1, "dynamic", False),
     "dynamic b8": (8, "dynamic", False),
-    "dynamic b8 padded": (8, "dynamic", True),
     "growing b1": (1, "growing", False),
     "growing b8": (8, "growing", False),
     "static b1": (1, "static", False),
     "static b8 padded": (8, "static", True),
+    "dynamic b8 padded": (8, "dynamic", True),
 }
 
 
@@ -219,11 +219,11 @@ def main(words=None):
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"], help="where (default cuda)")
     parser.add_argument("--model", default="1b", choices=list(SIZES), help="size of the one that is timed (default 1b)")
     parser.add_argument("--context", type=int, default=8192, metavar="N", help="tokens of a prompt (default 8192)")
-    parser.add_argument("--new", type=int, default=65, metavar="N", help="tokens to generate in a turn (default 65)")
+    parser.add_argument("--new", type=int, default=33, metavar="N", help="tokens to generate in a turn (default 33)")
     parser.add_argument("--cases", nargs="*", metavar="WORD", help="only those whose names have one of the words")
     parser.add_argument("--compile", action="store_true", help="static caches with compiled decoding, besides")
     parser.add_argument("--no-check", action="store_true", help="only time")
-    add_common_arguments(parser, seconds=20.0)
+    add_common_arguments(parser, seconds=3.0)
     arguments = finish_arguments(parser.parse_args(words))
     if arguments.quick:
         arguments.model, arguments.context, arguments.new = "tiny", 40, 5

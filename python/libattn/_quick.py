@@ -1,12 +1,13 @@
 """Attention on torch tensors without gradients, for callers who come once for each layer and token.
 
 What depends on shapes, strides and dtypes alone (the problem, the plan, the strides in the buffers, every check) is found
-out once and kept; a call fills in addresses and runs. A cache that grows has other shapes for each token, but only its number
-of keys and its strides are new then: the rest is taken from the token before. torch's dispatcher is left out, which costs more
-than all the rest: so this is for plain tensors outside of compilation, autograd and tracing, and forward() returns None for
-whatever else it is given.
+out once and kept; a call fills in addresses and runs. A cache that grows has other shapes for each token, but no more than
+its number of keys and its strides are new then: the rest is taken from the token before. torch's dispatcher is left out,
+which costs more than all the rest: so this is for plain tensors outside of compilation, autograd and tracing, and forward()
+returns None for whatever else it is given.
 
-Nothing that a call changes is kept: threads and streams do not see each other here.
+Nothing that a call changes is kept but a workspace, one to each thread and device, and that for the default stream alone:
+there whatever comes later runs later, no graph is captured, and no other stream ever has its name.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch.compiler import is_compiling
 from . import _core, _lib, _torch
 from ._core import Options
 
+_MOST_SPACE = 16 << 20  # bytes of a workspace that is kept
 _MOST = 512  # kinds of calls that are kept: a cache that grows by a token has a new one for each
 
 # Buffers as 64-bit words, which are filled in far faster than the fields of structs in a struct.
@@ -47,7 +49,7 @@ _run, _forward = _function("attn_run", 3), _function("attn_forward", 4)
 
 
 class Ready(NamedTuple):
-    """A kind of calls. o and the workspace are made like `o` and `scratch`, which have the sizes and no memory of their own."""
+    """A kind of calls. o and the workspace are made like `o` and `scratch`, which have the sizes, but no memory."""
 
     problem: Any  # _lib.Problem, which nobody changes
     words: bytes  # of _Words: all but the addresses
@@ -57,6 +59,14 @@ class Ready(NamedTuple):
     scratch: Optional[torch.Tensor]
 
 
+class _Spaces(threading.local):
+    """A thread's workspaces. Two threads that shared one could queue the two halves of their calls by turns."""
+
+    def __init__(self):
+        self.kept: dict[int, torch.Tensor] = {}  # by device
+
+
+_spaces = _Spaces()
 _lock = threading.Lock()  # for whoever adds to these
 _ready: dict[tuple, Ready] = {}  # by everything
 _alike: dict[tuple, Ready] = {}  # by everything but the number of keys and their strides: one of these kinds
@@ -114,6 +124,18 @@ def _with_keys(old: Ready, k, v, heads_first: bool) -> Ready:
         strides = x.stride()
         words[at + 1], words[at + 2], words[at + 3] = strides[0], strides[row], strides[head]
     return _finish(problem, bytes(words), old.o)
+
+
+def _workspace(ready: Ready, stream: int) -> torch.Tensor:
+    """Bytes that are the call's own until it is over. The allocator gives them to nobody else on this stream before."""
+    size = ready.plan.workspace
+    if stream or size > _MOST_SPACE:
+        return _empty_like(ready.scratch)
+    kept = _spaces.kept
+    space = kept.get(ready.device)
+    if space is None or len(space) < size:
+        space = kept[ready.device] = _empty_like(ready.scratch)
+    return space
 
 
 def _add(kept: dict, key: tuple, ready: Ready) -> None:
@@ -204,10 +226,11 @@ def forward(q, k, v, options: Options, heads_first: bool = False):
     if plan is None:
         status = _forward(_lib.host_context(), ctypes.byref(ready.problem), words, None)
     else:
+        stream = _stream_of(ready.device)
         if ready.scratch is not None:
-            space = _empty_like(ready.scratch)  # alive until the call is queued
+            space = _workspace(ready, stream)  # alive until the call is queued
             words[_WORKSPACE] = space.data_ptr()
-        status = _run(plan.handle, words, _stream_of(ready.device))
+        status = _run(plan.handle, words, stream)
     if status:
         _lib.check(status)
     return o

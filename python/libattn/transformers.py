@@ -28,12 +28,12 @@ from ._core import Options
 
 def _look_at(present: Tensor, used) -> Tuple[bool, bool]:
     """Whether no key that counts is padding, and whether none is but on the left. Waits for the device."""
-    if isinstance(used, int):
-        if used > present.shape[1]:
-            return False, False
-        if present.all():  # mostly: so this is asked first, by itself
-            return True, True
-    rises = (present[:, 1:] >= present[:, :-1]).all() & present[:, -1].all() & (used <= present.shape[1])
+    fits, complete = used <= present.shape[1], present.all()
+    if fits is False:
+        return False, False
+    if complete if fits is True else complete & fits:  # mostly: so this is asked first, by itself
+        return True, True
+    rises = (present[:, 1:] >= present[:, :-1]).all() & present[:, -1].all() & fits
     return tuple(torch.stack([rises & present[:, 0].all(), rises]).tolist())
 
 
@@ -77,7 +77,7 @@ def attention_mask(
             if complete and aligned:
                 return None
             if left:
-                return _ends(present.shape[1] - present.sum(1), used, batch_size, device)
+                return _ends(0 if complete else present.shape[1] - present.sum(1), used, batch_size, device)
     if not (allow_is_causal_skip and aligned):
         return sdpa_mask(
             batch_size,
@@ -113,7 +113,7 @@ _ended: Tuple = (lambda: None, None, None)  # the mask that came last, the numbe
 def _options(mask: Optional[Tensor], numbers: tuple) -> Optional[Options]:
     """Options that are the same for each layer, or for each token too; None where they are not of that sort.
 
-    Where the sequences end lies in memory that the mask's views see as well, so these are made for a mask's first layer only.
+    Where sequences end lies in memory that views of the mask see as well, so these are made for a mask's first layer only.
     """
     global _ended
     if mask is None:

@@ -442,6 +442,30 @@ def test_without_the_dispatcher():
         assert torch.equal(out, _torch.attention(q, k, v, options)[0]), values
 
 
+def test_without_the_dispatcher_a_cache_grows():
+    """On each device, on streams side by side that each have a workspace of their own, in memory that comes back."""
+    from libattn import _quick, _torch
+    from libattn._core import Options
+
+    options = Options(causal=True)
+    for device in range(torch.cuda.device_count()):
+        there = {"device": f"cuda:{device}", "dtype": torch.bfloat16}
+        q, rooms = torch.randn(3, 8, 1, 64, **there), torch.randn(2, 3, 2, 3000, 64, **there)
+        streams = [torch.cuda.default_stream(device), *(torch.cuda.Stream(device) for _ in range(3))]
+        results = []
+        torch.cuda.synchronize(device)
+        for keys in range(2500, 2540):
+            with torch.cuda.stream(streams[keys % 4]):
+                k, v = rooms[:, :, :, :keys]
+                wanted = _torch.attention(*(x.transpose(1, 2) for x in (q, k, v)), options)[0]
+                for _ in range(2):
+                    results.append((wanted, _quick.forward(q, k, v, options, heads_first=True)))
+                    k, v = k.contiguous(), v.contiguous()
+        torch.cuda.synchronize(device)
+        for wanted, found in results:
+            assert found.device == q.device and torch.equal(found, wanted)
+
+
 def test_graph_with_append_and_packed_rows():
     q, new = torch.randn(8, 4, 64, device=GPU), torch.randn(2, 8, 4, 64, device=GPU)
     caches, used, cu = torch.zeros(2, 2, 64, 4, 64, device=GPU), ints(0, 9).to(GPU), ints(0, 3, 8).to(GPU)

@@ -251,6 +251,30 @@ def test_mask_that_stops_early_or_goes_on():
             assert torch.equal(made.flatten(), wanted.flatten()), columns
 
 
+def test_masks_of_ends_are_looked_at_anew(monkeypatch):
+    """Layers share what was made of their mask: not what is in it, not with another mask, and not with other numbers."""
+    q, k, v = torch.randn(2, 4, 1, 16), torch.randn(2, 2, 30, 16), torch.randn(2, 2, 30, 16)
+    module = torch.nn.Module()
+
+    def same(mask, **numbers):
+        found = [libattn.transformers.attention_forward(module, q, k, v, mask, **numbers)[0] for _ in range(2)]
+        with monkeypatch.context() as without:
+            without.setattr(libattn.transformers._quick, "forward", lambda *_, **__: None)
+            wanted = libattn.transformers.attention_forward(module, q, k, v, mask, **numbers)[0]
+        return all(torch.equal(x, wanted) for x in found)
+
+    for _ in range(3):  # a new one may lie where the last one was
+        mask = libattn.transformers._ends(torch.tensor([0, 3]), torch.randint(10, 30, (2,)), 2, "cpu")
+        other = libattn.transformers._ends(1, 4, 2, "cpu")
+        assert same(mask) and same(other) and same(mask)
+        before = libattn.transformers.attention_forward(module, q, k, v, mask)[0]
+        mask[0, 1] = 5
+        assert same(mask) and not torch.equal(libattn.transformers.attention_forward(module, q, k, v, mask)[0], before)
+        for numbers in ({"scaling": 0.5}, {"scaling": 0.7}, {"softcap": 2.0}, {"sliding_window": 4}, {"is_causal": False}):
+            assert same(mask, **numbers) and same(None, **numbers) and same(other, **numbers)
+        del mask, other
+
+
 def test_dropout_in_training():
     config = copy.deepcopy(CONFIGS["llama"])
     config.attention_dropout = 0.5
