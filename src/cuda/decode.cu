@@ -134,13 +134,9 @@ DEVICE void load_q(const attn_cuda_args &a, const walk &w, uint32_t q[STEPS][4])
 #pragma unroll
             for (int n = 0; n < STEPS; n++) {
                 const int column = (first_piece() + piece_of(n)) * 16 + 4 * t;
-                uint2 x;
-                if (is_whole)
-                    x = *(const uint2 *)(row + column);
-                else
-                    x = {pair_of(row, column, a.p.dim_qk), pair_of(row, column + 2, a.p.dim_qk)};
-                q[n][half] = x.x;
-                q[n][2 + half] = x.y;
+                const uint32_t *pairs = (const uint32_t *)(row + column); /* not both at once: that fixes their registers */
+                q[n][half] = is_whole ? pairs[0] : pair_of(row, column, a.p.dim_qk);
+                q[n][2 + half] = is_whole ? pairs[1] : pair_of(row, column + 2, a.p.dim_qk);
             }
         } else if (is_whole) {
             const uint32_t *pairs = (const uint32_t *)(row + first_piece() * 8 + 2 * t);
@@ -216,7 +212,7 @@ DEVICE void finish_scores(const attn_cuda_args &a, const shared_notes &notes, fl
     for (int half = 0; half < 2; half++) {
         const row_notes &r = row_at(notes, half);
         const float raw = r.raw, slope = r.slope, distance = (float)(r.i + beyond - (j0 + 2 * t));
-        if (NARROW && cap > 0) to_y = fminf(fmaxf(__fdiv_rn(2 * raw, cap), -1e38f), 1e38f);
+        if (NARROW && cap > 0) to_y = fminf(fmaxf(2 * raw / cap, -1e38f), 1e38f);
 #pragma unroll
         for (int n = 0; n < 2 * NT; n++) {
             float *x = &s[n / 2][2 * half + n % 2];
@@ -413,8 +409,7 @@ template <int KIND, bool ACROSS> DEVICE void widen(uint32_t x[2], uint32_t bytes
 #if __CUDA_ARCH__ >= 890
     if (KIND == ATTN_E4M3) {
         const uint32_t pairs = ACROSS ? prmt(bytes, 0, 0x3120) : bytes;
-        x[0] = cvt_rn_f16x2_e4m3x2((uint16_t)pairs);
-        x[1] = cvt_rn_f16x2_e4m3x2((uint16_t)(pairs >> 16));
+        cvt_rn_f16x2_e4m3x2(x, pairs);
         return;
     }
 #endif
@@ -549,7 +544,7 @@ DEVICE uint4 words_of(const float x[4]) {
  */
 DEVICE state meet_teams(desk &d, const float m[2], const float l[2], const float o[DT_TEAM][4]) {
     const int lane = here(threadIdx.x & 31), warp = threadIdx.x >> 5, g = lane >> 2, team = warp / TEAM;
-    const uint32_t all = d.tiles - team * TEAM_BYTES + (NARROW ? AT_SUMS : d.stage) + lane * 16;
+    const uint32_t all = d.tiles - team * TEAM_BYTES + (NARROW ? (uint32_t)AT_SUMS : d.stage) + lane * 16;
     const uint32_t own = all + team * SUM_BYTES;
     shared_notes &notes = *d.notes;
     float by[2][TEAMS];
