@@ -14,7 +14,7 @@
 #
 # Without parts, all of them. LOGS (build-cpu/logs) gets the full output, a file for each part. PYTHON names another program than
 # python3. The summary comes last; exit 1: something failed or could not be run.
-set -u
+set -u -o pipefail
 cd "$(dirname "$0")/.."
 all="build tests check bars bench peers"
 logs=build-cpu/logs
@@ -36,12 +36,12 @@ export LIBATTN_LIBRARY=$PWD/$build/libattn.so
 cores=$(nproc)
 
 # The instruction sets of this machine, weakest first.
-isas() { $attn info | sed -n 's/^cpu .* fwd_\([a-z0-9]*\)_\(f32\|bf16\) .* yes .*/\1/p'; }
+isas() { $attn info | sed -n 's/^cpu .* fwd_\([a-z0-9]*\)_\(f32\|bf16\) .* yes .*/\1/p' | grep .; }
 
 build() {
     cmake -B $build -DCMAKE_BUILD_TYPE=Release -DATTN_CUDA=OFF >/dev/null &&
-        cmake --build $build -j "$cores" --target attn_tool attn_shared attn-tests 2>&1 | tail -n 3
-    [ -x $attn ] && $attn info
+        cmake --build $build -j "$cores" --target attn_tool attn_shared attn-tests 2>&1 | tail -n 3 &&
+        $attn info
 }
 
 tests() {
@@ -50,6 +50,7 @@ tests() {
 
 check() {
     local status=0
+    isas || return 1
     for isa in $(isas); do
         echo "== $isa"
         ATTN_CPU=$isa $attn check --backend cpu --cases "${CASES:-1000}" --seed 6 || status=1
@@ -59,6 +60,7 @@ check() {
 
 bars() {
     local status=0
+    isas || return 1
     for isa in $(isas | tail -n 3); do
         echo "== $isa"
         ATTN_CPU=$isa timeout 100 $attn check --bars --backend cpu || status=1
@@ -68,19 +70,22 @@ bars() {
 
 bench() {
     local bench="$attn bench --backend cpu --seconds 0.3"
+    isas || return 1
+    local status=0
     for isa in $(isas | tail -n 3); do
         for threads in 1 "$cores"; do
             echo "== $isa, $threads threads"
-            ATTN_CPU=$isa $bench --threads "$threads" --heads 16 --dim 64,128 --seqlen 2048 --dtype bf16
-            ATTN_CPU=$isa $bench --threads "$threads" --heads 16 --dim 128 --seqlen 2048 --dtype f32,bf16 --causal
-            ATTN_CPU=$isa $bench --threads "$threads" --heads 16 --dim 128 --seqlen 1024 --dtype bf16 --op backward
-            ATTN_CPU=$isa $bench --threads "$threads" --heads 32/8 --dim 128 --seqlen 1/32768 --dtype f32,bf16
+            ATTN_CPU=$isa $bench --threads "$threads" --heads 16 --dim 64,128 --seqlen 2048 --dtype bf16 || status=1
+            ATTN_CPU=$isa $bench --threads "$threads" --heads 16 --dim 128 --seqlen 2048 --dtype f32,bf16 --causal || status=1
+            ATTN_CPU=$isa $bench --threads "$threads" --heads 16 --dim 128 --seqlen 1024 --dtype bf16 --op backward || status=1
+            ATTN_CPU=$isa $bench --threads "$threads" --heads 32/8 --dim 128 --seqlen 1/32768 --dtype f32,bf16 || status=1
         done
     done
-    $bench --suite overhead
-    $python bench/length_cpu.py --heads 1 --dim 64 --rounds 1
-    $python bench/length_cpu.py --heads "$cores" --dim 64 --rounds 1 --threads "$cores"
-    $python bench/length_cpu.py --heads "$cores" --dim 128 --rounds 1 --threads "$cores" --full
+    $bench --suite overhead || status=1
+    $python bench/length_cpu.py --heads 1 --dim 64 --rounds 1 || status=1
+    $python bench/length_cpu.py --heads "$cores" --dim 64 --rounds 1 --threads "$cores" || status=1
+    $python bench/length_cpu.py --heads "$cores" --dim 128 --rounds 1 --threads "$cores" --full || status=1
+    return $status
 }
 
 peers() {

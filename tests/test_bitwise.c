@@ -52,7 +52,9 @@ static void reruns(attn_context *context, attn_dtype dtype) {
     const char *wish = getenv("ATTN_TEST_REPEAT");
     const int times = wish ? atoi(wish) : 2;
     struct device *d = test_device(context);
-    load *beside = wish && d && device_is_gpu(d) ? load_make(context, d) : NULL;
+    const bool is_loaded = wish && d && device_is_gpu(d);
+    load *beside = is_loaded ? load_make(context, d) : NULL;
+    CHECK(times >= 2 && (beside || !is_loaded));
     for (int32_t n = 0, dim; (dim = wide_dim(n)) != 0; n++) {
         rig first = {.p = problem(dtype, 6, 16, 2, 260, 300, dim), .backward = true}, again;
         first.p.flags = ATTN_VARLEN_Q | ATTN_VARLEN_KV | ATTN_WINDOW;

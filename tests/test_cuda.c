@@ -408,8 +408,9 @@ static const attn_cuda_entry *best_decode(attn_dtype dtype, int32_t dim) {
     const attn_cuda_entry *best = NULL;
     for (int n = 0; n < ATTN_ENTRIES; n++) {
         const attn_cuda_entry *e = &attn__cuda_entries[n];
-        const bool fits = e->decode && e->shared_bytes <= (size_t)stub.shared_bytes[0];
-        if (fits && e->dtype == dtype && e->dim >= dim && (!best || e->dim < best->dim)) best = e;
+        const bool fits =
+            e->decode && e->dtype == dtype && e->dim >= dim && e->shared_bytes <= (size_t)stub.shared_bytes[0];
+        if (fits && (!best || e->dim < best->dim)) best = e;
     }
     return best;
 }
@@ -585,15 +586,15 @@ TEST(cuda_workspace_is_as_large_as_documented) {
     size_t parts = 3 * 4 * 1 * 4; /* batch, heads, rows, chunks of 512 keys */
     const size_t counters = 64;
     CHECK(workspace_of(context, p) ==
-          3 * 2 * 8 * 2 * 66 * 4 + counters); /* batch, KV heads, spans, rows of the group, dim + 2 */
-    p.max_kv = 512;
+          3 * 2 * 4 * 2 * 66 * 4 + counters); /* batch, KV heads, spans, rows of the group, dim + 2 */
+    p.max_kv = 1024;
     CHECK(workspace_of(context, p) == 3 * 2 * 2 * 2 * 66 * 4 + counters);
-    p.max_kv = 256;
+    p.max_kv = 512;
     CHECK(workspace_of(context, p) == 0); /* one span */
     p.max_kv = 16385;                     /* three supers */
-    CHECK(workspace_of(context, p) == (3 * 2 * 3 * 32 + 3 * 2 * 3) * 2 * 66 * 4 + 32 + 2 * counters);
+    CHECK(workspace_of(context, p) == (3 * 2 * 3 * 16 + 3 * 2 * 3) * 2 * 66 * 4 + 32 + 2 * counters);
     p.batch = 1000; /* no more of them are shared than blocks end in: 132 multiprocessors have two each */
-    CHECK(workspace_of(context, p) == (263 * 32 + 1000 * 2 * 3) * 2 * 66 * 4 + (263 + 2000) / 16 * 64 + 64);
+    CHECK(workspace_of(context, p) == (263 * 16 + 1000 * 2 * 3) * 2 * 66 * 4 + (263 + 2000) / 16 * 64 + 64);
     p.batch = 3;
     p.max_kv = 2048;
     p.max_q = 17;
@@ -601,7 +602,7 @@ TEST(cuda_workspace_is_as_large_as_documented) {
     const size_t counter =
         64;                /* a number, on a cache line of its own: Hopper's kernels for sequences of different lengths */
     p.flags = ATTN_USED_Q; /* one may be short */
-    CHECK(workspace_of(context, p) == 3 * 2 * 2 * 8 * 16 * 66 * 4 + counters + counter); /* its 32 rows are two times 16 */
+    CHECK(workspace_of(context, p) == 3 * 2 * 2 * 4 * 16 * 66 * 4 + counters + counter); /* its 32 rows are two times 16 */
     p.dropout = 0.5;                                                                     /* chunks */
     CHECK(workspace_of(context, p) == 16 * parts * (64 * 4 + 4) + counter);
     p.flags = ATTN_VARLEN_Q; /* no more rows than all sequences have together: 19 of four heads, four chunks ... */

@@ -1,7 +1,7 @@
 /*
  * Files of numpy.savez: a zip archive without compression, in which each member NAME.npy is an array. The directory at the end
  * says where members are; every offset and length is held against the file before it is followed. Not for savez_compressed, nor
- * for files of 4 GiB and more. Checksums are not looked at.
+ * for files of 2 GiB and more, which have zip64's records. Checksums are not looked at.
  */
 #define _POSIX_C_SOURCE 200809L
 #include <errno.h>
@@ -39,7 +39,7 @@ static bool find_directory(npz *f) {
         f->entries = u16(p + 10);
         f->directory = u32(p + 16);
         if (f->entries == 0xffff || f->directory == 0xffffffff)
-            return fail("%s: a zip64 archive, of 4 GiB or more; such files are not read here", f->path);
+            return fail("%s: a zip64 archive, of 2 GiB or more; such files are not read here", f->path);
         return true;
     }
     return fail("%s: not a zip archive, as numpy.savez makes it", f->path);
@@ -93,6 +93,8 @@ static bool find_member(const npz *f, const char *name, size_t *at, size_t *byte
         if (u16(p + 10) != 0) return fail("%s: %s is compressed; use numpy.savez, which is not", f->path, name);
         size_t local = u32(p + 42);
         *bytes = u32(p + 20);
+        if (local == 0xffffffff || *bytes == 0xffffffff)
+            return fail("%s: a zip64 archive, of 2 GiB or more; such files are not read here", f->path);
         if (!inside(f, local, LOCAL_BYTES) || u32(f->bytes + local) != LOCAL_MAGIC)
             return fail("%s: %s is not where the directory of the archive says", f->path, name);
         *at = local + LOCAL_BYTES + u16(f->bytes + local + 26) + u16(f->bytes + local + 28);

@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 from transformers.cache_utils import DynamicLayer
 from transformers.masking_utils import causal_mask_function, sdpa_mask
+from transformers.utils import is_tracing
 
 from . import _quick, _torch
 from ._core import Options
@@ -62,17 +63,19 @@ def attention_mask(
 ) -> Optional[Tensor]:
     """The mask of a kind of layer: None (causal), _ends, FlashMask rows (batch, 1, kv_length, 1) int32, a square of bool.
 
-    allow_is_causal_skip says that the pattern is causal, or causal with a window of local_size, and nothing else; with a
-    static cache it is not said. The causal rule looks from the last key back, so it holds only where the last query stands
-    at the last key that counts.
+    allow_is_causal_skip says that the pattern is causal, or causal with a window of local_size, and nothing else; models
+    that want a square, to add one of their own to it, do not say so. With a static cache and one query it is never said: such
+    a model cannot be told there. The causal rule looks from the last key back, so it holds only where the last query stands at
+    the last key that counts.
     """
     used = q_offset + q_length - kv_offset  # a tensor, with a static cache
     aligned = isinstance(used, int) and used == kv_length
     present = None if attention_mask is None else attention_mask[:, kv_offset : kv_offset + kv_length].bool()
-    if mask_function is causal_mask_function and local_size is None:
+    wants_square = not allow_is_causal_skip and (aligned or q_length > 1)
+    if mask_function is causal_mask_function and local_size is None and not wants_square:
         if present is None:
             return None if aligned else _ends(0, used, batch_size, device)
-        if present.numel() and not torch.compiler.is_compiling():
+        if present.numel() and not is_tracing(present):  # whose graph would hold what this mask says for every other
             complete, left = _look_at(present, used)
             if complete and aligned:
                 return None
@@ -157,6 +160,7 @@ def attention_forward(
     returned: they are never stored.
     """
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    scaling = None if scaling is None else float(scaling)
     if position_bias is None and s_aux is None and not dropout and not torch.compiler.is_compiling():
         window = sliding_window - 1 if causal and sliding_window is not None else -1
         options = _options(attention_mask, (scaling, causal, window, softcap or 0.0))
@@ -199,30 +203,51 @@ class GrowingLayer(DynamicLayer):
     """Keys and values of a layer with room behind them: a token is written there, where DynamicLayer copies all of them.
 
     What the layer shows is a view of the beginning of its rooms. Whatever else transformers does with that (beam search,
-    cropping, moving) gives either a shorter view, after which writing goes on, or another tensor, which moves to a new one.
+    moving) gives another tensor, which moves to a new room, as what was cropped does: somebody may hold what was behind it.
+    Where gradients may be wanted, and in what torch.compile makes, it does as DynamicLayer does.
     """
 
+    rooms = (None, None)
+
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> Tuple[Tensor, Tensor]:
-        if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
-            return super().update(key_states, value_states, *args, **kwargs)  # autograd wants the old ones unchanged
+        if torch.is_grad_enabled() or torch.compiler.is_compiling() or self._differs(key_states, value_states):
+            self.rooms = (None, None)
+            return super().update(key_states, value_states, *args, **kwargs)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-            self.rooms = [None, None]
-        self.keys = self._append(0, self.keys, key_states)
-        self.values = self._append(1, self.values, value_states)
+        grown = [_append(*x) for x in zip(self.rooms, (self.keys, self.values), (key_states, value_states))]
+        self.rooms = tuple(room for room, _ in grown)
+        self.keys, self.values = (view for _, view in grown)
         return self.keys, self.values
 
-    def _append(self, which: int, old: Tensor, new: Tensor) -> Tensor:
-        room, used = self.rooms[which], old.shape[2] if old.numel() else 0
-        end = used + new.shape[2]
-        fits = room is not None and room.shape[2] >= end and used > 0
-        if not (fits and old.data_ptr() == room.data_ptr() and old.stride() == room.stride() and len(old) == len(room)):
-            room = new.new_empty((*new.shape[:2], end + max(end // 4, 256), new.shape[3]))
-            if used:
-                room[:, :, :used] = old
-            self.rooms[which] = room
-        room[:, :, used:end] = new
-        return room[:, :, :end]
+    def crop(self, *args, **kwargs) -> None:
+        before = self.get_seq_length()
+        super().crop(*args, **kwargs)
+        if self.get_seq_length() != before:
+            self.rooms = (None, None)
+
+    def offload(self) -> None:
+        super().offload()
+        self.rooms = (None, None)
+
+    def _differs(self, *new: Tensor) -> bool:
+        """From the keys and values that are there, in more than their number: concatenation says what comes of that."""
+        there = (self.keys, self.values) if self.is_initialized else ()
+        return any(x.numel() and (x.dtype != y.dtype or x.shape[:2] != y.shape[:2]) for x, y in zip(there, new))
+
+
+def _append(room: Optional[Tensor], old: Tensor, new: Tensor) -> Tuple[Tensor, Tensor]:
+    """`new` behind `old`, which is the beginning of `room`, or else is copied to a larger one: the room, and the view of both."""
+    used = old.shape[2] if old.numel() else 0
+    end = used + new.shape[2]
+    fits = room is not None and room.shape[2] >= end and used > 0
+    fits = fits and (torch.is_inference_mode_enabled() or not room.is_inference())
+    if not (fits and old.data_ptr() == room.data_ptr() and old.stride() == room.stride() and len(old) == len(room)):
+        room = new.new_empty((*new.shape[:2], end + max(end // 4, 256), new.shape[3]))
+        if used:
+            room[:, :, :used] = old
+    room[:, :, used:end] = new
+    return room, room[:, :, :end]
 
 
 class GrowingCache(DynamicCache):
@@ -233,7 +258,9 @@ class GrowingCache(DynamicCache):
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self.layers = [GrowingLayer() if type(layer) is DynamicLayer else layer for layer in self.layers]
+        for layer in self.layers:
+            if type(layer) is DynamicLayer:
+                layer.__class__ = GrowingLayer  # with what it may hold already
         if self.layer_class_to_replicate is DynamicLayer:
             self.layer_class_to_replicate = GrowingLayer
 

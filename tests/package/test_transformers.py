@@ -113,6 +113,7 @@ def test_growing_cache(models, batch, beams):
         assert kinds <= {"GrowingLayer", "DynamicSlidingWindowLayer"}
 
 
+@torch.no_grad()
 def test_growing_layer():
     """Against DynamicLayer, step by step: what is copied, and what other operations leave behind."""
     grown, plain = libattn.transformers.GrowingLayer(), DynamicLayer()
@@ -134,8 +135,11 @@ def test_growing_layer():
     before = grown.keys.clone(), grown.keys
     append(20)
     assert grown.rooms[0] is not rooms[0] and torch.equal(*before)  # moved on; who holds the old keys, keeps them
+    held = grown.keys
+    before = held.clone()
     both(lambda layer: layer.crop(-7))
     append(3)
+    assert torch.equal(held, before)
     both(lambda layer: layer.reorder_cache(torch.tensor([1, 1])))
     append(1)
     both(lambda layer: layer.batch_repeat_interleave(2))
@@ -148,10 +152,48 @@ def test_growing_layer():
     append(1)
     copied.update(torch.zeros(2, 3, 1, 8), torch.zeros(2, 3, 1, 4))
     assert grown.keys[:, :, -1].any() and not copied.keys[:, :, -1].any()
+    with pytest.raises(RuntimeError):  # not stretched to the batch that is there
+        grown.update(torch.zeros(1, 3, 1, 8), torch.zeros(1, 3, 1, 4))
     weight = torch.ones(8, requires_grad=True)
-    keys, _ = grown.update(torch.randn(2, 3, 1, 8) * weight, torch.randn(2, 3, 1, 4))
-    keys.sum().backward()
+    with torch.enable_grad():
+        keys, _ = grown.update(torch.randn(2, 3, 1, 8) * weight, torch.randn(2, 3, 1, 4))
+        keys.sum().backward()
     assert weight.grad.any()
+    append_to = libattn.transformers.GrowingLayer()
+    with torch.inference_mode():
+        append_to.update(torch.ones(1, 1, 2, 8), torch.ones(1, 1, 2, 4))
+    keys, _ = append_to.update(torch.zeros(1, 1, 1, 8), torch.zeros(1, 1, 1, 4))  # in a room of its own
+    assert keys.sum() == 16
+
+
+def test_growing_cache_begins_with_data_and_with_gradients():
+    data = [(torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 8))]
+    assert libattn.transformers.GrowingCache(data).get_seq_length() == 5
+    layer = libattn.transformers.GrowingLayer()
+    query = torch.ones(8, requires_grad=True)
+    keys, _ = layer.update(*data[0])
+    score = (keys * query).sum()  # remembers keys
+    layer.update(*data[0])
+    score.backward()
+    with torch.no_grad():
+        assert torch.equal(layer.update(*data[0])[0], torch.cat([data[0][0]] * 3, 2))
+
+
+def test_mask_of_models_that_combine_it():
+    """They say that a square is wanted, and add their own to it."""
+    for padding in (None, torch.ones(2, 6, dtype=torch.bool), torch.tensor([[0, 0, 1, 1, 1, 1], [1] * 6]).bool()):
+        mask = libattn.transformers.attention_mask(2, 6, 6, attention_mask=padding, allow_is_causal_skip=False)
+        assert mask.shape[-2:] == (6, 6) and mask.dtype == torch.bool and not mask[0, 0, 0, 1:].any()
+
+
+def test_traced_mask_is_not_that_of_one_batch():
+    def seen(padding):
+        mask = libattn.transformers.attention_mask(2, 6, 6, attention_mask=padding)
+        return torch.ones(1) if mask is None else mask
+
+    padded = torch.tensor([[0, 0, 1, 1, 1, 1], [1] * 6])
+    traced = torch.jit.trace(seen, torch.ones(2, 6, dtype=torch.long), check_trace=False)
+    assert traced(padded).shape == (2, 1, 6, 1) and not traced(padded)[0, 0, 0, 0]
 
 
 @pytest.mark.parametrize("padded", [True, False])
