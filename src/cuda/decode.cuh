@@ -38,26 +38,26 @@ enum {
     STAGES = K(STAGES),
     WARPS = ATTN_DECODE_WARPS,
     THREADS = 32 * WARPS,
-    ROWS = 16,                   /* of an item */
-    KEYS = 32,                   /* of a tile that a team has */
-    TEAMS = BN / KEYS,           /* of a block: a warp, or two that share the dims of Q, K, V and O */
-    TEAM = WARPS / TEAMS,        /* warps of one */
-    FETCHED = KEYS / TEAM,       /* rows of a tile that a warp fetches */
-    ROW_BYTES = DIM * BYTES,     /* of K or V */
-    PIECES = ROW_BYTES / 16,     /* of 16 bytes in a row */
-    EACH_PIECE = 16 / BYTES,     /* elements */
-    NT = KEYS / 8,               /* 8-key tiles of a team's keys */
-    STEPS = DIM / 16 / TEAM,     /* of S = Q K^T that a warp does */
-    DT_TEAM = DIM / 8 / TEAM,    /* 8-column tiles of O that a warp has within a span */
-    DT = DIM / 8 / WARPS,        /* and then, when the teams have met */
+    ROWS = 16,                     /* of an item */
+    KEYS = 32,                     /* of a tile that a team has */
+    TEAMS = BN / KEYS,             /* of a block: a warp, or two that share the dims of Q, K, V and O */
+    TEAM = WARPS / TEAMS,          /* warps of one */
+    FETCHED = KEYS / TEAM,         /* rows of a tile that a warp fetches */
+    ROW_BYTES = DIM * BYTES,       /* of K or V */
+    PIECES = ROW_BYTES / 16,       /* of 16 bytes in a row */
+    EACH_PIECE = 16 / BYTES,       /* elements */
+    NT = KEYS / 8,                 /* 8-key tiles of a team's keys */
+    STEPS = DIM / 16 / TEAM,       /* of S = Q K^T that a warp does */
+    DT_TEAM = DIM / 8 / TEAM,      /* 8-column tiles of O that a warp has within a span */
+    DT = DIM / 8 / WARPS,          /* and then, when the teams have met */
     TEAM_BYTES = KEYS * ROW_BYTES, /* the team's rows of a tile */
     TILE_BYTES = BN * ROW_BYTES,
     SUM_BYTES = ROWS * DIM * 4, /* O of a team, where teams meet */
-    SPAN = ATTN_DECODE_SPAN,   /* keys */
-    SUPER = ATTN_DECODE_SUPER, /* spans */
+    SPAN = ATTN_DECODE_SPAN,    /* keys */
+    SUPER = ATTN_DECODE_SUPER,  /* spans */
     SPAN_TILES = SPAN / BN,
-    STRETCH_TILES = 2,              /* of a stretch, whose scores are in registers at once */
-    AT_SUMS = STAGES * TILE_BYTES,  /* in shared memory, behind the tiles: NARROW, where teams meet */
+    STRETCH_TILES = 2,             /* of a stretch, whose scores are in registers at once */
+    AT_SUMS = STAGES * TILE_BYTES, /* in shared memory, behind the tiles: NARROW, where teams meet */
     AT_NOTES = AT_SUMS + (NARROW ? TEAMS * SUM_BYTES : 0)
 };
 static_assert(DIM % 32 == 0 && SPAN_TILES % STRETCH_TILES == 0 && BN % KEYS == 0 && WARPS % TEAMS == 0,
@@ -116,9 +116,9 @@ typedef struct shared_notes {
     walk work[WARPS]; /* where each warp works, */
     walk ahead
         [WARPS]; /* and where it fetches: here, as there is no room in registers, and memory is far while K and V stream in */
-    attn_cuda_args a;   /* of the kernel: next_fetch */
-    int32_t is_plain;   /* NARROW: products with a positive scale are scores */
-    int8_t fit[ROWS];   /* NARROW: q of a row is multiplied with 2^fit */
+    attn_cuda_args a; /* of the kernel: next_fetch */
+    int32_t is_plain; /* NARROW: products with a positive scale are scores */
+    int8_t fit[ROWS]; /* NARROW: q of a row is multiplied with 2^fit */
 } shared_notes;
 static_assert(sizeof(shared_notes) <= ATTN_DECODE_NOTES, "give the notes more room");
 
