@@ -10,7 +10,7 @@ set(ATTN_CUDA AUTO CACHE STRING "GPU kernels: AUTO (if nvcc is found), ON or OFF
 set_property(CACHE ATTN_CUDA PROPERTY STRINGS AUTO ON OFF)
 set(ATTN_CUDA_KERNELS_DIR "" CACHE PATH "A folder of ready-made fatbins to embed instead of compiling them")
 # sm_87 and sm_89 run the code of sm_80 or sm_86; what is newer than sm_90 compiles the PTX when it is loaded. All code comes from the PTX of
-# compute_80: these kernels have nothing that is newer, and the front end, up to half of the time, runs once.
+# compute_80: these kernels (but decode's of 8 bits, see below) have nothing that is newer, and the front end, up to half of the time, runs once.
 set(ATTN_CUDA_ARCHS
     -gencode arch=compute_80,code=sm_80 -gencode arch=compute_80,code=sm_86
     -gencode arch=compute_80,code=sm_90 -gencode arch=compute_80,code=compute_80
