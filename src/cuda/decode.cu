@@ -202,7 +202,7 @@ DEVICE void finish_scores(const attn_cuda_args &a, const shared_notes &notes, fl
     for (int half = 0; half < 2; half++) {
         const row_notes &r = row_at(notes, half);
         const float raw = r.raw, slope = r.slope, distance = (float)(r.i + beyond - (j0 + 2 * t));
-        if (NARROW && cap > 0) to_y = fminf(fmaxf(2 * raw / cap, -1e38f), 1e38f);
+        if (NARROW && cap > 0) to_y = raw == raw ? fminf(fmaxf(2 * raw / cap, -1e38f), 1e38f) : raw; /* NaN: a descale's */
 #pragma unroll
         for (int n = 0; n < 2 * NT; n++) {
             float *x = &s[n / 2][2 * half + n % 2];

@@ -51,6 +51,7 @@ DEVICE void find_features(const attn_cuda_args &a, tile_place &at, double scale)
         at.step = has_cap ? STEP_CAP : has_alibi ? STEP_ALIBI : has_bias ? STEP_BIAS : STEP_DROP;
     at.cap = (float)a.p.softcap;
     at.to_y = has_cap ? (float)fmin(fmax(2 * scale / a.p.softcap, -1e38), 1e38) : 0;
+    if (scale != scale) at.to_y = (float)scale; /* a descale that is NaN */
 }
 
 /* ---- softcap, ALiBi ---- */

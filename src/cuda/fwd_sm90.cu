@@ -18,7 +18,7 @@
  *     wait for V(n + 1)
  *     O += P V(n + 1)          begins; P is that of the tile before
  *     pass the turn on
- *     wait for S               K(n) is empty
+ *     wait for S               K(n) is empty; LATE_TURN: and only then the turn is passed on
  *     softmax of S             beneath the second product, and beneath those of the other consumers
  *     wait for O               V(n + 1) is empty; O follows where a maximum moved; P is packed
  *
