@@ -19,7 +19,7 @@
  *   bwd_fit    float16, Hopper  sizes of d_o, v and delta -> fits                          bwd_rows.cu
  *   bwd_..._q  d_q              not in one pass                                            bwd.cu, bwd_any.cu
  *   bwd_...    d_k or d_v       in one pass d_q too                                        bwd_sm90.cu, bwd_sm90_wide.cu, bwd_one.cu, bwd.cu, bwd_any.cu
- *   bwd_cast   d_q              after bwd_sm90.cu: its floats become d_q                   bwd_rows.cu
+ *   bwd_cast   d_q              Hopper's, where blocks have not finished it themselves     bwd_rows.cu
  *   bwd_bias   d_bias                                                                      bwd_any.cu
  *   bwd_sink   d_sink           from row_stats                                             bwd_rows.cu
  *   bwd_fill   own lengths      rows of the gradients that no sequence covers              bwd_rows.cu
@@ -147,6 +147,7 @@ typedef struct attn_cuda_args {
      * bwd_delta then writes zeros to d_q, for rows that no block comes by.
      */
     uint32_t *turns;
+    int32_t finishes; /* Hopper's: the last block that adds to a tile of d_q writes it in its dtype; 0: bwd_cast does */
     uint32_t *
         overlap; /* not 0: cu_q is not ascending, so packed sequences share tiles; bwd_delta says so, and nobody waits for a turn */
 } attn_cuda_args;

@@ -30,8 +30,9 @@
  *
  * d_q is a sum over blocks. They take turns, in the order of keys, so that it has the same bits every time: `turns` has, for each tile of
  * rows and head, the number of the last block that has added to it, plus 1. An adder waits for the block before, and has a bulk
- * copy add the tile; nobody else waits for it, unless it is two tiles behind. With ATTN_UNORDERED blocks add as they come.
- * bwd_cast (bwd_rows.cu) turns the sums, which lie as threads hold them, into d_q.
+ * copy add the tile; nobody else waits for it, unless it is two tiles behind. The block whose turn is the last one has the sum of the others copied
+ * into the buffer instead, and its consumers add theirs and write d_q; where nobody else has a turn there is no sum at all. With ATTN_UNORDERED
+ * blocks add as they come, and then, or with FlashMask, bwd_cast (bwd_rows.cu) turns the sums, which lie as threads hold them, into d_q.
  *
  * A masked pair has P = d_s = 0, which in a product with a row that is not finite still gives NaN. So where a tile has a mask the tender looks
  * through Q and d_o, and where a block may have such tiles the consumers look through K. Whatever is not finite becomes zero, and
@@ -68,10 +69,12 @@ enum {
     QBUF = K(QBUF), /* buffers for d_q ... */
     PAIR = 1,
     CHUNKS = 1, /* ... each of a whole tile ... */
-    ROUND = 1   /* ... and for one adder */
+    ROUND = 1,  /* ... and for one adder */
+    FINISHES = 1
 };
 
 #include "bwd_sm90.cuh"
+#include "cast.cuh"
 
 enum {
     CONSUMERS = 2,
@@ -106,7 +109,8 @@ enum {
 /* Barriers, and what the tender tells of a stage. raw: Q and d_o before it has looked at them. */
 typedef struct shared_notes {
     uint64_t kv_full, q_full[STAGES], q_empty[STAGES], o_full[STAGES], o_empty[STAGES], stats_full[STAGES], raw[STAGES];
-    uint64_t d_q_full[QBUF], d_q_empty[QBUF];
+    uint64_t d_q_full[QBUF], d_q_empty[QBUF], whole[QBUF];
+    result_note results[QBUF];
     float lse[STAGES][BM]; /* in base 2; +inf: P is 0 */
     float minus_delta[STAGES][BM];
     uint32_t tile[STAGES]; /* tile_word */
@@ -117,9 +121,12 @@ typedef struct shared_notes {
 } shared_notes;
 static_assert(sizeof(shared_notes) <= ATTN_BWD90_NOTES, "give the notes more room");
 
-/* A tile of rows: its number, whether there is another one after it, and for each consumer, whether some pairs are masked. */
-DEVICE uint32_t tile_word(int32_t n, bool more, uint32_t partial) {
-    return (uint32_t)n << 3 | (uint32_t)more << 2 | partial;
+/*
+ * A tile of rows: its number, whether the consumers shall write its d_q, whether there is another one after it, and for each consumer, whether
+ * some pairs are masked.
+ */
+DEVICE uint32_t tile_word(int32_t n, bool last, bool more, uint32_t partial) {
+    return (uint32_t)n << 4 | (uint32_t)last << 3 | (uint32_t)more << 2 | partial;
 }
 
 typedef struct buffers {
@@ -153,6 +160,7 @@ DEVICE void make_barriers(const buffers &b) {
     for (int n = 0; n < QBUF; n++) {
         mbarrier_init(BARRIER(b, d_q_full, n), THREADS / 32);
         mbarrier_init(BARRIER(b, d_q_empty, n), 1);
+        mbarrier_init(BARRIER(b, whole, n), 1);
     }
     st_shared_b32(NOTE(b, bad), 0);
     fence_mbarrier_init();
@@ -196,7 +204,14 @@ DEVICE uint32_t partial_bits(const attn_cuda_args &a, const place &at, int32_t n
     return hides(a, at, n, at.own, at.own + 64) | hides(a, at, n, at.own + 64, at.own + BN) << 1;
 }
 
+/* Does nobody add to d_q of tile n after this block? As the adders find it. */
+DEVICE bool is_last(const place &at, int32_t n, bool nonsense) {
+    int32_t first, last;
+    return nonsense || turn_of(at, n, &first, &last).after < 0;
+}
+
 DEVICE void tend(const attn_cuda_args &a, const buffers &b, const place &at) {
+    const bool nonsense = a.finishes && *a.overlap;
     const int lane = threadIdx.x & 31;
     ring r = {};
     uint32_t raw = 0; /* parities, a bit for each stage */
@@ -206,7 +221,7 @@ DEVICE void tend(const attn_cuda_args &a, const buffers &b, const place &at) {
     while (says(w.h < at.h_end)) {
         const walk next = next_tile(a, at, w);
         const bool more = says(next.h < at.h_end);
-        const uint32_t word = tile_word(w.n, more, partial_bits(a, at, w.n));
+        const uint32_t word = tile_word(w.n, a.finishes && is_last(at, w.n, nonsense), more, partial_bits(a, at, w.n));
         mbarrier_wait_parity(BARRIER(b, o_empty, r.at), r.parity ^ 1);
         if (lane == 0) st_shared_b32(NOTE(b, tile) + r.at * 4, word);
 #pragma unroll
@@ -244,6 +259,7 @@ typedef struct consumer {
     int number;
     bool bad_keys;          /* some of its keys are not finite: key_scale */
     ring in, out;           /* stages of Q and d_o; buffers of d_q */
+    uint32_t whole;         /* parities of these, a bit for each buffer */
     uint64_t k, v;          /* S, D: its own keys, K-major */
     uint64_t d_s, k_across; /* d_q: its rows of d_s, its dims of K; both MN-major */
 } consumer;
@@ -375,10 +391,60 @@ DEVICE void put_d_q(const buffers &b, const consumer &me, const float d_q[NT][4]
                                                    __float_as_uint(d_q[n][2]), __float_as_uint(d_q[n][3])));
 }
 
+/* The first of the thread's two rows of d_q in the tile; the other one is 8 further on. */
+DEVICE int32_t my_row(const consumer &me) {
+    return (BY_ROWS ? me.number * 64 : 0) + (int32_t)((threadIdx.x >> 5 & 3) * 16 + (threadIdx.x >> 2 & 7));
+}
+/* Two bits: do the thread's rows have keys? Before the tile is left. */
+DEVICE uint32_t find_rows(const buffers &b, const consumer &me, uint32_t stage) {
+    const uint32_t lse = NOTE(b, lse) + (stage * BM + my_row(me)) * 4;
+    return (__uint_as_float(ld_shared_b32(lse)) != INFINITY) |
+           (__uint_as_float(ld_shared_b32(lse + 32)) != INFINITY) << 1;
+}
+
+/* d_q to memory, after the sum of the blocks before, which is in the buffer as put_d_q would leave it. Rows without keys are zero, whatever is there. */
+DEVICE void write_d_q(const attn_cuda_args &a, const buffers &b, const consumer &me, float d_q[NT][4], uint32_t rows) {
+    const uint32_t from = b.d_q + me.out.at * CHUNK_BYTES + (me.number * QN * 128 + (threadIdx.x & 127)) * 16;
+    uint4 note = {};
+    if ((threadIdx.x & 31) == 0) note = ld_shared_v4(NOTE(b, results) + me.out.at * (uint32_t)sizeof(result_note));
+    note.x = __shfl_sync(~0u, note.x, 0);
+    note.y = __shfl_sync(~0u, note.y, 0);
+    note.z = __shfl_sync(~0u, note.z, 0);
+    note.w = __shfl_sync(~0u, note.w, 0);
+    if (note.w) {
+#pragma unroll
+        for (int n = 0; n < QN; n++) {
+            const uint4 x = ld_shared_v4(from + n * 128 * 16);
+            d_q[n][0] += __uint_as_float(x.x);
+            d_q[n][1] += __uint_as_float(x.y);
+            d_q[n][2] += __uint_as_float(x.z);
+            d_q[n][3] += __uint_as_float(x.w);
+        }
+    }
+    const int32_t row = my_row(me), left = (int32_t)note.z - row;
+    const float scale = (float)a.p.scale;
+    uint16_t *const to = (uint16_t *)((uint64_t)note.y << 32 | note.x) + row * a.f.d_q.stride[1];
+#pragma unroll
+    for (int n = 0; n < QN; n += 4) {
+        const int32_t column = ((BY_ROWS ? 0 : me.number * QN) + n + (int32_t)(threadIdx.x & 3)) * 8;
+        uint32_t w[2][4];
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+#pragma unroll
+            for (int k = 0; k < 4; k++) {
+                const uint32_t pair = pack(d_q[n + k][2 * half] * scale, d_q[n + k][2 * half + 1] * scale);
+                w[half][k] = rows >> half & 1 ? pair : 0;
+            }
+            transpose_quad(w[half]);
+            if (left > 8 * half) store_piece(to + 8 * half * a.f.d_q.stride[1], column, a.p.dim_qk, w[half]);
+        }
+    }
+}
+
 /* What a consumer has of a tile. Arrays by themselves: in a struct they would live in memory. */
 typedef struct tile {
     int32_t n;
-    bool more, partial;
+    bool last, more, partial;
     uint32_t seen[WORDS]; /* partial */
 } tile;
 
@@ -399,7 +465,8 @@ DEVICE void begin_d(const buffers &b, const consumer &me, float d[NT][4]) {
 DEVICE void read_tile(const buffers &b, const consumer &me, tile &t) {
     mbarrier_wait_parity(BARRIER(b, stats_full, me.in.at), me.in.parity);
     const uint32_t word = ld_shared_b32(NOTE(b, tile) + me.in.at * 4);
-    t.n = (int32_t)(word >> 3);
+    t.n = (int32_t)(word >> 4);
+    t.last = says(word & 8);
     t.more = says(word & 4);
     t.partial = says((word >> me.number & 1) || me.bad_keys);
 }
@@ -435,9 +502,18 @@ DEVICE void make_p(const attn_cuda_args &a, const buffers &b, const place &at, c
     }
 }
 
-/* d_q, which is there, to shared memory, when the adder has taken what was there before. */
+/* d_q, which is there, to shared memory, when the adder has taken what was there before; or, of the last one, to memory. */
 DEVICE void wait_for_adder(const buffers &b, const consumer &me) {
     mbarrier_wait_parity(BARRIER(b, d_q_empty, me.out.at), me.out.parity ^ 1);
+}
+DEVICE void give_d_q(const attn_cuda_args &a, const buffers &b, consumer &me, float d_q[NT][4], bool last, uint32_t rows) {
+    if (!last) {
+        put_d_q(b, me, d_q);
+        return;
+    }
+    mbarrier_wait_parity(BARRIER(b, whole, me.out.at), me.whole >> me.out.at & 1);
+    me.whole ^= 1u << me.out.at;
+    write_d_q(a, b, me, d_q, rows);
 }
 DEVICE void pass_d_q(const buffers &b, consumer &me) {
     fence_proxy_async();
@@ -489,14 +565,16 @@ DEVICE void walk_rows(const attn_cuda_args &a, const buffers &b, const place &at
 #pragma unroll 1
     while (t.more) {
         const uint32_t stage = me.in.at;
+        const bool last = t.last;
         begin_gradients(b, me, s, d, p, d_v, d_s, d_k, t);
         turn_ring(me.in, STAGES);
         read_tile(b, me, t);
         wait_for_adder(b, me);
         mbarrier_wait_parity(BARRIER(b, q_full, me.in.at), me.in.parity);
+        const uint32_t rows = last ? find_rows(b, me, stage) : 0;
         wgmma_wait_group(1);
         leave_tile(b, me, stage);
-        put_d_q(b, me, d);
+        give_d_q(a, b, me, d, last, rows);
         if (HAS_ROOM) {
             prepare_d(b, me, d);
             pass_d_q(b, me);
@@ -509,10 +587,11 @@ DEVICE void walk_rows(const attn_cuda_args &a, const buffers &b, const place &at
         make_p(a, b, at, me, s, p, d_v, t, false);
     }
     begin_gradients(b, me, s, d, p, d_v, d_s, d_k, t);
+    const uint32_t rows = t.last ? find_rows(b, me, me.in.at) : 0;
     wait_for_adder(b, me);
     wgmma_wait_group(0);
     leave_tile(b, me, me.in.at);
-    put_d_q(b, me, d);
+    give_d_q(a, b, me, d, t.last, rows);
     pass_d_q(b, me);
     bar_sync(BARRIER_FREE + me.number, THREADS); /* what the other one has arrived for */
 }
@@ -601,7 +680,13 @@ KERNEL __launch_bounds__(THREADS + 128, 1) VARIANT(const __grid_constant__ attn_
             tend(x.a, b, at);
         } else {
             const int n = warp - 2;
-            const d_q_ring d_q = {b.d_q + n * CHUNK_BYTES, BARRIER(b, d_q_full, n), BARRIER(b, d_q_empty, n), 0};
+            const uint32_t note = NOTE(b, results) + n * (uint32_t)sizeof(result_note);
+            const d_q_ring d_q = {b.d_q + n * CHUNK_BYTES,
+                                  BARRIER(b, d_q_full, n),
+                                  BARRIER(b, d_q_empty, n),
+                                  0,
+                                  BARRIER(b, whole, n),
+                                  note};
             if (x.a.f.d_q.data)
                 add(x.a, d_q, at, n);
             else if (alone)

@@ -5,6 +5,7 @@
  *   BF16, DIM, BM, BN      dtype; dims, rows of a tile, keys
  *   PAIR                   blocks that have these keys together, and a share of d_q each; 1 or 2
  *   CHUNKS, ROUND          how many buffers d_q of a tile fills one after the other, and which number of them an adder walks round
+ *   FINISHES               can the consumers write d_q, where nobody adds to it after them?
  */
 #ifndef ATTN_BWD_SM90_CUH
 #define ATTN_BWD_SM90_CUH
@@ -235,12 +236,20 @@ DEVICE bool meets(const attn_cuda_args &a, const place &at, int32_t n, int32_t m
 typedef struct turn {
     int32_t before, after;
 } turn;
-DEVICE turn find_turn(const attn_cuda_args &a, const place &at, int32_t n) {
+DEVICE turn turn_of(const place &at, int32_t n, int32_t *first, int32_t *last) {
     int32_t from, to;
     attn__mask_rows(&at.mask, n * BM, attn__min32(n * BM + BM, at.s.sq), &from, &to);
-    const int32_t m = at.own / BN, first = from / BN, last = (to - 1) / BN, lane = threadIdx.x & 31;
-    if (!a.ranges) return {m > first ? m - 1 : -1, m < last ? m + 1 : -1};
-    turn t = {-1, -1};
+    const int32_t m = at.own / BN;
+    *first = from / BN;
+    *last = (to - 1) / BN;
+    return {m > *first ? m - 1 : -1, m < *last ? m + 1 : -1};
+}
+DEVICE turn find_turn(const attn_cuda_args &a, const place &at, int32_t n) {
+    int32_t first, last;
+    turn t = turn_of(at, n, &first, &last);
+    if (!a.ranges) return t;
+    const int32_t m = at.own / BN, lane = threadIdx.x & 31;
+    t = {-1, -1};
     for (int32_t x = m - 1; x >= first && t.before < 0; x -= 32) {
         const uint32_t found = __ballot_sync(~0u, x - lane >= first && meets(a, at, n, x - lane));
         if (found) t.before = x - (__ffs((int)found) - 1);
@@ -254,30 +263,56 @@ DEVICE turn find_turn(const attn_cuda_args &a, const place &at, int32_t n) {
 
 /*
  * What an adder takes d_q from: ROUND buffers in shared memory, one after the other, and of each the two barriers. It has to see every phase
- * of its `full` ones, so that adders share none of them.
+ * of its `full` ones, so that adders share none of them. With FINISHES there is one buffer, and before a tile that the consumers shall write
+ * `whole` says that the sum of the blocks before is in it, if there is one, and the result_note where d_q goes.
  */
 typedef struct d_q_ring {
     uint32_t at, full, empty;
     uint32_t share; /* number of the block in its pair */
+    uint32_t whole, note;
 } d_q_ring;
+typedef struct result_note {
+    alignas(16) uint64_t to; /* the first row of the tile */
+    int32_t rows;            /* that there are, from there on */
+    int32_t adds;            /* is there a sum of the blocks before? */
+} result_note;
+
+/* Nobody else adds to the tile after this block: the consumers get what was there before. One thread. */
+DEVICE void return_tile(const attn_cuda_args &a, const d_q_ring &d, const place &at, const walk &w, const void *sum,
+                        bool adds) {
+    const uint64_t to = (uint64_t)((uint16_t *)a.f.d_q.data + attn__q_offset(&a.p, &a.f.d_q, &at.s, w.n * BM, w.h));
+    st_shared_v4(d.note, make_uint4((uint32_t)to, (uint32_t)(to >> 32), (uint32_t)(at.s.sq - w.n * BM), adds));
+    if (adds) {
+        fence_proxy_async_global();
+        mbarrier_arrive_expect_tx(d.whole, CHUNK_BYTES);
+        cp_async_bulk_load(d.at, sum, CHUNK_BYTES, d.whole);
+    } else {
+        mbarrier_arrive(d.whole);
+    }
+}
 
 /* d_q of a tile, from shared memory to what the block before has left, and the turn to the one after. One thread. */
-DEVICE void add_tile(const attn_cuda_args &a, const d_q_ring &d, const place &at, ring &r, int64_t index, const turn &t,
+DEVICE void add_tile(const attn_cuda_args &a, const d_q_ring &d, const place &at, ring &r, const walk &w, const turn &t,
                      bool ordered) {
+    const int64_t index = tile_index(a, at, w);
+    const bool returns = FINISHES && a.finishes && t.after < 0;
     float *const to = (float *)a.part_o + (index * PAIR + d.share) * SHARE;
     uint32_t *const mine = a.turns + index * PAIR + d.share;
     if (ordered && t.before >= 0) wait_acquire_gpu(mine, (uint32_t)t.before + 1);
+    if (returns) return_tile(a, d, at, w, to, t.before >= 0);
 #pragma unroll 1
     for (int c = 0; c < CHUNKS; c++) {
         const uint32_t from = d.at + r.at * CHUNK_BYTES;
         mbarrier_wait_parity(d.full + 8 * r.at, r.parity);
-        fence_proxy_async_global();
-        if (t.before >= 0 || (!ordered && t.after >= 0))
-            cp_reduce_async_bulk_add_f32(to + c * (CHUNK_BYTES / 4), from, CHUNK_BYTES);
-        else
-            cp_async_bulk_store(to + c * (CHUNK_BYTES / 4), from, CHUNK_BYTES);
-        cp_async_bulk_commit_group();
-        cp_async_bulk_wait_group_read();
+        if (!returns) {
+            fence_proxy_async_global();
+            if (t.before >= 0 || (!ordered && t.after >= 0))
+                cp_reduce_async_bulk_add_f32(to + c * (CHUNK_BYTES / 4), from, CHUNK_BYTES);
+            else
+                cp_async_bulk_store(to + c * (CHUNK_BYTES / 4), from, CHUNK_BYTES);
+            cp_async_bulk_commit_group();
+            cp_async_bulk_wait_group_read();
+        }
         mbarrier_arrive(d.empty + 8 * r.at);
         turn_ring(r, ROUND);
     }
@@ -296,7 +331,7 @@ DEVICE void add(const attn_cuda_args &a, const d_q_ring &d, const place &at, int
     for (walk w = first_tile(a, at); says(w.h < at.h_end); w = next_tile(a, at, w), mine ^= 1) {
         if (says(mine != number)) continue;
         const turn t = nonsense ? turn{-1, -1} : find_turn(a, at, w.n);
-        if (alone) add_tile(a, d, at, r, tile_index(a, at, w), t, ordered);
+        if (alone) add_tile(a, d, at, r, w, t, ordered);
         __syncwarp();
     }
     if (alone) cp_async_bulk_wait_group();

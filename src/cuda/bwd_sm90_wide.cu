@@ -55,7 +55,8 @@ enum {
     PAIR = K(PAIR),
     QBUF = K(QBUF),                             /* buffers for d_q ... */
     CHUNKS = DIM / PAIR / ATTN_WIDE_CHUNK(DIM), /* ... of which a tile fills so many ... */
-    ROUND = QBUF                                /* ... in turn, for one adder or the other */
+    ROUND = QBUF,                               /* ... in turn, for one adder or the other */
+    FINISHES = 0
 };
 
 #include "bwd_sm90.cuh"
@@ -593,7 +594,7 @@ DEVICE void produce(const attn_cuda_args90 &x, const buffers &b, const place &at
         tend(x.a, b, at);
     } else {
         const int n = warp - 2;
-        const d_q_ring d_q = {b.d_q, BARRIER(b, d_q_full, n * QBUF), BARRIER(b, d_q_empty, 0), b.rank};
+        const d_q_ring d_q = {b.d_q, BARRIER(b, d_q_full, n * QBUF), BARRIER(b, d_q_empty, 0), b.rank, 0, 0};
         if (x.a.f.d_q.data)
             add(x.a, d_q, at, n);
         else if (alone)
