@@ -170,7 +170,7 @@ DEVICE float delta_of_rows(const attn_cuda_args &a, const uint8_t *o, const uint
 }
 
 /* Warps: ATTN_DELTA_ROWS rows of lse each, [batch][heads_q][tiles of max_q] or [heads_q][tiles of total_q]. */
-KERNEL __launch_bounds__(32 * WARPS) bwd_delta(const __grid_constant__ attn_cuda_args a) {
+KERNEL __launch_bounds__(32 * WARPS, 8) bwd_delta(const __grid_constant__ attn_cuda_args a) {
     const bool packed = a.p.flags & ATTN_VARLEN_Q;
     const int64_t each = packed ? a.p.total_q : a.p.max_q, heads = (packed ? 1 : a.p.batch) * (int64_t)a.p.heads_q;
     const int64_t tiles = (each + ATTN_DELTA_ROWS - 1) / ATTN_DELTA_ROWS, warp = warp_index();
