@@ -184,7 +184,8 @@ KERNEL __launch_bounds__(32 * WARPS, 8) bwd_delta(const __grid_constant__ attn_c
     if (has_pieces(a, at) && at.lanes >= 4) { /* as most are */
         const int64_t o = b * a.f.o.stride[0] + first * a.f.o.stride[1] + h * a.f.o.stride[2];
         const int64_t d_o = b * a.f.d_o.stride[0] + first * a.f.d_o.stride[1] + h * a.f.d_o.stride[2];
-        const uint8_t *const of_o = (const uint8_t *)a.f.o.data + o * 2, *const of_d_o = (const uint8_t *)a.f.d_o.data + d_o * 2;
+        const uint8_t *const of_o = (const uint8_t *)a.f.o.data + o * 2, *const of_d_o =
+                                                                             (const uint8_t *)a.f.d_o.data + d_o * 2;
         const int32_t count = each - first < ATTN_DELTA_ROWS ? (int32_t)(each - first) : ATTN_DELTA_ROWS;
         int32_t mine;
         const float part = a.p.out_dtype == ATTN_BF16 ? delta_of_rows(a, of_o, of_d_o, count, at, true, &mine)

@@ -69,12 +69,10 @@ enum {
     QBUF = K(QBUF), /* buffers for d_q ... */
     PAIR = 1,
     CHUNKS = 1, /* ... each of a whole tile ... */
-    ROUND = 1,  /* ... and for one adder */
-    FINISHES = 1
+    ROUND = 1   /* ... and for one adder */
 };
 
 #include "bwd_sm90.cuh"
-#include "cast.cuh"
 
 enum {
     CONSUMERS = 2,
@@ -95,14 +93,8 @@ static_assert(STAGES == 2, "the stage before is stage ^ 1");
 static_assert(QN <= NT, "d_q takes the place of D");
 static_assert(BY_ROWS ? DIM == 64 : DIM == 128, "want another way to share d_q");
 
-/* Numbers of named barriers. FREE + c: d_s may be written by consumer c; BAD + c: its keys have been looked through. */
-enum {
-    BARRIER_KEYS = 1,
-    BARRIER_D_S,
-    BARRIER_FREE,
-    BARRIER_BAD = BARRIER_FREE + CONSUMERS,
-    BARRIER_END = BARRIER_BAD + CONSUMERS
-};
+/* Numbers of named barriers. KEYS: they have been looked through; FREE + c: d_s may be written by consumer c. */
+enum { BARRIER_KEYS = 1, BARRIER_D_S, BARRIER_FREE, BARRIER_END = BARRIER_FREE + CONSUMERS };
 
 /* ---- shared memory: K, V, stages of Q and d_o, d_s, buffers of d_q; all but the last in blocks of 64 columns; notes ---- */
 
@@ -113,11 +105,12 @@ typedef struct shared_notes {
     result_note results[QBUF];
     float lse[STAGES][BM]; /* in base 2; +inf: P is 0 */
     float minus_delta[STAGES][BM];
-    uint32_t tile[STAGES]; /* tile_word */
-    float key_scale[BN];   /* NaN: the key is not finite */
-    uint32_t bad;          /* some d_o was not finite */
-    place at;              /* here, and not in everybody's registers */
-    int32_t is_there;      /* is there anything to do at all? */
+    uint32_t tile[STAGES];        /* tile_word */
+    float key_scale[BN];          /* NaN: the key is not finite */
+    uint32_t bad_keys[CONSUMERS]; /* are there such keys? */
+    uint32_t bad;                 /* some d_o was not finite */
+    place at;                     /* here, and not in everybody's registers */
+    int32_t is_there;             /* is there anything to do at all? */
 } shared_notes;
 static_assert(sizeof(shared_notes) <= ATTN_BWD90_NOTES, "give the notes more room");
 
@@ -162,6 +155,7 @@ DEVICE void make_barriers(const buffers &b) {
         mbarrier_init(BARRIER(b, d_q_empty, n), 1);
         mbarrier_init(BARRIER(b, whole, n), 1);
     }
+    for (int n = 0; n < CONSUMERS; n++) st_shared_b32(NOTE(b, bad_keys) + n * 4, 0);
     st_shared_b32(NOTE(b, bad), 0);
     fence_mbarrier_init();
 }
@@ -204,12 +198,6 @@ DEVICE uint32_t partial_bits(const attn_cuda_args &a, const place &at, int32_t n
     return hides(a, at, n, at.own, at.own + 64) | hides(a, at, n, at.own + 64, at.own + BN) << 1;
 }
 
-/* Does nobody add to d_q of tile n after this block? As the adders find it. */
-DEVICE bool is_last(const place &at, int32_t n, bool nonsense) {
-    int32_t first, last;
-    return nonsense || turn_of(at, n, &first, &last).after < 0;
-}
-
 DEVICE void tend(const attn_cuda_args &a, const buffers &b, const place &at) {
     const bool nonsense = a.finishes && *a.overlap;
     const int lane = threadIdx.x & 31;
@@ -221,7 +209,7 @@ DEVICE void tend(const attn_cuda_args &a, const buffers &b, const place &at) {
     while (says(w.h < at.h_end)) {
         const walk next = next_tile(a, at, w);
         const bool more = says(next.h < at.h_end);
-        const uint32_t word = tile_word(w.n, a.finishes && is_last(at, w.n, nonsense), more, partial_bits(a, at, w.n));
+        const uint32_t word = tile_word(w.n, is_last(a, at, w.n, nonsense), more, partial_bits(a, at, w.n));
         mbarrier_wait_parity(BARRIER(b, o_empty, r.at), r.parity ^ 1);
         if (lane == 0) st_shared_b32(NOTE(b, tile) + r.at * 4, word);
 #pragma unroll
@@ -257,9 +245,7 @@ DEVICE void tend(const attn_cuda_args &a, const buffers &b, const place &at) {
 
 typedef struct consumer {
     int number;
-    bool bad_keys;          /* some of its keys are not finite: key_scale */
     ring in, out;           /* stages of Q and d_o; buffers of d_q */
-    uint32_t whole;         /* parities of these, a bit for each buffer */
     uint64_t k, v;          /* S, D: its own keys, K-major */
     uint64_t d_s, k_across; /* d_q: its rows of d_s, its dims of K; both MN-major */
 } consumer;
@@ -270,19 +256,22 @@ DEVICE int32_t my_key(const consumer &me) {
 }
 
 /*
- * Keys past the end become zeros; under a mask those that hold something that is not finite too, and key_scale says so. Two threads
- * to a key. Are there any?
+ * Keys past the end become zeros; under a mask those that hold something that is not finite too, and key_scale and bad_keys say so. Two threads
+ * to a key.
  */
-DEVICE bool tend_keys(const attn_cuda_args &a, const buffers &b, const place &at, const consumer &me) {
-    if (!at.masks && at.count == BN) return false;
+DEVICE void tend_keys(const attn_cuda_args &a, const buffers &b, const place &at, const consumer &me) {
+    if (!at.masks && at.count == BN) return;
     const int key = me.number * 64 + (int)(threadIdx.x & 127) / 2, from = (int)(threadIdx.x & 1) * (DIM / 16);
     bool bad = at.masks && holds_nonfinite(b.k, BN, key, from, from + DIM / 16);
     bad = __shfl_xor_sync(~0u, (int)bad, 1) || bad;
     if (bad || key >= at.count) clear_row(b.k, BN, key, from, from + DIM / 16);
     if (from == 0) st_shared_b32(NOTE(b, key_scale) + key * 4, __float_as_uint(bad ? NAN : a.scale_log2));
+    if (bad) st_shared_b32(NOTE(b, bad_keys) + me.number * 4, 1);
     fence_proxy_async();
     bar_sync(BARRIER_KEYS, THREADS);
-    return bar_red_or(BARRIER_BAD + me.number, 128, bad);
+}
+DEVICE uint32_t has_bad_keys(const buffers &b, const consumer &me) {
+    return ld_shared_b32(NOTE(b, bad_keys) + me.number * 4);
 }
 
 /* ---- the consumers: products ---- */
@@ -398,47 +387,7 @@ DEVICE int32_t my_row(const consumer &me) {
 /* Two bits: do the thread's rows have keys? Before the tile is left. */
 DEVICE uint32_t find_rows(const buffers &b, const consumer &me, uint32_t stage) {
     const uint32_t lse = NOTE(b, lse) + (stage * BM + my_row(me)) * 4;
-    return (__uint_as_float(ld_shared_b32(lse)) != INFINITY) |
-           (__uint_as_float(ld_shared_b32(lse + 32)) != INFINITY) << 1;
-}
-
-/* d_q to memory, after the sum of the blocks before, which is in the buffer as put_d_q would leave it. Rows without keys are zero, whatever is there. */
-DEVICE void write_d_q(const attn_cuda_args &a, const buffers &b, const consumer &me, float d_q[NT][4], uint32_t rows) {
-    const uint32_t from = b.d_q + me.out.at * CHUNK_BYTES + (me.number * QN * 128 + (threadIdx.x & 127)) * 16;
-    uint4 note = {};
-    if ((threadIdx.x & 31) == 0) note = ld_shared_v4(NOTE(b, results) + me.out.at * (uint32_t)sizeof(result_note));
-    note.x = __shfl_sync(~0u, note.x, 0);
-    note.y = __shfl_sync(~0u, note.y, 0);
-    note.z = __shfl_sync(~0u, note.z, 0);
-    note.w = __shfl_sync(~0u, note.w, 0);
-    if (note.w) {
-#pragma unroll
-        for (int n = 0; n < QN; n++) {
-            const uint4 x = ld_shared_v4(from + n * 128 * 16);
-            d_q[n][0] += __uint_as_float(x.x);
-            d_q[n][1] += __uint_as_float(x.y);
-            d_q[n][2] += __uint_as_float(x.z);
-            d_q[n][3] += __uint_as_float(x.w);
-        }
-    }
-    const int32_t row = my_row(me), left = (int32_t)note.z - row;
-    const float scale = (float)a.p.scale;
-    uint16_t *const to = (uint16_t *)((uint64_t)note.y << 32 | note.x) + row * a.f.d_q.stride[1];
-#pragma unroll
-    for (int n = 0; n < QN; n += 4) {
-        const int32_t column = ((BY_ROWS ? 0 : me.number * QN) + n + (int32_t)(threadIdx.x & 3)) * 8;
-        uint32_t w[2][4];
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-#pragma unroll
-            for (int k = 0; k < 4; k++) {
-                const uint32_t pair = pack(d_q[n + k][2 * half] * scale, d_q[n + k][2 * half + 1] * scale);
-                w[half][k] = rows >> half & 1 ? pair : 0;
-            }
-            transpose_quad(w[half]);
-            if (left > 8 * half) store_piece(to + 8 * half * a.f.d_q.stride[1], column, a.p.dim_qk, w[half]);
-        }
-    }
+    return (__uint_as_float(ld_shared_b32(lse)) != INFINITY) | (__uint_as_float(ld_shared_b32(lse + 32)) != INFINITY) << 1;
 }
 
 /* What a consumer has of a tile. Arrays by themselves: in a struct they would live in memory. */
@@ -468,7 +417,7 @@ DEVICE void read_tile(const buffers &b, const consumer &me, tile &t) {
     t.n = (int32_t)(word >> 4);
     t.last = says(word & 8);
     t.more = says(word & 4);
-    t.partial = says((word >> me.number & 1) || me.bad_keys);
+    t.partial = says((word >> me.number & 1) | has_bad_keys(b, me));
 }
 
 /* From S and D, which are under way, to D, which is there, with d_v under way: s becomes P. first: there is no tile before it, whose Q would
@@ -484,7 +433,7 @@ DEVICE void make_p(const attn_cuda_args &a, const buffers &b, const place &at, c
     if (t.partial) {
         const uint32_t scales = NOTE(b, key_scale) + my_key(me) * 4;
         float scale[2] = {a.scale_log2, a.scale_log2};
-        if (me.bad_keys) {
+        if (has_bad_keys(b, me)) {
             scale[0] = __uint_as_float(ld_shared_b32(scales));
             scale[1] = __uint_as_float(ld_shared_b32(scales + 32));
         }
@@ -511,9 +460,10 @@ DEVICE void give_d_q(const attn_cuda_args &a, const buffers &b, consumer &me, fl
         put_d_q(b, me, d_q);
         return;
     }
-    mbarrier_wait_parity(BARRIER(b, whole, me.out.at), me.whole >> me.out.at & 1);
-    me.whole ^= 1u << me.out.at;
-    write_d_q(a, b, me, d_q, rows);
+    mbarrier_wait_parity(BARRIER(b, whole, me.out.at), me.out.parity);
+    const result_note note = read_note(NOTE(b, results) + me.out.at * (uint32_t)sizeof(result_note));
+    if (note.adds) add_sum(d_q, b.d_q + me.out.at * CHUNK_BYTES + me.number * QN * 128 * 16, QN);
+    write_d_q(a, note, d_q, QN, my_row(me), BY_ROWS ? 0 : me.number * QN * 8, rows, (float)a.p.scale);
 }
 DEVICE void pass_d_q(const buffers &b, consumer &me) {
     fence_proxy_async();
@@ -644,7 +594,7 @@ DEVICE void consume(const attn_cuda_args &a, const buffers &b, const place &at) 
     me.d_s = wgmma_mn_major(b.d_s + (BY_ROWS ? me.number * BN * ROW : 0), BN * ROW);
     me.k_across = wgmma_mn_major(b.k + (BY_ROWS ? 0 : me.number * BN * ROW), BN * ROW);
     mbarrier_wait_parity(NOTE(b, kv_full), 0);
-    me.bad_keys = tend_keys(a, b, at, me);
+    tend_keys(a, b, at, me);
     bar_arrive(BARRIER_FREE + 1 - me.number, THREADS); /* nobody reads d_s yet */
     if (says(first_tile(a, at).h < at.h_end))
         walk_rows(a, b, at, me, d_k, d_v);
@@ -680,13 +630,12 @@ KERNEL __launch_bounds__(THREADS + 128, 1) VARIANT(const __grid_constant__ attn_
             tend(x.a, b, at);
         } else {
             const int n = warp - 2;
-            const uint32_t note = NOTE(b, results) + n * (uint32_t)sizeof(result_note);
-            const d_q_ring d_q = {b.d_q + n * CHUNK_BYTES,
-                                  BARRIER(b, d_q_full, n),
-                                  BARRIER(b, d_q_empty, n),
-                                  0,
-                                  BARRIER(b, whole, n),
-                                  note};
+            d_q_ring d_q = {};
+            d_q.at = b.d_q + n * CHUNK_BYTES;
+            d_q.full = BARRIER(b, d_q_full, n);
+            d_q.empty = BARRIER(b, d_q_empty, n);
+            d_q.whole = BARRIER(b, whole, n);
+            d_q.note = NOTE(b, results) + n * (uint32_t)sizeof(result_note);
             if (x.a.f.d_q.data)
                 add(x.a, d_q, at, n);
             else if (alone)

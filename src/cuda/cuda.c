@@ -111,7 +111,6 @@ const attn_cuda_entry attn__cuda_entries[ATTN_ENTRIES] = {
                          .bm = m,                                                                                          \
                          .bn = n,                                                                                          \
                          .blocks = (pair) ? (pair) : 1,                                                                    \
-                         .finishes = !(pair),                                                                              \
                          .warps = (pair) ? 16 : 12, /* three or two warpgroups, and the producers' four */                 \
                          .takes = ATTN_TAKES_OWN,                                                                          \
                          .shared_bytes = ATTN_BWD90_BYTES(most, m, n, pair, buffers)},

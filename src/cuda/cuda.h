@@ -68,7 +68,6 @@ typedef struct attn_cuda_entry {
     bool decode;      /* of decode.cu: given attn_cuda_decode */
     bool hopper;      /* of fwd_sm90.cu or bwd_sm90.cu: for its arch alone, given attn_cuda_args90 */
     int32_t blocks;   /* backward: that share bn keys, and are a cluster if there are two */
-    bool finishes;    /* Hopper's backward: attn_cuda_args.finishes, where turns have an order and there is no FlashMask */
     int32_t arch;     /* least compute capability, times ten */
     attn_dtype dtype; /* of tiles; ATTN_DTYPE_DEFAULT: every one (fwd_any), or no forward kernel at all */
     int32_t dim_qk;   /* largest one */
