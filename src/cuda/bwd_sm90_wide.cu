@@ -592,6 +592,7 @@ DEVICE void sum(const attn_cuda_args &a, const buffers &b, const place &at) {
 #pragma unroll
         for (int c = 0; c < CHUNKS; c++) {
             const uint32_t buffer = b.d_q + out.at * CHUNK_BYTES;
+            mbarrier_wait_parity(BARRIER(b, d_q_empty, out.at), out.parity ^ 1);
             if (last) {
                 mbarrier_wait_parity(BARRIER(b, whole, out.at), out.parity);
                 const result_note note = read_note(NOTE(b, results) + adder * (uint32_t)sizeof(result_note));
@@ -600,7 +601,6 @@ DEVICE void sum(const attn_cuda_args &a, const buffers &b, const place &at) {
                           (int32_t)b.rank * PIECE + c * CHUNK_TILES * 8, rows,
                           __uint_as_float(ld_shared_b32(NOTE(b, d_q_scale))));
             } else {
-                mbarrier_wait_parity(BARRIER(b, d_q_empty, out.at), out.parity ^ 1);
 #pragma unroll
                 for (int nt = 0; nt < CHUNK_TILES; nt++) put_numbers(buffer, nt, d_q[c * CHUNK_TILES + nt]);
             }
