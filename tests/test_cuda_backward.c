@@ -326,7 +326,8 @@ static size_t documented(const attn_problem *p, int64_t rows, int64_t dim, int64
 
 /*
  * The formula, on Hopper and elsewhere, and the bound: d_q in float and two floats for each row, where dims are a line's and rows are
- * whole tiles; to that come 4 or 8 bytes for 64 rows (a thousandth), and a few for each sequence. ATTN_UNORDERED changes nothing.
+ * whole tiles; to that come 4 or 8 bytes for 64 rows (a thousandth), and a few for each sequence. ATTN_UNORDERED changes nothing, but where one
+ * block has all keys.
  */
 TEST(cuda_backward_workspace_is_d_q_in_float_and_two_numbers_a_row) {
     static const struct {
@@ -357,6 +358,10 @@ TEST(cuda_backward_workspace_is_d_q_in_float_and_two_numbers_a_row) {
             p.flags |= ATTN_UNORDERED;
             CHECK(workspace_of(context, p) == want);
             const size_t all = (size_t)3 * 16 * 1024, bound = all * (4 * (size_t)dim + 8);
+            p.max_kv = 64; /* a block has them all, and needs no floats if it knows that nobody else adds to them */
+            if (lines[n].arch == 90) CHECK(workspace_of(context, p) == want);
+            p.flags &= ~ATTN_UNORDERED;
+            CHECK(workspace_of(context, p) == documented(&p, rows, 0, lines[n].blocks, fits));
             if (way == 1) CHECK_SAY(have <= bound + all / 8 + 3 * 2 * 12 + 192, "%zu bytes, bound %zu", have, bound);
         }
         attn_context_destroy(context);

@@ -338,7 +338,7 @@ DEVICE void add_tile(const attn_cuda_args &a, const d_q_ring &d, const place &at
             cp_async_bulk_store(to + c * (CHUNK_BYTES / 4), from, CHUNK_BYTES);
         cp_async_bulk_commit_group();
         cp_async_bulk_wait_group_read();
-        mbarrier_arrive(d.whole + 8 * r.at); /* nobody waits for it, but its phases go with those of `empty`, which comes after */
+        mbarrier_arrive(d.whole + 8 * r.at); /* nobody waits, but it has the phases of `empty`, which comes after */
         leave_chunk(d, r, c);
     }
     if (!ordered || t.after < 0) return;

@@ -209,7 +209,7 @@ static attn_cuda_args make_backward(const attn_cuda_run *run, const attn_plan *p
         a.part_o = attn__part(plan, f, CUDA_D_Q);
         a.turns = attn__part(plan, f, CUDA_TURNS);
         a.overlap = a.turns + turns_of(e, p);
-        a.finishes = e->hopper && !p->flashmask_vectors && !(p->flags & ATTN_UNORDERED);
+        a.finishes = e->hopper && attn__cuda_finishes(p);
     }
     if (p->flashmask_vectors) {
         a.ranges = attn__part(plan, f, CUDA_RANGES);
