@@ -127,8 +127,12 @@ typedef struct attn_cuda_args {
     attn_divider by_each;                      /* Hopper: by group * slots */
     attn_divider by_page;                      /* by page_size */
     int64_t work; /* Hopper: places [groups of heads][slot][head] that blocks share; the last group may be short of heads */
-    int32_t box;  /* Hopper: rows of a box of k and v: those of a tile, or as many as fit into both a tile and a page */
-    int32_t tma;  /* Hopper: ATTN_TMA_...: which of the maps in attn_cuda_args90 can be used */
+    union {
+        int32_t box; /* Hopper: rows of a box of k and v: those of a tile, or as many as fit into both a tile and a page */
+        int32_t
+            finishes; /* its backward: the last block that adds to a tile of d_q writes it in its dtype; 0: bwd_cast does */
+    };
+    int32_t tma; /* Hopper: ATTN_TMA_...: which of the maps in attn_cuda_args90 can be used */
     union {
         uint32_t *counter; /* Hopper: 0 before the launch; places taken besides the first of each block. NULL: in turn */
         /*
@@ -147,7 +151,6 @@ typedef struct attn_cuda_args {
      * bwd_delta then writes zeros to d_q, for rows that no block comes by.
      */
     uint32_t *turns;
-    int32_t finishes; /* Hopper's: the last block that adds to a tile of d_q writes it in its dtype; 0: bwd_cast does */
     uint32_t *
         overlap; /* not 0: cu_q is not ascending, so packed sequences share tiles; bwd_delta says so, and nobody waits for a turn */
 } attn_cuda_args;
