@@ -105,12 +105,13 @@ typedef struct shared_notes {
     result_note results[QBUF];
     float lse[STAGES][BM]; /* in base 2; +inf: P is 0 */
     float minus_delta[STAGES][BM];
-    uint32_t tile[STAGES];        /* tile_word */
-    float key_scale[BN];          /* NaN: the key is not finite */
-    uint32_t bad_keys[CONSUMERS]; /* are there such keys? */
-    uint32_t bad;                 /* some d_o was not finite */
-    place at;                     /* here, and not in everybody's registers */
-    int32_t is_there;             /* is there anything to do at all? */
+    uint32_t tile[STAGES];            /* tile_word */
+    float key_scale[BN];              /* NaN: the key is not finite */
+    uint32_t bad_keys[CONSUMERS];     /* are there such keys? */
+    uint32_t bad;                     /* some d_o was not finite */
+    place at;                         /* here, and not in everybody's registers */
+    int32_t is_there;                 /* is there anything to do at all? */
+    uint32_t with_keys[STAGES][EACH]; /* a bit for each row */
 } shared_notes;
 static_assert(sizeof(shared_notes) <= ATTN_BWD90_NOTES, "give the notes more room");
 
@@ -218,6 +219,8 @@ DEVICE void tend(const attn_cuda_args &a, const buffers &b, const place &at) {
             const float lse = x[n].lse == -INFINITY ? INFINITY : __fmul_rn(x[n].lse, (float)ATTN_LOG2E);
             st_shared_b32(NOTE(b, lse) + to, __float_as_uint(lse));
             st_shared_b32(NOTE(b, minus_delta) + to, __float_as_uint(-x[n].delta));
+            const uint32_t with_keys = __ballot_sync(~0u, x[n].lse != -INFINITY);
+            if (lane == 0) st_shared_b32(NOTE(b, with_keys) + (r.at * EACH + n) * 4, with_keys);
         }
         if (more) load_stats(a, at, next, x);
         if (is_tended(a, at, w.n)) {
@@ -386,8 +389,9 @@ DEVICE int32_t my_row(const consumer &me) {
 }
 /* Two bits: do the thread's rows have keys? Before the tile is left. */
 DEVICE uint32_t find_rows(const buffers &b, const consumer &me, uint32_t stage) {
-    const uint32_t lse = NOTE(b, lse) + (stage * BM + my_row(me)) * 4;
-    return (__uint_as_float(ld_shared_b32(lse)) != INFINITY) | (__uint_as_float(ld_shared_b32(lse + 32)) != INFINITY) << 1;
+    const int32_t row = my_row(me);
+    const uint32_t word = ld_shared_b32(NOTE(b, with_keys) + (stage * EACH + row / 32) * 4) >> row % 32;
+    return (word & 1) | (word >> 8 & 1) << 1;
 }
 
 /* What a consumer has of a tile. Arrays by themselves: in a struct they would live in memory. */
