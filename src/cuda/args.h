@@ -19,7 +19,7 @@
  *   bwd_fit    float16, Hopper  sizes of d_o, v and delta -> fits                          bwd_rows.cu
  *   bwd_..._q  d_q              not in one pass                                            bwd.cu, bwd_any.cu
  *   bwd_...    d_k or d_v       in one pass d_q too                                        bwd_sm90.cu, bwd_sm90_wide.cu, bwd_one.cu, bwd.cu, bwd_any.cu
- *   bwd_cast   d_q              after bwd_sm90.cu: its floats become d_q                   bwd_rows.cu
+ *   bwd_cast   d_q              Hopper's, where blocks have not finished it themselves     bwd_rows.cu
  *   bwd_bias   d_bias                                                                      bwd_any.cu
  *   bwd_sink   d_sink           from row_stats                                             bwd_rows.cu
  *   bwd_fill   own lengths      rows of the gradients that no sequence covers              bwd_rows.cu
@@ -127,8 +127,12 @@ typedef struct attn_cuda_args {
     attn_divider by_each;                      /* Hopper: by group * slots */
     attn_divider by_page;                      /* by page_size */
     int64_t work; /* Hopper: places [groups of heads][slot][head] that blocks share; the last group may be short of heads */
-    int32_t box;  /* Hopper: rows of a box of k and v: those of a tile, or as many as fit into both a tile and a page */
-    int32_t tma;  /* Hopper: ATTN_TMA_...: which of the maps in attn_cuda_args90 can be used */
+    union {
+        int32_t box; /* Hopper: rows of a box of k and v: those of a tile, or as many as fit into both a tile and a page */
+        int32_t
+            finishes; /* its backward: the last block that adds to a tile of d_q writes it in its dtype; 0: bwd_cast does */
+    };
+    int32_t tma; /* Hopper: ATTN_TMA_...: which of the maps in attn_cuda_args90 can be used */
     union {
         uint32_t *counter; /* Hopper: 0 before the launch; places taken besides the first of each block. NULL: in turn */
         /*

@@ -549,9 +549,9 @@ int64_t attn__cuda_q_tiles(const attn_problem *p, int32_t rows) {
            (p->flags & ATTN_VARLEN_Q ? p->total_q / rows + p->batch + 1 : p->batch * attn__ceil_div(p->max_q, rows));
 }
 
-/* Does the kernel leave d_q in the workspace, in float? bwd_one.cu does not where one block has all keys. */
+/* Does the kernel leave d_q in the workspace, in float? Not where one block has all keys and writes d_q itself. */
 static bool keeps_d_q(const attn_cuda_entry *e, const attn_problem *p) {
-    return e->one && (e->hopper || p->max_kv > e->bn);
+    return e->one && (p->max_kv > e->bn || (e->hopper && !attn__cuda_finishes(p)));
 }
 
 /* Two numbers for each row, FlashMask's ranges, and in one pass the turns of d_q's tiles and d_q in float: enough for each device. */
@@ -613,7 +613,7 @@ static attn_status load_backward(attn_plan *plan, uint32_t gpus) {
     if (p->flags & ATTN_BIAS) pieces[count++] = ATTN_ENTRY_bwd_bias;
     if (p->flags & ATTN_SINK) pieces[count++] = ATTN_ENTRY_bwd_sink;
     if (p->flags & ATTN_OWN_LENGTHS) pieces[count++] = ATTN_ENTRY_bwd_fill;
-    if (has_hopper(plan)) pieces[count++] = ATTN_ENTRY_bwd_cast;
+    if (has_hopper(plan) && !attn__cuda_finishes(p)) pieces[count++] = ATTN_ENTRY_bwd_cast;
     if (has_hopper(plan) && p->dtype == ATTN_F16) pieces[count++] = ATTN_ENTRY_bwd_fit;
     RETURN_IF_ERROR(attn__cuda_load(cuda, pieces, count, gpus));
     for (int32_t n = 0; n < 2 * cuda->state->gpus; n++) {

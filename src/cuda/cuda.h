@@ -133,6 +133,11 @@ static inline bool attn__cuda_runs_on(const attn_cuda_entry *e, const attn_gpu *
     return attn__cuda_is_for(e, gpu->arch) && e->shared_bytes <= (size_t)gpu->shared_bytes;
 }
 
+/* Does the last block of Hopper's backward that adds to a tile of d_q know that it is? Then it writes d_q, otherwise bwd_cast does. */
+static inline bool attn__cuda_finishes(const attn_problem *p) {
+    return !p->flashmask_vectors && !(p->flags & ATTN_UNORDERED);
+}
+
 /* Do blocks of Hopper's kernels take their work from a counter, the plan's CUDA_COUNTER? */
 bool attn__cuda_counts(const attn_problem *p);
 

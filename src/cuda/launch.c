@@ -209,6 +209,7 @@ static attn_cuda_args make_backward(const attn_cuda_run *run, const attn_plan *p
         a.part_o = attn__part(plan, f, CUDA_D_Q);
         a.turns = attn__part(plan, f, CUDA_TURNS);
         a.overlap = a.turns + turns_of(e, p);
+        a.finishes = e->hopper && attn__cuda_finishes(p);
     }
     if (p->flashmask_vectors) {
         a.ranges = attn__part(plan, f, CUDA_RANGES);
@@ -268,7 +269,7 @@ static attn_status launch_gradient(const attn_cuda_run *run, int entry, attn_cud
                              32 * e->warps, e->shared_bytes, e->hopper ? (const void *)&x : (const void *)&a);
 }
 
-/* The floats that bwd_sm90.cu has left become d_q: a block for each tile of rows and head. */
+/* The floats that Hopper's kernels have left become d_q: a block for each tile of rows and head. */
 static attn_status launch_cast(const attn_cuda_run *run, attn_cuda_args a) {
     const attn_cuda_entry *e = &run->entries[run->forward];
     a.part_rows = e->bm;
@@ -340,7 +341,7 @@ attn_status attn__cuda_backward(const attn_cuda_run *run, const attn_plan *plan,
     const bool one = run->entries[run->forward].one;
     if (f->d_q.data && !one) RETURN_IF_ERROR(launch_gradient(run, run->forward + 1, a));
     if (f->d_k.data || f->d_v.data || (f->d_q.data && one)) RETURN_IF_ERROR(launch_gradient(run, run->forward, a));
-    if (f->d_q.data && run->entries[run->forward].hopper) RETURN_IF_ERROR(launch_cast(run, a));
+    if (f->d_q.data && run->entries[run->forward].hopper && !a.finishes) RETURN_IF_ERROR(launch_cast(run, a));
     if (f->d_bias.data) RETURN_IF_ERROR(launch_bias(run, &a));
     return launch_after(run, &a);
 }
