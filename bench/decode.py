@@ -10,6 +10,9 @@ inputs, larger than the L2 cache twice over, and takes them in turn: what it rea
 graph, which is slower (2.8 TB/s on an H200 where kernels move 4.3). One of x bytes counts 2 x. The last column is the share of the copy's
 GB/s that libattn reached.
 
+Caches of 8 bits have libattn with the same numbers in 16 bits beside them, and how many times faster they are: that column is a ratio of times, GB/s
+are of the bytes that each reads.
+
 Before a case is timed its result is held against that of torch in float32; exit status 1 means that one is wrong.
 """
 
@@ -28,6 +31,11 @@ from torch.nn.functional import scaled_dot_product_attention
 COLD_BYTES = 256 << 20  # of all sets of inputs together, at least
 COPY_BYTES = 1 << 30
 PEERS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "fa2": SDPBackend.FLASH_ATTENTION}
+KINDS = {  # of 8 bits: dtype, and what numbers are divided by
+    "e4m3": (torch.float8_e4m3fn, 1 / 16),
+    "e5m2": (torch.float8_e5m2, 1 / 16),
+    "i8": (torch.int8, 1 / 32),
+}
 
 
 class Case(NamedTuple):
@@ -38,6 +46,7 @@ class Case(NamedTuple):
     dim: int = 128
     page: int = 0  # 0: contiguous
     used: bool = False  # lengths on the device, although they are all alike
+    kv: str = ""  # of KINDS: k and v of 8 bits
 
 
 CASES = [
@@ -57,6 +66,20 @@ CASES = [
     Case("16x8k, d96", [8192] * 16, dim=96),
     Case("16x8k, d192", [8192] * 16, dim=192),
     Case("16x8k, d256", [8192] * 16, dim=256),
+    Case("1x8k, e4m3", [8192], kv="e4m3"),
+    Case("1x131k, e4m3", [131072], kv="e4m3"),
+    Case("16x8k, e4m3", [8192] * 16, kv="e4m3"),
+    Case("64x4k, e4m3", [4096] * 64, kv="e4m3"),
+    Case("4x32k, 64 heads, e4m3", [32768] * 4, heads=64, kv="e4m3"),
+    Case("skewed: 131k and 63 of 512, e4m3", [131072] + [512] * 63, kv="e4m3"),
+    Case("16x8k, pages of 16, e4m3", [8192] * 16, page=16, kv="e4m3"),
+    Case("16x8k, pages of 1, e4m3", [8192] * 16, page=1, kv="e4m3"),
+    Case("16x8k, d64, e4m3", [8192] * 16, dim=64, kv="e4m3"),
+    Case("16x8k, d96, e4m3", [8192] * 16, dim=96, kv="e4m3"),
+    Case("16x8k, d256, e4m3", [8192] * 16, dim=256, kv="e4m3"),
+    Case("16x8k, e5m2", [8192] * 16, kv="e5m2"),
+    Case("16x8k, i8", [8192] * 16, kv="i8"),
+    Case("64x4k, i8", [4096] * 64, kv="i8"),
 ]
 
 
@@ -69,7 +92,7 @@ def even(case):
 
 
 def cache_bytes(case, dtype):
-    return 2 * sum(case.lengths) * case.heads_kv * case.dim * dtype.itemsize
+    return 2 * sum(case.lengths) * case.heads_kv * case.dim * (1 if case.kv else dtype.itemsize)
 
 
 class Inputs(NamedTuple):
@@ -98,6 +121,26 @@ def make(case, dtype, device):
     return Inputs(q, k, v, options, ())
 
 
+def narrow(inputs, case):
+    """The same inputs with k and v of 8 bits."""
+    dtype, factor = KINDS[case.kv]
+
+    def convert(x):
+        x = x.float() / factor
+        return (x.round().clamp(-127, 127) if case.kv == "i8" else x).to(dtype)
+
+    factors = torch.full((case.heads_kv,), factor, device=inputs.q.device)
+    options = inputs.options._replace(k_descale=factors, v_descale=factors)
+    return Inputs(inputs.q, convert(inputs.k), convert(inputs.v), options, ())
+
+
+def widen(inputs, case, dtype):
+    """And those numbers in 16 bits again; rounded once more, if there are more than 8 bits of mantissa in all."""
+    factor = KINDS[case.kv][1]
+    k, v = ((x.float() * factor).to(dtype) for x in inputs[1:3])
+    return Inputs(inputs.q, k, v, inputs.options._replace(k_descale=None, v_descale=None), ())
+
+
 def keys_of(inputs, case, b, x):
     """Keys or values of sequence b: [heads][length][dim]."""
     length = case.lengths[b]
@@ -111,8 +154,10 @@ def keys_of(inputs, case, b, x):
 def expected(inputs, case):
     """By torch in float32, a sequence at a time."""
     rows = []
+    factor = KINDS[case.kv][1] if case.kv else 1
+    wide = [x.float() * factor if case.kv else x for x in inputs[1:3]]
     for b in range(len(case.lengths)):
-        k, v = (keys_of(inputs, case, b, x).float().repeat_interleave(case.heads // case.heads_kv, 0) for x in inputs[1:3])
+        k, v = (keys_of(inputs, case, b, x).float().repeat_interleave(case.heads // case.heads_kv, 0) for x in wide)
         q = inputs.q[b].transpose(0, 1).float()
         weights = torch.softmax(q @ k.transpose(1, 2) / math.sqrt(case.dim), -1)
         rows.append((weights @ v).transpose(0, 1))
@@ -152,17 +197,23 @@ def copy_run(arguments):
 def bench(case, dtype, arguments, report, copy):
     count = 1 if arguments.quick else max(2, math.ceil(COLD_BYTES / cache_bytes(case, dtype)))
     sets = [make(case, dtype, arguments.device) for _ in range(count)]
+    if case.kv:
+        sets = [narrow(inputs, case) for inputs in sets]
     made = [libattn_run(inputs.q, inputs.k, inputs.v, inputs.options) for inputs in sets]
     errors = difference(made[0][0](), expected(sets[0], case))
     is_right = agree(errors, dtype)
-    runners = {"libattn": [run for run, _ in made], **peers_of(sets), "copy": [copy[0]]}
+    wide = [libattn_run(*inputs[:4]) for inputs in (widen(x, case, dtype) for x in sets)] if case.kv else []
+    others = {"16 bits": [run for run, _ in wide]} if case.kv else peers_of(sets)
+    runners = {"libattn": [run for run, _ in made], **others, "copy": [copy[0]]}
     times = measure(runners, arguments)
     moved = {name: copy[1] if name == "copy" else cache_bytes(case, dtype) for name in runners}
+    if case.kv:
+        moved["16 bits"] *= dtype.itemsize
     speed = {name: moved[name] / times.ms[name] / 1e6 for name in runners}  # GB/s
     share = 100 * speed["libattn"] / speed["copy"]
     peers = "  ".join(f"{name} {1e3 * times.ms[name]:8.1f} us {speed[name]:6.0f} ({times.ms[name] / times.ms['libattn']:.2f}x)"
-                      for name in runners if name in PEERS)
-    print(f"{case.name:28} {cache_bytes(case, dtype) / 1e6:7.1f} MB  {1e3 * times.ms['libattn']:8.1f} us {speed['libattn']:6.0f} GB/s "
+                      for name in others)
+    print(f"{case.name:32} {cache_bytes(case, dtype) / 1e6:7.1f} MB  {1e3 * times.ms['libattn']:8.1f} us {speed['libattn']:6.0f} GB/s "
           f"{share:5.1f} % of copy {speed['copy']:.0f}  {peers}  {made[0][1]} {times.how}"
           f"{'' if is_right else f'  WRONG: {errors}'}", flush=True)
     report.write({"case": case.name, "kernel": made[0][1], "bytes": cache_bytes(case, dtype), "sets": count, "how": times.how,

@@ -51,7 +51,8 @@ def read_table():
             continue
         if match[1] == "DECODE":
             dim, bn, stages, blocks = map(int, words[3:7])
-            shared = stages * bn * dim * 2 + NOTES_DECODE  # ATTN_DECODE_BYTES of cuda.h
+            tiles = stages + 2 if words[2] == "I8" else stages * 2
+            shared = tiles * bn * dim + NOTES_DECODE  # ATTN_DECODE_BYTES of cuda.h
             entries[words[0]] = (words[0], 128, shared, SHARED[80], blocks, None)
             continue
         if match[1] == "BWD90":

@@ -457,6 +457,32 @@ static void decode_batch_of_64(attn_context *context, attn_dtype dtype) {
 }
 TEST(c5_one_decode_is_the_same_in_a_batch_of_64) { each_cpu(decode_batch_of_64); }
 
+/* Keys and values of 8 bits: alone as in a batch, and in pages. */
+static void narrow_cache(attn_context *context, attn_dtype dtype) {
+    static const attn_dtype kinds[] = {ATTN_E4M3, ATTN_E5M2, ATTN_I8};
+    static const int32_t dims[] = {128, 64, 256};
+    for (int n = 0; n < 3 && dtype != ATTN_F64; n++) {
+        rig flat = {.p = problem(dtype, 3, 2, 1, 2, 528, dims[n])};
+        flat.p.kv_dtype = kinds[n];
+        flat.p.flags = ATTN_CAUSAL | ATTN_USED_KV;
+        flat.f.used_kv = (int32_t[]){528, 3, 514};
+        rig paged = flat;
+        paged.p.page_size = 16;
+        paged.p.num_pages = 3 * 33;
+        test_context("%s, dim %d", attn_dtype_name(kinds[n]), dims[n]);
+        CHECK(rig_make(&flat, 41) && rig_make(&paged, 42));
+        for (int32_t i = 0; i < 3 * 33; i++) ((int32_t *)(uintptr_t)paged.f.page_table)[i] = 3 * 33 - 1 - i;
+        for (int32_t b = 0; b < 3; b++) rig_copy(&paged, b, &flat, b);
+        CHECK_OK(rig_run(&flat, context));
+        CHECK_OK(rig_run(&paged, context));
+        CHECK(rig_same(&flat, &paged));
+        check_alone(context, &flat, ATTN_CAUSAL);
+        rig_free(&flat);
+        rig_free(&paged);
+    }
+}
+TEST(c5_cache_of_8_bits_is_the_same_alone_and_in_pages) { each_cpu(narrow_cache); }
+
 /*
  * Queries of several sequences as rows of one, to keys that all of them share (examples/prefix.c): what a row gives depends
  * neither on the other rows nor on its place among them.

@@ -403,7 +403,7 @@ static const attn_cuda_entry *best_row(attn_dtype tile, int32_t dim, bool odd, c
     return best;
 }
 
-/* Few rows of q, k and v of one dtype. */
+/* Few rows of q, k and v of one dtype, or ATTN_I8: of k and v of 8 bits. */
 static const attn_cuda_entry *best_decode(attn_dtype dtype, int32_t dim) {
     const attn_cuda_entry *best = NULL;
     for (int n = 0; n < ATTN_ENTRIES; n++) {
@@ -437,8 +437,11 @@ static void check_choice(attn_context *context, attn_dtype q, attn_dtype kv, att
     if (!CHECK_OK(attn_plan_create(&plan, context, &p))) return;
     bool out_differs = attn_dtype_size(q) == 1 || (x->out_dtype && x->out_dtype != q);
     bool odd = x->page_size || kv != q || out_differs || dim * attn_dtype_size(q) % 16;
-    const bool is_short = x->rows && x->rows <= ATTN_CUDA_SPLIT_ROWS && kv == q;
-    const attn_cuda_entry *few = is_short ? best_decode(q, dim) : NULL, *want = few ? few : best_row(tile, dim, odd, x);
+    const bool is_narrow = attn_dtype_size(kv) == 1 && (q == ATTN_F16 || q == ATTN_BF16);
+    const bool is_short = x->rows && x->rows <= ATTN_CUDA_SPLIT_ROWS && (is_narrow || kv == q) &&
+                          !(x->flags & (is_narrow ? ATTN_BIAS : ATTN_BIAS | ATTN_DESCALE));
+    const attn_cuda_entry *few = is_short ? best_decode(is_narrow ? ATTN_I8 : q, dim) : NULL;
+    const attn_cuda_entry *want = few ? few : best_row(tile, dim, odd, x);
     const attn_cuda_entry *e = entry_named(attn_plan_kernel(plan));
     CHECK_SAY(e == want, "%s instead of %s", e->name, want->name);
     CHECK(e->takes == ATTN_TAKES_ALL || !x->all);
@@ -467,6 +470,8 @@ TEST(cuda_chooses_the_kernel_by_dtype_dim_and_feature) {
         {"append", .lengths = true, .flags = ATTN_APPEND | ATTN_USED_KV},
         {"few enough rows to be split", .lengths = true, .rows = ATTN_CUDA_SPLIT_ROWS},
         {"one row more", .rows = ATTN_CUDA_SPLIT_ROWS + 1},
+        {"few rows, descale", .all = true, .rows = 1, .flags = ATTN_DESCALE},
+        {"few rows, bias", .all = true, .rows = 1, .flags = ATTN_BIAS},
         {"alibi", .all = true, .flags = ATTN_ALIBI},
         {"bias", .all = true, .flags = ATTN_BIAS},
         {"descale", .all = true, .flags = ATTN_DESCALE},

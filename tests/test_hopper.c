@@ -437,13 +437,13 @@ TEST(hopper_blocks_share_the_work) {
         attn_problem p = problem(ATTN_BF16, cases[n].batch, cases[n].heads, 1, cases[n].rows, cases[n].keys, 64);
         unsigned blocks;
         p.flags = cases[n].flags;
-        if (cases[n].own) p.kv_dtype = ATTN_E4M3; /* otherwise few rows are not this kernel's */
+        if (cases[n].own) p.dtype = ATTN_E4M3; /* otherwise few rows are not this kernel's */
         test_context("case %d", (int)n);
         stub_start();
         stub.sms = cases[n].sms;
         attn_context *context = cuda_context();
         const attn_cuda_args *a =
-            run_work(context, &p, cases[n].own ? "fwd_sm90_bf16_d64_own" : "fwd_sm90_bf16_d64", &blocks);
+            run_work(context, &p, cases[n].own ? "fwd_sm90_f16_d64_own" : "fwd_sm90_bf16_d64", &blocks);
         if (!a) return;
         CHECK_SAY(a->work == cases[n].work, "%lld pieces", (long long)a->work);
         CHECK_SAY(blocks == cases[n].blocks, "%u blocks", blocks);

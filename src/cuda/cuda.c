@@ -129,7 +129,7 @@ const attn_cuda_entry attn__cuda_entries[ATTN_ENTRIES] = {
                          .warps = ATTN_DECODE_WARPS,                                                                       \
                          .takes = ATTN_TAKES_ALL,                                                                          \
                          .ctas = blocks,                                                                                   \
-                         .shared_bytes = ATTN_DECODE_BYTES(most, n, stages)},
+                         .shared_bytes = ATTN_DECODE_BYTES(ATTN_##type, most, n, stages)},
 #define PIECE(...)
 #include "variants.def"
 #undef FWD
@@ -277,8 +277,12 @@ attn_cuda_takes attn__cuda_wants(const attn_problem *p, bool hopper, bool aligne
  * device, dtype, dims and features.
  */
 static bool decodes(const attn_cuda_entry *e, const attn_problem *p) {
-    if (!e->decode || p->dtype != e->dtype || p->kv_dtype != e->dtype || p->op != ATTN_FORWARD) return false;
-    if ((p->flags & (ATTN_BIAS | ATTN_DESCALE)) || p->dropout > 0 || p->flashmask_vectors) return false;
+    const bool narrow = e->dtype == ATTN_I8; /* keys of any 8 bits */
+    const bool half = p->dtype == ATTN_F16 || p->dtype == ATTN_BF16;
+    const bool same = p->dtype == e->dtype && p->kv_dtype == e->dtype && !(p->flags & ATTN_DESCALE);
+    if (!e->decode || p->op != ATTN_FORWARD) return false;
+    if (narrow ? !half || attn_dtype_size(p->kv_dtype) != 1 : !same) return false;
+    if ((p->flags & ATTN_BIAS) || p->dropout > 0 || p->flashmask_vectors) return false;
     return e->dim >= p->dim_qk && e->dim >= p->dim_v;
 }
 

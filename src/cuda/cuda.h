@@ -69,12 +69,13 @@ typedef struct attn_cuda_entry {
     bool hopper;      /* of fwd_sm90.cu or bwd_sm90.cu: for its arch alone, given attn_cuda_args90 */
     int32_t blocks;   /* backward: that share bn keys, and are a cluster if there are two */
     int32_t arch;     /* least compute capability, times ten */
-    attn_dtype dtype; /* of tiles; ATTN_DTYPE_DEFAULT: every one (fwd_any), or no forward kernel at all */
-    int32_t dim_qk;   /* largest one */
-    int32_t most_v;   /* largest dim_v */
-    int32_t dim;      /* the larger of the two; 0: no forward kernel */
-    int32_t dim_v;    /* dims of V that a block computes; fwd_any: all of them */
-    int32_t bm, bn;   /* tile; fwd_any: ATTN_ANY_ROWS, ATTN_ANY_COLS */
+    attn_dtype
+        dtype; /* of tiles; ATTN_DTYPE_DEFAULT: every one (fwd_any), or no forward kernel at all; decode, ATTN_I8: any 8 bits */
+    int32_t dim_qk; /* largest one */
+    int32_t most_v; /* largest dim_v */
+    int32_t dim;    /* the larger of the two; 0: no forward kernel */
+    int32_t dim_v;  /* dims of V that a block computes; fwd_any: all of them */
+    int32_t bm, bn; /* tile; fwd_any: ATTN_ANY_ROWS, ATTN_ANY_COLS */
     int32_t warps;
     attn_cuda_takes takes;
     int32_t ctas;        /* decode: blocks on a multiprocessor that has room for them */
@@ -108,8 +109,9 @@ extern const attn_cuda_entry attn__cuda_entries[ATTN_ENTRIES];
                : ATTN_BWD90_NARROW_BYTES(dim, rows, keys, buffers)) +                                                      \
      ATTN_BWD90_NOTES)
 
-/* Of a DECODE line: stages of K or V, notes. */
-#define ATTN_DECODE_BYTES(dim, bn, stages) ((size_t)(stages) * (bn) * (dim)*2 + ATTN_DECODE_NOTES)
+/* Of a DECODE line: stages of K or V, notes; of 8 bits also the sums of teams, two stages' room. */
+#define ATTN_DECODE_BYTES(dtype, dim, bn, stages)                                                                          \
+    (((dtype) == ATTN_I8 ? (size_t)(stages) + 2 : (size_t)(stages)*2) * (bn) * (dim) + ATTN_DECODE_NOTES)
 
 /* args.scale_log2; 0 where the scale is too small for a float. */
 static inline float attn__scale_log2(const attn_problem *p) { return (float)(p->scale * ATTN_LOG2E); }

@@ -21,33 +21,42 @@
  *
  * At its end O of all teams goes to where the last tile of V was; a barrier; and each warp adds up a quarter of the columns.
  *
+ * K and V of 8 bits (NARROW: e4m3, e5m2 or int8) are fetched as they are, and are float16 from shared memory to the product on, exactly. Q is
+ * float16 then: rows of bfloat16 are brought into its range by a power of two, which their scale makes up for.
+ *
  * Fragments as in fwd.cu: lane = 4 g + t holds of a 16x8 accumulator the rows g, g + 8 and the columns 2t, 2t + 1.
  */
-#include "decode.cuh"
+#include "decode_tile.cuh"
 
 #define HUGE_SCORE 4194304.0f /* as in rows.cuh */
 
-DEVICE void multiply(float c[4], const uint32_t a[4], uint32_t b0, uint32_t b1) {
-    if (BF16)
-        mma_m16n8k16_bf16(c, a, b0, b1);
-    else
-        mma_m16n8k16_f16(c, a, b0, b1);
+/* Two numbers of o. */
+DEVICE uint32_t pack_out(const attn_cuda_args &a, float low, float high) {
+    if (!NARROW) return pack(low, high);
+    return a.p.out_dtype == ATTN_BF16 ? cvt_rn_bf16x2(low, high) : cvt_rn_f16x2(low, high);
 }
-DEVICE uint32_t pack(float low, float high) { return BF16 ? cvt_rn_bf16x2(low, high) : cvt_rn_f16x2(low, high); }
 
 /* ---- rows of an item ---- */
 
 /* What is known of them is in the notes: a lane has the rows g and g + 8. */
 DEVICE const row_notes &row_at(const shared_notes &notes, int half) { return notes.row[(threadIdx.x >> 2 & 7) + 8 * half]; }
 
+/*
+ * The power of two that a row of q in bfloat16 is multiplied with, so that its largest number is in [2^14, 2^15) and it can be float16: exact for
+ * what is up to 2^31 times smaller, and off by 2^-39 of the largest below that.
+ */
+DEVICE int fit_of(float most) { return attn__min32(141 - (int32_t)(attn__bits(most) >> 23), 100); }
+DEVICE float power_of_two(int x) { return attn__float((uint32_t)(127 + x) << 23); }
+
 /* As find_features of features.cuh. */
-DEVICE void find_scale(const attn_cuda_args &a, row_notes &r, int32_t b) {
+DEVICE void find_scale(const attn_cuda_args &a, row_notes &r, const walk &w, int fit) {
     const bool has_alibi = a.p.flags & ATTN_ALIBI;
-    const double scale = a.p.scale;
-    const float slope = has_alibi ? a.f.alibi[b * a.f.alibi_stride + r.h] : 0;
+    const double scale = NARROW ? score_scale(a, w.s, w.head) / power_of_two(fit) : a.p.scale;
+    const float slope = has_alibi ? a.f.alibi[w.s.b * a.f.alibi_stride + r.h] : 0;
     const float divided = has_alibi ? (float)(slope / scale) : 0;
     const bool in_base_e = a.p.softcap > 0 || (has_alibi && !(scale > 1e-30 && fabsf(divided) < 1e28f));
-    r.scale = in_base_e ? (float)scale : a.scale_log2;
+    r.scale = in_base_e ? (float)scale : NARROW ? (float)(scale * ATTN_LOG2E) : a.scale_log2;
+    if (NARROW && !in_base_e && scale > 0) r.scale = fmaxf(r.scale, FLT_MIN); /* is_plain is said of all rows */
     r.raw = 1;
     if (in_base_e || !(r.scale > 0)) {
         r.raw = r.scale;
@@ -69,11 +78,19 @@ DEVICE void see_rows(const attn_cuda_args &a, const walk &w, shared_notes &notes
             x.h += number + (int32_t)threadIdx.x - x.i * group;
             attn__mask_row(&mask, x.i, &x.first, &x.end);
         }
-        find_scale(a, x, w.s.b);
+        int fit = 0;
+        if (NARROW && a.p.dtype == ATTN_BF16) {
+            float most = notes.most[0][threadIdx.x];
+            for (int n = 1; n < TEAM; n++) most = fmaxf(most, notes.most[n][threadIdx.x]);
+            fit = fit_of(most);
+            notes.fit[threadIdx.x] = (int8_t)fit;
+        }
+        find_scale(a, x, w, fit);
         notes.row[threadIdx.x] = x;
     }
     if (threadIdx.x == 0) {
         notes.rows = count;
+        if (NARROW) notes.is_plain = !(a.p.softcap > 0) && !(a.p.flags & ATTN_ALIBI) && score_scale(a, w.s, w.head) > 0;
         notes.all_from = notes.all_to = 0;
         if (count > 0) {
             const int32_t i0 = (int32_t)attn__divide((uint32_t)number, a.by_share);
@@ -83,10 +100,6 @@ DEVICE void see_rows(const attn_cuda_args &a, const walk &w, shared_notes &notes
     }
     __syncthreads();
 }
-
-/* The warp's dims of Q, K, V and O: all, or every other four pieces. */
-DEVICE int first_piece(void) { return (threadIdx.x >> 5) % TEAM * 4; }
-DEVICE int piece_of(int dt) { return TEAM == 1 ? dt : dt / 4 * 8 + dt % 4; } /* and so much more */
 
 /* Two numbers of a row at any address. */
 static __device__ __noinline__ uint32_t pair_of(const uint16_t *row, int32_t column, int32_t dim) {
@@ -107,7 +120,15 @@ DEVICE void load_q(const attn_cuda_args &a, const walk &w, uint32_t q[STEPS][4])
 #pragma unroll
         for (int n = 0; n < 2 * STEPS; n++) q[n / 2][n % 2 * 2 + half] = 0;
         if (!is_there) continue;
-        if (is_whole) {
+        if (NARROW) { /* a lane has four dims of 16, in the order of the bytes of K */
+#pragma unroll
+            for (int n = 0; n < STEPS; n++) {
+                const int column = (first_piece() + piece_of(n)) * 16 + 4 * t;
+                const uint32_t *pairs = (const uint32_t *)(row + column); /* not both at once: that fixes their registers */
+                q[n][half] = is_whole ? pairs[0] : pair_of(row, column, a.p.dim_qk);
+                q[n][2 + half] = is_whole ? pairs[1] : pair_of(row, column + 2, a.p.dim_qk);
+            }
+        } else if (is_whole) {
             const uint32_t *pairs = (const uint32_t *)(row + first_piece() * 8 + 2 * t);
 #pragma unroll
             for (int n = 0; n < 2 * STEPS; n++) q[n / 2][n % 2 * 2 + half] = pairs[piece_of(n) * 4];
@@ -116,6 +137,34 @@ DEVICE void load_q(const attn_cuda_args &a, const walk &w, uint32_t q[STEPS][4])
             for (int n = 0; n < 2 * STEPS; n++)
                 q[n / 2][n % 2 * 2 + half] = pair_of(row, (first_piece() + piece_of(n)) * 8 + 2 * t, a.p.dim_qk);
         }
+    }
+}
+
+/* NARROW, q in bfloat16: the largest numbers of the warp's rows, for see_rows; */
+DEVICE void measure_q(const uint32_t q[STEPS][4], shared_notes &notes) {
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        float most = 0;
+#pragma unroll
+        for (int n = 0; n < 2 * STEPS; n++) {
+            const uint32_t x = q[n / 2][n % 2 * 2 + half];
+            most = fmaxf(most, fmaxf(fabsf(attn__float(x << 16)), fabsf(attn__float(x & 0xffff0000))));
+        }
+        most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
+        most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
+        if ((lane & 3) == 0 && warp < TEAM) notes.most[warp][(lane >> 2) + 8 * half] = most;
+    }
+}
+/* and q as float16, as see_rows wants it. */
+DEVICE void fit_q(uint32_t q[STEPS][4], const shared_notes &notes) {
+    const int g = threadIdx.x >> 2 & 7;
+    const float by[2] = {power_of_two(notes.fit[g]), power_of_two(notes.fit[g + 8])};
+#pragma unroll
+    for (int n = 0; n < STEPS * 4; n++) {
+        uint32_t *x = &q[n / 4][n % 4];
+        const float fit = by[n % 2];
+        *x = cvt_rn_f16x2(__fmul_rn(attn__float(*x << 16), fit), __fmul_rn(attn__float(*x & 0xffff0000), fit));
     }
 }
 
@@ -148,11 +197,12 @@ DEVICE float capped(float s, float cap, float to_y) {
 DEVICE void finish_scores(const attn_cuda_args &a, const shared_notes &notes, float s[NT][4], int32_t beyond, int32_t j0) {
     const int t = here(threadIdx.x & 3);
     const float cap = (float)a.p.softcap;
-    const float to_y = cap > 0 ? (float)fmin(fmax(2 * a.p.scale / a.p.softcap, -1e38), 1e38) : 0;
+    float to_y = cap > 0 && !NARROW ? (float)fmin(fmax(2 * a.p.scale / a.p.softcap, -1e38), 1e38) : 0;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         const row_notes &r = row_at(notes, half);
         const float raw = r.raw, slope = r.slope, distance = (float)(r.i + beyond - (j0 + 2 * t));
+        if (NARROW && cap > 0) to_y = fminf(fmaxf(2 * raw / cap, -1e38f), 1e38f);
 #pragma unroll
         for (int n = 0; n < 2 * NT; n++) {
             float *x = &s[n / 2][2 * half + n % 2];
@@ -214,87 +264,7 @@ DEVICE void make_p(float m[2], float l[2], float o[DT_TEAM][4], uint32_t p[STRET
         for (int n = 0; n < DT_TEAM * 4; n++) o[n / 4][n % 4] = __fmul_rn(o[n / 4][n % 4], by[n % 4 / 2]);
 }
 
-/* ---- infinities and NaN in V, where some rows do not see a key: 0 * NaN ---- */
-
-DEVICE int nonfinite_word(uint32_t x) { /* bit 0 for the low half, bit 1 for the high one */
-    const uint32_t ones = BF16 ? 0x7f80 : 0x7c00;
-    return ((x & ones) == ones) | ((x >> 16 & ones) == ones) << 1;
-}
-
-DEVICE float number_of(uint16_t x) { return BF16 ? attn__from_bf16(x) : cvt_f32_f16(x); }
-
-/*
- * What is not finite in the warp's columns of V is taken out, and added to the rows with a weight for it: such a term is p * v = v
- * for any p > 0. Rare, so slow.
- */
-static __device__ __noinline__ void add_nonfinite(float o[DT_TEAM][4], const uint32_t p[NT / 2][4], uint32_t shared_v,
-                                                  int first) {
-    const int lane = threadIdx.x & 31, t = lane & 3;
-#pragma unroll 1
-    for (int j = 0; j < KEYS; j++) {
-        uint32_t weight[2]; /* of rows g and g + 8 */
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            const uint32_t pair = __shfl_sync(~0u, p[j / 16][j / 8 % 2 * 2 + half], (lane & ~3) + j % 8 / 2);
-            weight[half] = pair >> 16 * (j % 2) & 0xffff;
-        }
-#pragma unroll 1
-        for (int dt = 0; dt < DT_TEAM; dt++) {
-            const uint32_t at = piece_at(start_of_row(shared_v, j), first + piece_of(dt)) + t * 4, word = ld_shared_b32(at);
-            const int which = nonfinite_word(word);
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
-                if ((which & 1) && weight[half]) o[dt][2 * half] += number_of((uint16_t)word);
-                if ((which & 2) && weight[half]) o[dt][2 * half + 1] += number_of((uint16_t)(word >> 16));
-            }
-            __syncwarp(); /* lanes with the same t read the same word */
-            if (which) st_shared_b32(at, word & ((which & 1 ? 0 : 0xffffu) | (which & 2 ? 0 : 0xffff0000u)));
-        }
-    }
-    __syncwarp();
-}
-
-DEVICE bool holds_nonfinite(uint32_t shared_v, int first) {
-    bool found = false;
-#pragma unroll 4
-    for (int n = threadIdx.x & 31; n < KEYS * DT_TEAM; n += 32) {
-        const uint4 x = ld_shared_v4(piece_at(start_of_row(shared_v, n / DT_TEAM), first + piece_of(n % DT_TEAM)));
-        found |= (nonfinite_word(x.x) | nonfinite_word(x.y) | nonfinite_word(x.z) | nonfinite_word(x.w)) != 0;
-    }
-    return __any_sync(~0u, found);
-}
-
-/* ---- a tile ---- */
-
-/* 8 keys and 32 dims at a time, two steps of the product. */
-DEVICE void product_qk(float s[NT][4], const uint32_t q[STEPS][4], uint32_t shared_k) {
-    const int lane = here(threadIdx.x & 31);
-    const uint32_t row = start_of_row(shared_k, lane & 7) ^ (first_piece() + (lane >> 3)) << 4;
-#pragma unroll
-    for (int n = 0; n < NT * 4; n++) s[n / 4][n % 4] = 0;
-#pragma unroll
-    for (int kk = 0; kk < STEPS; kk += 2)
-#pragma unroll
-        for (int nt = 0; nt < NT; nt++) {
-            uint32_t k[4];
-            ldmatrix_x4(k, piece_at(row, piece_of(2 * kk)) + nt * 8 * ROW_BYTES);
-            multiply(s[nt], q[kk], k[0], k[1]);
-            multiply(s[nt], q[kk + 1], k[2], k[3]);
-        }
-}
-
-/* 32 keys and 8 dims at a time. */
-DEVICE void product_pv(float o[DT_TEAM][4], const uint32_t p[NT / 2][4], uint32_t shared_v, int first) {
-    const uint32_t row = start_of_row(shared_v, here(threadIdx.x & 31)) ^ first << 4;
-#pragma unroll
-    for (int dt = 0; dt < DT_TEAM; dt++) {
-        uint32_t v[4];
-        ldmatrix_x4_trans(v, piece_at(row, piece_of(dt)));
-        multiply(o[dt], p[0], v[0], v[1]);
-        multiply(o[dt], p[1], v[2], v[3]);
-    }
-}
-static_assert(KEYS == 32, "as the product has it");
+/* ---- a span ---- */
 
 /* What a block has all along. */
 typedef struct desk {
@@ -326,22 +296,31 @@ DEVICE void leave_tile(const attn_cuda_args &a, const attn_cuda_args &copy, desk
 }
 DEVICE void leave_tile(const attn_cuda_args &a, desk &d) { leave_tile(a, d.notes->a, d); }
 
+/* Accumulator dt, of whose rows two columns follow each other. */
+DEVICE uint4 sums_of(const float o[DT_TEAM][4], int dt) {
+    const int even = NARROW ? dt & ~1 : dt, odd = NARROW ? even + 1 : dt, first = NARROW ? dt & 1 : 0,
+              next = NARROW ? 0 : 1;
+    return make_uint4(__float_as_uint(o[even][first]), __float_as_uint(o[odd][first + next]),
+                      __float_as_uint(o[even][2 + first]), __float_as_uint(o[odd][2 + first + next]));
+}
+
 DEVICE uint4 words_of(const float x[4]) {
     return make_uint4(__float_as_uint(x[0]), __float_as_uint(x[1]), __float_as_uint(x[2]), __float_as_uint(x[3]));
 }
 
 /*
  * The sums of all teams, in their order; of each column one warp has them. A team's o goes through its rows of the tile at hand, which
- * it has read.
+ * it has read; NARROW, these are not large enough, and it has a place of its own.
  */
 DEVICE state meet_teams(desk &d, const float m[2], const float l[2], const float o[DT_TEAM][4]) {
     const int lane = here(threadIdx.x & 31), warp = threadIdx.x >> 5, g = lane >> 2, team = warp / TEAM;
-    const uint32_t own = d.tiles + d.stage + lane * 16, all = own - team * TEAM_BYTES;
+    const uint32_t all = d.tiles - team * TEAM_BYTES + (NARROW ? (uint32_t)AT_SUMS : d.stage) + lane * 16;
+    const uint32_t own = all + team * SUM_BYTES;
     shared_notes &notes = *d.notes;
     float by[2][TEAMS];
     state x;
 #pragma unroll
-    for (int dt = 0; dt < DT_TEAM; dt++) st_shared_v4(own + (first_piece() + piece_of(dt)) * 512, words_of(o[dt]));
+    for (int dt = 0; dt < DT_TEAM; dt++) st_shared_v4(own + tile_of(dt) * 512, sums_of(o, dt));
     if ((lane & 3) == 0 && warp % TEAM == 0)
 #pragma unroll
         for (int half = 0; half < 2; half++) {
@@ -370,7 +349,7 @@ DEVICE state meet_teams(desk &d, const float m[2], const float l[2], const float
         for (int i = 0; i < 4; i++) x.o[dt][i] = 0;
 #pragma unroll
         for (int n = 0; n < TEAMS; n++) {
-            const uint4 y = ld_shared_v4(all + n * TEAM_BYTES + (warp * DT + dt) * 512);
+            const uint4 y = ld_shared_v4(all + n * SUM_BYTES + (warp * DT + dt) * 512);
             x.o[dt][0] = __fmaf_rn(__uint_as_float(y.x), by[0][n], x.o[dt][0]);
             x.o[dt][1] = __fmaf_rn(__uint_as_float(y.y), by[0][n], x.o[dt][1]);
             x.o[dt][2] = __fmaf_rn(__uint_as_float(y.z), by[1][n], x.o[dt][2]);
@@ -410,14 +389,18 @@ template <typename T, int COLUMNS> DEVICE void move_up(T x[STRETCH_TILES][COLUMN
 /* S of the stretch's tiles, to the last rows of s; those before have no keys. */
 DEVICE void make_scores(const attn_cuda_args &a, const walk &w, const uint32_t q[STEPS][4], desk &d,
                         float s[STRETCH_TILES][NT][4], int32_t tiles, int32_t j0) {
-    const bool is_plain = !(a.p.softcap > 0) && !(a.p.flags & ATTN_ALIBI) && a.scale_log2 > 0;
+    const bool is_plain =
+        NARROW ? d.notes->is_plain != 0 : !(a.p.softcap > 0) && !(a.p.flags & ATTN_ALIBI) && a.scale_log2 > 0;
 #pragma unroll
     for (int n = 0; n < STRETCH_TILES * NT * 4; n++) s[n / (NT * 4)][n / 4 % NT][n % 4] = -INFINITY;
 #pragma unroll 1
     for (int32_t j = j0; j < j0 + tiles * BN; j += BN) {
         float x[NT][4];
         const uint32_t tile = take_tile(d);
-        product_qk(x, q, tile);
+        if (NARROW)
+            product_qk_narrow(x, q, tile, a.p.kv_dtype);
+        else
+            product_qk(x, q, tile);
         if (TEAM > 1) add_scores(x, tile);
         meet_team();
         leave_tile(a, d);
@@ -429,7 +412,7 @@ DEVICE void make_scores(const attn_cuda_args &a, const walk &w, const uint32_t q
     }
 }
 
-/* To O of the warp's columns, from the last rows of p. The span's last tile is not left yet. */
+/* To O of the warp's columns, from the last rows of p. The span's last tile is not left yet if teams meet there. */
 DEVICE void add_values(const attn_cuda_args &a, const walk &w, desk &d, float o[DT_TEAM][4],
                        uint32_t p[STRETCH_TILES][NT / 2][4], int32_t tiles, int32_t j0, bool is_end) {
     const int first = first_piece();
@@ -439,21 +422,24 @@ DEVICE void add_values(const attn_cuda_args &a, const walk &w, desk &d, float o[
     for (int32_t j = j0;; j += BN) {
         const uint32_t shared_v = take_tile(d);
         const int32_t from = attn__max32(j, w.from), to = attn__min32(j + KEYS, w.to);
-        if ((from < d.notes->all_from || to > d.notes->all_to) && holds_nonfinite(shared_v, first)) {
+        if ((from < d.notes->all_from || to > d.notes->all_to) && holds_nonfinite(shared_v, first, a.p.kv_dtype)) {
             float copy[DT_TEAM][4]; /* else o would be in memory all along */
             uint32_t weights[NT / 2][4];
 #pragma unroll
             for (int n = 0; n < DT_TEAM * 4; n++) copy[n / 4][n % 4] = o[n / 4][n % 4];
 #pragma unroll
             for (int n = 0; n < NT * 2; n++) weights[n / 4][n % 4] = p[0][n / 4][n % 4];
-            add_nonfinite(copy, weights, shared_v, first);
+            add_nonfinite(copy, weights, shared_v, first, a.p.kv_dtype);
 #pragma unroll
             for (int n = 0; n < DT_TEAM * 4; n++) o[n / 4][n % 4] = copy[n / 4][n % 4];
         }
-        product_pv(o, p[0], shared_v, first);
+        if (NARROW)
+            product_pv_narrow(o, p[0], shared_v, first, a.p.kv_dtype);
+        else
+            product_pv(o, p[0], shared_v, first);
         meet_team();
         tiles--;
-        if (tiles == 0 && is_end) return;
+        if (tiles == 0 && is_end && !NARROW) return;
         leave_tile(a, d);
         if (tiles == 0) return;
         move_up<uint32_t, NT / 2>(p);
@@ -485,7 +471,7 @@ DEVICE state work_span(const attn_cuda_args &a, const walk &w, const uint32_t q[
         l[half] += __shfl_xor_sync(~0u, l[half], 2);
     }
     const state x = meet_teams(d, m, l, o);
-    leave_tile(a, d);
+    if (!NARROW) leave_tile(a, d);
     return x;
 }
 
@@ -525,7 +511,8 @@ DEVICE void put_state(const attn_cuda_decode &c, float *slot, const state &x, in
         if (row >= rows) continue;
 #pragma unroll
         for (int dt = 0; dt < DT; dt++)
-            st_global_cg_v2(slot + row * DIM + (warp * DT + dt) * 8 + 2 * t, x.o[dt][2 * half], x.o[dt][2 * half + 1]);
+            st_global_cg_v2(slot + row * DIM + (warp * DT + dt) * 8 + column_of(dt), x.o[dt][2 * half],
+                            x.o[dt][2 * half + 1]);
         if (warp == 0 && t == 0) st_global_cg_v2(slot + c.rows * DIM + 2 * row, x.m[half], x.l[half]);
     }
 }
@@ -542,7 +529,8 @@ DEVICE bool is_last(uint32_t *counter, uint32_t done, uint32_t all, shared_notes
 
 /* Whole rows of the line's dtype, so that pairs of numbers are stored at once. */
 DEVICE bool stores_pairs(const attn_cuda_args &a) {
-    return a.vector_ok && a.p.out_dtype == (attn_dtype)K(DTYPE) && a.p.dim_v == DIM;
+    const bool is_packed = NARROW ? a.p.out_dtype != ATTN_F32 : a.p.out_dtype == (attn_dtype)K(DTYPE);
+    return a.vector_ok && is_packed && a.p.dim_v == DIM;
 }
 
 /* Two numbers, or one, or none, of any dtype at any address. */
@@ -569,6 +557,7 @@ DEVICE ending end_row(const attn_cuda_args &a, const walk &w, const row_notes &r
     float lse = sum == 0 ? -INFINITY : lse_of(m, r.scale, sum);
     ending e = {attn__q_offset(&a.p, &a.f.o, &w.s, r.i, r.h), sum == 0 ? 0 : rcp_approx(sum), 1};
     if (a.p.flags & ATTN_SINK) lse = add_sink(lse, a.f.sink[r.h], &e.keys);
+    if (NARROW && sum != 0) e.keys = __fmul_rn(e.keys, (float)value_scale(a, w.s, w.head));
     if (a.f.lse && writes) ((float *)a.f.lse)[attn__lse_index(&a.p, &w.s, r.i, r.h)] = lse;
     return e;
 }
@@ -583,17 +572,20 @@ DEVICE void finish_item(const attn_cuda_args &a, const walk &w, const shared_not
         const row_notes &r = row_at(notes, half);
         if (r.i < 0) continue;
         const ending e = end_row(a, w, r, x.m[half], x.l[half], warp == 0 && t == 0);
-        const int32_t first = warp * DT * 8 + 2 * t;
+        const int32_t first = warp * DT * 8;
         if (is_whole) {
-            uint32_t *pairs = (uint32_t *)((uint16_t *)a.f.o.data + e.at + first);
+            uint16_t *row = (uint16_t *)a.f.o.data + e.at + first;
 #pragma unroll
             for (int dt = 0; dt < DT; dt++)
-                pairs[dt * 4] = pack(finished(x.o[dt][2 * half], e), finished(x.o[dt][2 * half + 1], e));
+                *(uint32_t *)(row + dt * 8 + column_of(dt)) =
+                    pack_out(a, finished(x.o[dt][2 * half], e), finished(x.o[dt][2 * half + 1], e));
         } else {
 #pragma unroll
-            for (int dt = 0; dt < DT; dt++)
-                store_elements(a, e.at + first + dt * 8, a.p.dim_v - first - dt * 8, finished(x.o[dt][2 * half], e),
+            for (int dt = 0; dt < DT; dt++) {
+                const int32_t column = first + dt * 8 + column_of(dt);
+                store_elements(a, e.at + column, a.p.dim_v - column, finished(x.o[dt][2 * half], e),
                                finished(x.o[dt][2 * half + 1], e));
+            }
         }
     }
 }
@@ -669,7 +661,8 @@ DEVICE void fold_slots(const attn_cuda_decode &c, const walk &w, const shared_no
             if (to)
                 st_global_cg_v2(to + row * DIM + column, o[k].x, o[k].y);
             else if (stores_pairs(c.a))
-                *(uint32_t *)((uint16_t *)c.a.f.o.data + e.at + column) = pack(finished(o[k].x, e), finished(o[k].y, e));
+                *(uint32_t *)((uint16_t *)c.a.f.o.data + e.at + column) =
+                    pack_out(c.a, finished(o[k].x, e), finished(o[k].y, e));
             else
                 store_elements(c.a, e.at + column, c.a.p.dim_v - column, finished(o[k].x, e), finished(o[k].y, e));
         }
@@ -764,7 +757,10 @@ DEVICE void end_super(const attn_cuda_decode &c, const super_part &s, const walk
 DEVICE void work_part(const attn_cuda_decode &c, const walk &w, desk &d) {
     uint32_t q[STEPS][4];
     load_q(c.a, w, q);
+    const bool wants_fit = NARROW && c.a.p.dtype == ATTN_BF16;
+    if (wants_fit) measure_q(q, *d.notes);
     see_rows(c.a, w, *d.notes);
+    if (wants_fit) fit_q(q, *d.notes);
     state x;
 #pragma unroll 1
     for (int32_t super = (w.first + w.span) / SUPER; super * SUPER - w.first < w.span_end; super++) {

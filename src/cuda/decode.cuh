@@ -31,33 +31,39 @@
 
 enum {
     BF16 = K(DTYPE) == ATTN_BF16,
-    DIM = K(DIM), /* of Q, K, V and O in shared memory and registers */
+    NARROW = K(DTYPE) == ATTN_I8, /* K and V of 8 bits, of any kind; they are multiplied in float16 */
+    BYTES = NARROW ? 1 : 2,       /* of an element of K or V */
+    DIM = K(DIM),                 /* of Q, K, V and O in shared memory and registers */
     BN = K(BN),
     STAGES = K(STAGES),
     WARPS = ATTN_DECODE_WARPS,
     THREADS = 32 * WARPS,
-    ROWS = 16,                   /* of an item */
-    KEYS = 32,                   /* of a tile that a team has */
-    TEAMS = BN / KEYS,           /* of a block: a warp, or two that share the dims of Q, K, V and O */
-    TEAM = WARPS / TEAMS,        /* warps of one */
-    FETCHED = KEYS / TEAM,       /* rows of a tile that a warp fetches */
-    PIECES = DIM / 8,            /* of 16 bytes in a row */
-    ROW_BYTES = DIM * 2,         /* of K or V */
-    NT = KEYS / 8,               /* 8-key tiles of a team's keys */
-    STEPS = DIM / 16 / TEAM,     /* of S = Q K^T that a warp does */
-    DT_TEAM = DIM / 8 / TEAM,    /* 8-column tiles of O that a warp has within a span */
-    DT = DIM / 8 / WARPS,        /* and then, when the teams have met */
-    TEAM_BYTES = KEYS * DIM * 2, /* the team's rows of a tile */
-    TILE_BYTES = BN * DIM * 2,
-    SPAN = ATTN_DECODE_SPAN,   /* keys */
-    SUPER = ATTN_DECODE_SUPER, /* spans */
+    ROWS = 16,                     /* of an item */
+    KEYS = 32,                     /* of a tile that a team has */
+    TEAMS = BN / KEYS,             /* of a block: a warp, or two that share the dims of Q, K, V and O */
+    TEAM = WARPS / TEAMS,          /* warps of one */
+    FETCHED = KEYS / TEAM,         /* rows of a tile that a warp fetches */
+    ROW_BYTES = DIM * BYTES,       /* of K or V */
+    PIECES = ROW_BYTES / 16,       /* of 16 bytes in a row */
+    EACH_PIECE = 16 / BYTES,       /* elements */
+    NT = KEYS / 8,                 /* 8-key tiles of a team's keys */
+    STEPS = DIM / 16 / TEAM,       /* of S = Q K^T that a warp does */
+    DT_TEAM = DIM / 8 / TEAM,      /* 8-column tiles of O that a warp has within a span */
+    DT = DIM / 8 / WARPS,          /* and then, when the teams have met */
+    TEAM_BYTES = KEYS * ROW_BYTES, /* the team's rows of a tile */
+    TILE_BYTES = BN * ROW_BYTES,
+    SUM_BYTES = ROWS * DIM * 4, /* O of a team, where teams meet */
+    SPAN = ATTN_DECODE_SPAN,    /* keys */
+    SUPER = ATTN_DECODE_SUPER,  /* spans */
     SPAN_TILES = SPAN / BN,
     STRETCH_TILES = 2,             /* of a stretch, whose scores are in registers at once */
-    AT_NOTES = STAGES * TILE_BYTES /* in shared memory, behind the tiles */
+    AT_SUMS = STAGES * TILE_BYTES, /* in shared memory, behind the tiles: NARROW, where teams meet */
+    AT_NOTES = AT_SUMS + (NARROW ? TEAMS * SUM_BYTES : 0)
 };
 static_assert(DIM % 32 == 0 && SPAN_TILES % STRETCH_TILES == 0 && BN % KEYS == 0 && WARPS % TEAMS == 0,
               "want other dim or bn");
-static_assert(TEAM_BYTES == ROWS * DIM * 4, "O of a team goes where its rows of V were");
+static_assert(NARROW || TEAM_BYTES == SUM_BYTES, "O of a team goes where its rows of V were");
+static_assert(!NARROW || (PIECES % (4 * TEAM) == 0 && DT % 2 == 0), "four pieces at a time, of each warp");
 
 /* A row of the item at hand. */
 typedef struct row_notes {
@@ -111,6 +117,8 @@ typedef struct shared_notes {
     walk ahead
         [WARPS]; /* and where it fetches: here, as there is no room in registers, and memory is far while K and V stream in */
     attn_cuda_args a; /* of the kernel: next_fetch */
+    int32_t is_plain; /* NARROW: products with a positive scale are scores */
+    int8_t fit[ROWS]; /* NARROW: q of a row is multiplied with 2^fit */
 } shared_notes;
 static_assert(sizeof(shared_notes) <= ATTN_DECODE_NOTES, "give the notes more room");
 
@@ -287,7 +295,7 @@ typedef struct fetcher {
 
 DEVICE const uint8_t *start_of(const attn_cuda_args &a, const attn_tensor &t, const walk &w) {
     const int64_t at = a.p.page_size ? w.head * t.stride[2] : attn__kv_offset(&a.p, &a.f, &t, &w.s, 0, w.head);
-    return (const uint8_t *)t.data + 2 * at;
+    return (const uint8_t *)t.data + BYTES * at;
 }
 DEVICE int32_t how_of(const attn_cuda_args &a, const attn_tensor &t, int32_t dim, int32_t leftpad) {
     if (!a.vector_ok || dim != DIM) return FETCH_ANY;
@@ -363,17 +371,19 @@ static __device__ __noinline__ void copy_rows(const uint8_t *data, int64_t offse
 #pragma unroll 1
     for (int n = lane; n < FETCHED * PIECES; n += 32) {
         const int row = n / PIECES, piece = n % PIECES;
-        const int count = there >> row & 1 ? attn__max32(0, attn__min32(8, dim - piece * 8)) : 0;
-        const uint16_t *from = (const uint16_t *)(data + (int64_t)__shfl_sync(~0u, (uint64_t)offset, row)) + piece * 8;
+        const int count = there >> row & 1 ? attn__max32(0, attn__min32(EACH_PIECE, dim - piece * EACH_PIECE)) : 0;
+        const uint8_t *from = data + (int64_t)__shfl_sync(~0u, (uint64_t)offset, row) + piece * 16;
         const uint32_t at = piece_at(start_of_row(to, row), piece);
         if (vector_ok) {
-            cp_async_cg_zfill(at, count ? (const uint8_t *)from : data, count * 2);
+            cp_async_cg_zfill(at, count ? from : data, count * BYTES);
             continue;
         }
         uint32_t word[4] = {0, 0, 0, 0};
 #pragma unroll
-        for (int x = 0; x < 8; x++)
-            if (x < count) word[x / 2] |= (uint32_t)from[x] << (x % 2 * 16);
+        for (int x = 0; x < EACH_PIECE; x++)
+            if (x < count)
+                word[x * BYTES / 4] |= (NARROW ? (uint32_t)from[x] : (uint32_t)((const uint16_t *)from)[x])
+                                       << (x * BYTES % 4 * 8);
         st_shared_v4(at, make_uint4(word[0], word[1], word[2], word[3]));
     }
 }
@@ -420,7 +430,7 @@ DEVICE void fetch_tile(const attn_cuda_args &a, const attn_cuda_args &copy, fetc
         const int32_t how = is_whole ? f.how >> (is_v ? 2 : 0) & 3 : (int32_t)FETCH_ANY;
         to += (threadIdx.x >> 5) % TEAM * FETCHED * ROW_BYTES;
         if (how == FETCH_ROWS) {
-            const uint32_t step = (uint32_t)stride * 2;
+            const uint32_t step = (uint32_t)stride * BYTES;
             fetch_rows<FETCH_ROWS>(data + (uint64_t)(uint32_t)f.at * step, step, 0, to);
         } else {
             const bool is_there = is_read(f);
@@ -433,11 +443,11 @@ DEVICE void fetch_tile(const attn_cuda_args &a, const attn_cuda_args &copy, fetc
                         clamped(a, f.page, 0, a.p.num_pages - 1, ATTN_FLAW_PAGE_TABLE, notes.ahead[threadIdx.x >> 5].s.b);
                 }
                 offset = (a.p.page_size ? page * (is_v ? a.f.v.stride[0] : a.f.k.stride[0]) : 0) + row * stride;
-                offset *= 2;
+                offset *= BYTES;
             }
             const bool is_near = !__any_sync(~0u, (uint64_t)offset >> 36 != 0);
             if (is_near && how == FETCH_EIGHTS)
-                fetch_rows<FETCH_EIGHTS>(data, (uint32_t)stride * 2, (uint32_t)(offset >> 4), to);
+                fetch_rows<FETCH_EIGHTS>(data, (uint32_t)stride * BYTES, (uint32_t)(offset >> 4), to);
             else if (is_near && how == FETCH_SINGLES)
                 fetch_singles(data, (uint32_t)(offset >> 4), to);
             else

@@ -187,6 +187,23 @@ PTX uint32_t cvt_rn_f16x2(float low, float high) {
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(x) : "f"(high), "f"(low));
     return x;
 }
+/* Twice two numbers of e4m3 as float16; sm_89. */
+PTX void cvt_rn_f16x2_e4m3x2(uint32_t y[2], uint32_t x) {
+    asm("{ .reg .b16 low, high; mov.b32 {low, high}, %2; cvt.rn.f16x2.e4m3x2 %0, low; cvt.rn.f16x2.e4m3x2 %1, high; }"
+        : "=r"(y[0]), "=r"(y[1])
+        : "r"(x));
+}
+/* Of two numbers each. */
+PTX uint32_t add_f16x2(uint32_t x, uint32_t y) {
+    uint32_t z;
+    asm("add.rn.f16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y));
+    return z;
+}
+PTX uint32_t mul_f16x2(uint32_t x, uint32_t y) {
+    uint32_t z;
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y));
+    return z;
+}
 PTX float cvt_f32_f16(uint16_t x) {
     float y;
     asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x));

@@ -16,7 +16,7 @@ import tempfile
 import numpy as np
 
 ATTN = str(pathlib.Path(sys.argv[1]).resolve())
-# (used lengths, rows, query heads, KV heads, dim, options)
+# (used lengths, rows, query heads, KV heads, dim, options, dtypes of q and of k and v: f16 both if they are not there)
 CASES = [
     ([20000], 1, 4, 1, 64, []),
     ([8193, 1, 300, 0, 8192], 1, 2, 1, 40, ["--softcap", "20"]),
@@ -27,7 +27,45 @@ CASES = [
     ([1150], 5, 4, 1, 192, ["--window", "500,3"]),
     ([900, 40, 512], 1, 4, 1, 96, []),
     ([1800, 769, 1024], 4, 4, 1, 128, ["--causal", "--window", "600,0"]),
+    ([8300, 1, 0, 513], 1, 4, 2, 64, ["--causal"], "f16", "e4m3"),
+    ([1030, 700], 3, 8, 2, 128, ["--causal", "--softcap", "20"], "bf16", "e4m3"),
+    ([600, 300, 513], 1, 16, 1, 256, [], "bf16", "e5m2"),
+    ([700, 257, 1025], 2, 4, 1, 128, ["--window", "500,3"], "f16", "e5m2"),
+    ([900, 40, 512], 1, 4, 1, 96, ["--scale", "-0.1"], "bf16", "i8"),
+    ([650, 1100], 16, 4, 2, 192, ["--causal"], "f16", "i8"),
+    ([520, 17], 1, 2, 1, 37, [], "bf16", "e4m3"),
+    ([1300], 1, 8, 1, 64, [], "bf16", "i8"),
 ]
+# Of k and v: their dtype in files, options, and a number that must not matter, not a finite one where there is such a one.
+KINDS = {
+    "f16": (np.float16, [], np.nan),
+    "e4m3": (np.uint8, ["--fp8", "e4m3"], 0x7F),
+    "e5m2": (np.uint8, ["--fp8", "e5m2"], 0x7E),
+    "i8": (np.int8, [], 77),
+}
+
+
+def make_keys(rng, shape, kind):
+    """Numbers of about 1; of i8 with a descale of 1/60."""
+    if kind == "i8":
+        return rng.integers(-128, 128, shape).astype(np.int8)
+    if kind == "e4m3":  # below 2, small ones among them
+        return (rng.integers(0, 2, shape) << 7 | rng.integers(0, 64, shape)).astype(np.uint8)
+    x = rng.standard_normal(shape).astype(np.float16)
+    return x if kind == "f16" else (x.view(np.uint16) >> 8).astype(np.uint8)
+
+
+def make_queries(rng, shape, dtype):
+    """In float16, or in bfloat16 with rows of all sizes."""
+    if dtype == "f16":
+        return rng.standard_normal(shape).astype(np.float16)
+    x = rng.standard_normal(shape) * 2.0 ** rng.integers(-30, 2, (*shape[:-1], 1))
+    return (x.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+
+
+def make_descales(rng, batch, heads, kind):
+    size = 1 / 60 if kind == "i8" else 1
+    return {f"{name}_descale": (size * rng.uniform(0.5, 1.5, (batch, heads))).astype(np.float32) for name in "kv"}
 
 
 def save(folder, **arrays):
@@ -43,36 +81,46 @@ def run(folder, backend, sms, options):
     return np.load(folder / "o.npy"), np.load(folder / "lse.npy")
 
 
+def as_numbers(x):
+    return (x.astype(np.uint32) << 16).view(np.float32) if x.dtype == np.uint16 else x.astype(float)
+
+
 def same(a, b):
     return all(x.tobytes() == y.tobytes() for x, y in zip(a, b))
 
 
 def check(folder, number, case):
-    used, rows, heads, heads_kv, dim, options = case
+    used, rows, heads, heads_kv, dim, options = case[:6]
+    dtype, kind = case[6:] or ("f16", "f16")
+    stored, kind_options, bad = KINDS[kind]
     rng, batch, most = np.random.default_rng(number), len(used), max(used)
-    q = rng.standard_normal((batch, rows, heads, dim)).astype(np.float16)
-    k = rng.standard_normal((batch, most, heads_kv, dim)).astype(np.float16)
-    v = rng.standard_normal((batch, most, heads_kv, dim)).astype(np.float16)
+    q = make_queries(rng, (batch, rows, heads, dim), dtype)
+    k, v = (make_keys(rng, (batch, most, heads_kv, dim), kind) for _ in range(2))
+    descales = make_descales(rng, batch, heads_kv, kind) if kind != "f16" else {}
     for b, length in enumerate(used):
-        k[b, length:] = v[b, length:] = np.nan
-    save(folder, q=q, k=k, v=v, used=np.array(used, np.int32))
+        k[b, length:] = v[b, length:] = bad
+    save(folder, q=q, k=k, v=v, used=np.array(used, np.int32), **descales)
+    options = [*options, *kind_options, *(["--bf16"] if dtype == "bf16" else [])]
+    for name in descales:
+        options += [f"--{name.replace('_', '-')}", f"{name}.npy"]
     with_lengths = [*options, "--used-kv", "used.npy"]
     first = run(folder, "cuda", 1, with_lengths)
     for sms in (2, 3, 13, 50):
         assert same(first, run(folder, "cuda", sms, with_lengths)), f"{sms} multiprocessors"
     reference = run(folder, "ref", 1, with_lengths)
-    for x, y in zip(first, reference):
-        x, y = x.astype(float), y.astype(float)
+    for x, y, name in zip(first, reference, ("o", "lse")):
+        x, y = as_numbers(x), as_numbers(y)
         full = np.isfinite(y)
-        assert np.array_equal(full, np.isfinite(x)) and np.abs(x[full] - y[full]).max() < 3e-3, "reference"
+        allowed = 1e-4 if name == "lse" else 3e-3 if dtype == "f16" else 1e-3 + np.abs(y[full]) / 128
+        assert np.array_equal(full, np.isfinite(x)) and np.all(np.abs(x[full] - y[full]) < allowed), "reference"
     for size in (16, 3):  # eight rows in one page, or each by itself
         pages = -(-most // size)
         table = rng.permutation(batch * pages + 3)[: batch * pages].reshape(batch, pages).astype(np.int32)
         paged = []
         for x in (k, v):
-            flat = np.full((batch, pages * size, heads_kv, dim), np.nan, np.float16)
+            flat = np.full((batch, pages * size, heads_kv, dim), bad, stored)
             flat[:, :most] = x
-            store = np.full((batch * pages + 3, size, heads_kv, dim), np.nan, np.float16)
+            store = np.full((batch * pages + 3, size, heads_kv, dim), bad, stored)
             store[table.reshape(-1)] = flat.reshape(batch * pages, size, heads_kv, dim)
             paged.append(store)
         save(folder, k=paged[0], v=paged[1], table=table)
@@ -81,20 +129,23 @@ def check(folder, number, case):
     for b, length in enumerate(used):
         if length == 0:
             continue
-        save(folder, q=q[b : b + 1], k=k[b : b + 1, :length], v=v[b : b + 1, :length])
+        own = {name: x[b : b + 1] for name, x in descales.items()}
+        save(folder, q=q[b : b + 1], k=k[b : b + 1, :length], v=v[b : b + 1, :length], **own)
         alone = run(folder, "cuda", 5, options)
         assert same([x[b : b + 1] for x in first], alone), f"sequence {b} alone"
 
 
-def check_nonfinite(folder, dim):
+def check_nonfinite(folder, dim, kind="f16"):
     rng = np.random.default_rng(dim)
     q = rng.standard_normal((1, 5, 4, dim)).astype(np.float16)
-    k, v = (rng.standard_normal((1, 333, 2, dim)).astype(np.float16) for _ in range(2))
+    k, v = (make_keys(rng, (1, 333, 2, dim), kind) for _ in range(2))
+    _, options, nan = KINDS[kind]
+    plus, minus = {"f16": (np.inf, -np.inf), "e5m2": (0x7C, 0xFC), "e4m3": (0x7F, 0xFF)}[kind]
     for n in range(6):
-        v[0, 332 - n % 4, n % 2, rng.integers(0, dim, 5)] = [np.inf, -np.inf, np.nan, np.inf, -np.inf]
-    k[0, 332] = np.nan
+        v[0, 332 - n % 4, n % 2, rng.integers(0, dim, 5)] = [plus, minus, nan, plus, minus]
+    k[0, 332] = nan
     save(folder, q=q, k=k, v=v)
-    x, y = (run(folder, backend, 3, ["--causal"])[0].astype(float) for backend in ("cuda", "ref"))
+    x, y = (run(folder, backend, 3, ["--causal", *options])[0].astype(float) for backend in ("cuda", "ref"))
     full = np.isfinite(y)
     assert np.array_equal(x[~full], y[~full], equal_nan=True) and np.abs(x[full] - y[full]).max() < 3e-3, "reference"
 
@@ -103,7 +154,10 @@ def main():
     with tempfile.TemporaryDirectory() as name:
         for number, case in enumerate(CASES):
             check(pathlib.Path(name), number, case)
-            print("decode", *case[:5], *case[5], "ok", flush=True)
+            print("decode", *case[:5], *case[5], *case[6:], "ok", flush=True)
+        for dim, kind in ((64, "e4m3"), (128, "e5m2"), (256, "e4m3"), (200, "e5m2")):
+            check_nonfinite(pathlib.Path(name), dim, kind)
+            print("decode, infinities", dim, kind, "ok", flush=True)
         for dim in (64, 96, 128, 136, 192, 248, 256):
             check_nonfinite(pathlib.Path(name), dim)
             print("decode, infinities", dim, "ok", flush=True)

@@ -183,6 +183,14 @@ static inline uint32_t cvt_rn_f16x2(float low, float high) {
     return attn__to_f16(low) | (uint32_t)attn__to_f16(high) << 16;
 }
 static inline float cvt_f32_f16(uint16_t x) { return attn__from_f16(x); }
+static inline uint32_t add_f16x2(uint32_t x, uint32_t y) {
+    return cvt_rn_f16x2(attn__from_f16((uint16_t)x) + attn__from_f16((uint16_t)y),
+                        attn__from_f16((uint16_t)(x >> 16)) + attn__from_f16((uint16_t)(y >> 16)));
+}
+static inline uint32_t mul_f16x2(uint32_t x, uint32_t y) {
+    return cvt_rn_f16x2(attn__from_f16((uint16_t)x) * attn__from_f16((uint16_t)y),
+                        attn__from_f16((uint16_t)(x >> 16)) * attn__from_f16((uint16_t)(y >> 16)));
+}
 
 /* Ten bits of mantissa, ties away from zero. */
 static inline uint32_t cvt_rna_tf32(float x) {
