@@ -592,9 +592,9 @@ TEST(cuda_workspace_is_as_large_as_documented) {
     p.max_kv = 512;
     CHECK(workspace_of(context, p) == 0); /* one span */
     p.max_kv = 16385;                     /* three supers */
-    CHECK(workspace_of(context, p) == (3 * 2 * 3 * 16 + 3 * 2 * 3) * 2 * 66 * 4 + 32 + 2 * counters);
+    CHECK(workspace_of(context, p) == (3 * 2 * 3 * 16 + 3 * 2 * 3) * 2 * 66 * 4 + 32 + 3 * counters);
     p.batch = 1000; /* no more of them are shared than blocks end in: 132 multiprocessors have two each */
-    CHECK(workspace_of(context, p) == (263 * 16 + 1000 * 2 * 3) * 2 * 66 * 4 + (263 + 2000) / 16 * 64 + 64);
+    CHECK(workspace_of(context, p) == (263 * 16 + 1000 * 2 * 3) * 2 * 66 * 4 + (263 + 2000) / 8 * 64 + 64);
     p.batch = 3;
     p.max_kv = 2048;
     p.max_q = 17;
@@ -602,8 +602,9 @@ TEST(cuda_workspace_is_as_large_as_documented) {
     const size_t counter =
         64;                /* a number, on a cache line of its own: Hopper's kernels for sequences of different lengths */
     p.flags = ATTN_USED_Q; /* one may be short */
-    CHECK(workspace_of(context, p) == 3 * 2 * 2 * 4 * 16 * 66 * 4 + counters + counter); /* its 32 rows are two times 16 */
-    p.dropout = 0.5;                                                                     /* chunks */
+    CHECK(workspace_of(context, p) ==
+          3 * 2 * 2 * 4 * 16 * 66 * 4 + 2 * counters + counter); /* its 32 rows are two times 16 */
+    p.dropout = 0.5;                                             /* chunks */
     CHECK(workspace_of(context, p) == 16 * parts * (64 * 4 + 4) + counter);
     p.flags = ATTN_VARLEN_Q; /* no more rows than all sequences have together: 19 of four heads, four chunks ... */
     p.total_q = 19;

@@ -190,7 +190,7 @@ typedef struct attn_cuda_decode {
     attn_cuda_args a;
     float *spans;       /* [shared][each]: those of supers that several blocks have */
     float *super_slots; /* [items][supers] */
-    uint32_t *counters; /* 0 before the launch: [shared], spans that are done; [items], supers that are done */
+    uint64_t *counters; /* [shared], spans that are done; [items], supers that are done; nobody clears them: counter.cuh */
     int32_t rows;       /* of a slot: what an item can have, at most ATTN_DECODE_ROWS */
     int32_t blocks;     /* of ATTN_DECODE_ROWS rows: what a sequence can have */
     int32_t supers;     /* what an item can have */

@@ -505,7 +505,7 @@ bool attn__cuda_decode_sizes(const attn_cuda_entry *e, const attn_problem *p, in
     return true;
 }
 
-/* Floats and counters of the workspace that a decode wants: enough for each device. */
+/* Floats and counters (counter.cuh) of the workspace that a decode wants: enough for each device. */
 static bool decode_room(const attn_plan *plan, int64_t *floats, int64_t *counters) {
     const attn_cuda *cuda = plan->context->cuda;
     const attn_problem *p = &plan->problem;
@@ -533,13 +533,14 @@ static attn_status lay_out(attn_plan *plan) {
               "heads_q=%d: so many heads of %d sequences with dim_v=%d are more than a GPU's kernel counts; use cpu",
               p->heads_q, p->batch, p->dim_v);
     int64_t real = attn__wide_problem(p) ? 8 : 4, rotated = p->flags & ATTN_ROTARY ? rows_of(p) : 0, parts;
-    int64_t floats, counters, part_bytes;
+    int64_t floats = 0, counters = 0, part_bytes;
     bool fits = !__builtin_mul_overflow(split_rows(p) * p->heads_q, (int64_t)plan->chunks, &parts) &&
                 !__builtin_mul_overflow(parts, p->dim_v * real, &part_bytes) && decode_room(plan, &floats, &counters) &&
                 !__builtin_mul_overflow(floats, (int64_t)sizeof(float), &floats);
+    const int64_t counted = counters * (int64_t)sizeof(uint64_t);
     int64_t ranges = (int64_t)p->batch * p->flashmask_heads * attn__ceil_div(p->max_kv, least_cols(plan));
     fits = fits && attn__plan_reserve(plan, CUDA_PART_O, part_bytes > floats ? part_bytes : floats, 1) &&
-           attn__plan_reserve(plan, CUDA_PART_LSE, parts * real > counters * 4 ? parts * real : counters * 4, 1) &&
+           attn__plan_reserve(plan, CUDA_PART_LSE, parts * real > counted ? parts * real : counted, 1) &&
            attn__plan_reserve(plan, CUDA_RANGES, ranges, sizeof(attn_flash_range)) &&
            attn__plan_reserve(plan, CUDA_COUNTER, has_hopper(plan) && attn__cuda_counts(p), sizeof(uint32_t)) &&
            attn__plan_reserve(plan, CUDA_Q, rotated, rotated_row(p) * (int64_t)attn_dtype_size(p->dtype));

@@ -26,6 +26,7 @@
  *
  * Fragments as in fwd.cu: lane = 4 g + t holds of a 16x8 accumulator the rows g, g + 8 and the columns 2t, 2t + 1.
  */
+#include "counter.cuh"
 #include "decode_tile.cuh"
 
 #define HUGE_SCORE 4194304.0f /* as in rows.cuh */
@@ -518,9 +519,9 @@ DEVICE void put_state(const attn_cuda_decode &c, float *slot, const state &x, in
 }
 
 /* The block has put `done` of `all` results where others may want them. Is it the last, and so to fold them? */
-DEVICE bool is_last(uint32_t *counter, uint32_t done, uint32_t all, shared_notes &notes) {
+DEVICE bool is_last(uint64_t *counter, uint32_t done, uint32_t all, shared_notes &notes) {
     __syncthreads();
-    if (threadIdx.x == 0) notes.last = atom_add_acq_rel_gpu(counter, done) + done == all;
+    if (threadIdx.x == 0) notes.last = count_to(counter, done, all);
     __syncthreads();
     return notes.last;
 }

@@ -156,13 +156,9 @@ static attn_status launch_decode(const attn_cuda_run *run, const attn_plan *plan
     c.a = *a;
     c.a.group = a->p.heads_q / a->p.heads_kv;
     attn__cuda_decode_sizes(e, &a->p, run->sms, run->shared, &c, &blocks); /* as the plan has seen */
-    const size_t items = c.supers > 1 ? (size_t)a->p.batch * (size_t)a->p.heads_kv * (size_t)c.blocks : 0;
     c.spans = attn__part(plan, &a->f, CUDA_SPANS);
     c.super_slots = c.spans + (size_t)c.shared * (size_t)c.each * (size_t)attn__cuda_slot(e, &c);
     c.counters = attn__part(plan, &a->f, CUDA_TICKETS);
-    if (c.shared + items)
-        RETURN_IF_DRIVER(run->driver, cuMemsetD32Async,
-                         ((attn_cu_pointer)(uintptr_t)c.counters, 0, (size_t)c.shared + items, run->stream));
     return attn__cuda_launch(run, run->decode, blocks, 0, 32 * e->warps, e->shared_bytes, &c);
 }
 
