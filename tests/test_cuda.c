@@ -316,11 +316,53 @@ TEST(cuda_runs_where_the_memory_is) {
     rig_free(&other);
 }
 
+/* How many of the launches are early, those of kernels that wait; -1: another one is, too. */
+static int early_launches(attn_context *context, rig *r) {
+    int count = 0;
+    stub_forget();
+    CHECK_OK(rig_plan_and_run(context, r, 0, NULL));
+    for (int n = 0; n < stub_launches(); n++) {
+        const stub_launch *l = stub_launch_at(n);
+        if (l->is_early && !entry_named(l->name)->waits) return -1;
+        count += l->is_early;
+    }
+    return count;
+}
+
+/* From sm_90 on, with a driver that keeps it in graphs, unless the environment says no: append, rotation of q, decode. */
+TEST(cuda_kernels_that_wait_are_launched_early) {
+    static const struct {
+        int arch, version;
+        const char *serial;
+        int want;
+    } cases[] = {{90, 13000, NULL, 3}, {100, 12030, "0", 3}, {90, 12020, "", 0}, {89, 13000, NULL, 0}, {90, 13000, "1", 0}};
+    for (size_t n = 0; n < sizeof cases / sizeof cases[0]; n++) {
+        rig r = rich();
+        r.p.max_q = 3; /* few rows, without FlashMask: decode */
+        r.p.flashmask_vectors = 0;
+        r.probs = false;
+        test_context("case %zu", n);
+        stub_start();
+        stub.arch[0] = cases[n].arch;
+        stub.version = cases[n].version;
+        if (cases[n].serial) setenv("ATTN_CUDA_SERIAL", cases[n].serial, 1);
+        if (!rig_make_on(&r, 0)) return;
+        adopt_ints(&r);
+        attn_context *context = cuda_context();
+        CHECK(early_launches(context, &r) == cases[n].want);
+        attn_context_destroy(context);
+        unsetenv("ATTN_CUDA_SERIAL");
+        CHECK(stub_live() == 0);
+        stub_stop();
+        rig_free(&r);
+    }
+}
+
 /* A captured stream allows neither synchronisation nor allocation: a run may make these calls and no other. */
 TEST(cuda_run_can_be_captured) {
     static const char *const allowed[] = {"cuPointerGetAttributes", "cuCtxGetCurrent",        "cuCtxGetDevice",
                                           "cuStreamGetCtx",         "cuCtxPushCurrent",       "cuCtxPopCurrent",
-                                          "cuLaunchKernel",         "cuTensorMapEncodeTiled", "cuMemsetD32Async"};
+                                          "cuLaunchKernelEx",       "cuTensorMapEncodeTiled", "cuMemsetD32Async"};
     rig r = rich();
     stub_start();
     if (!rig_make_on(&r, 0)) return;
@@ -338,7 +380,7 @@ TEST(cuda_run_can_be_captured) {
         long known = 0;
         for (size_t n = 0; n < sizeof allowed / sizeof allowed[0]; n++) known += stub_calls(allowed[n]);
         CHECK_SAY(known == stub_calls(NULL), "%ld other calls", stub_calls(NULL) - known);
-        CHECK(stub_calls("cuLaunchKernel") >= 5);
+        CHECK(stub_calls("cuLaunchKernelEx") >= 5);
         CHECK(stub_calls("cuMemsetD32Async") == 1);
     }
     attn_plan_destroy(plan);

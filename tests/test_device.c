@@ -120,7 +120,7 @@ TEST(device_check_notices_a_gpu_that_computes_nothing) {
     int repeated = call(cmd_check, "check --backend cuda --cases 3 --seed 2 --small --repeat 2");
     loud();
     CHECK(code == TOOL_FAILED && repeated == TOOL_FAILED);
-    CHECK(stub_calls("cuLaunchKernel") > 40 && stub_calls("cuMemAlloc") > 100);
+    CHECK(stub_calls("cuLaunchKernelEx") > 40 && stub_calls("cuMemAlloc") > 100);
     CHECK(stub_live() == 0 && stub_depth() == 0);
     stub_stop();
 }

@@ -8,6 +8,7 @@
 #include "host.h"
 
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
 /* ---- the table ---- */
@@ -26,6 +27,7 @@ const attn_cuda_entry attn__cuda_entries[ATTN_ENTRIES] = {
     [ATTN_ENTRY_##entry] = {.name = #entry,                                                                                \
                             .file = #source,                                                                               \
                             .arch = ATTN_LEAST_ARCH,                                                                       \
+                            .waits = ATTN_ENTRY_##entry == ATTN_ENTRY_append || ATTN_ENTRY_##entry == ATTN_ENTRY_rotate_q, \
                             .dim_qk = ONLY_ANY(entry, ATTN_MAX_DIM),                                                       \
                             .most_v = ONLY_ANY(entry, ATTN_MAX_DIM),                                                       \
                             .dim = EITHER_ANY(entry, ATTN_MAX_DIM),                                                        \
@@ -118,6 +120,7 @@ const attn_cuda_entry attn__cuda_entries[ATTN_ENTRIES] = {
     [ATTN_ENTRY_##id] = {.name = #id,                                                                                      \
                          .file = #id,                                                                                      \
                          .decode = true,                                                                                   \
+                         .waits = true,                                                                                    \
                          .arch = least,                                                                                    \
                          .dtype = ATTN_##type,                                                                             \
                          .dim_qk = most,                                                                                   \
@@ -225,6 +228,8 @@ static void close_cuda(attn_context *context) {
     context->cuda = NULL;
 }
 
+enum { GRAPHS_KEEP_EARLY = 12030 }; /* the driver from which on a captured launch may begin early */
+
 static attn_status open_cuda(attn_context *context) {
     const attn_driver_state *state;
     RETURN_IF(!attn__cuda_image(NULL), ATTN_UNSUPPORTED,
@@ -239,6 +244,8 @@ static attn_status open_cuda(attn_context *context) {
     memset(cuda, 0, sizeof *cuda);
     pthread_mutex_init(&cuda->mutex, NULL);
     cuda->state = state;
+    const char *serial = getenv("ATTN_CUDA_SERIAL");
+    cuda->early = state->version >= GRAPHS_KEEP_EARLY && !(serial && *serial && strcmp(serial, "0") != 0);
     context->cuda = cuda;
     attn_status status = attn__cuda_tuning_read(cuda);
     if (status != ATTN_OK) close_cuda(context);
@@ -659,12 +666,17 @@ attn_status attn__cuda_launch(const attn_cuda_run *run, int entry, int64_t block
     void *parameters[] = {(void *)(uintptr_t)args}; /* the driver knows its size, and what it is aligned to */
     RETURN_IF(x > most || y > most_y || z > most_y, ATTN_INVALID, "batch: %lld blocks of %s are more than a grid can have",
               (long long)blocks, run->entries[entry].name);
-    int error =
-        run->driver->cuLaunchKernel((attn_cu_function)(void *)run->kernels[entry], (unsigned)x, (unsigned)y, (unsigned)z,
-                                    (unsigned)threads, 1, 1, (unsigned)shared_bytes, run->stream, parameters, NULL);
+    attn_cu_attribute early = {.id = ATTN_CU_LAUNCH_EARLY, .value = 1};
+    const attn_cu_launch launch = {.grid = {(unsigned)x, (unsigned)y, (unsigned)z},
+                                   .block = {(unsigned)threads, 1, 1},
+                                   .shared_bytes = (unsigned)shared_bytes,
+                                   .stream = run->stream,
+                                   .attributes = &early,
+                                   .count = run->waits && run->waits[entry][run->gpu]};
+    int error = run->driver->cuLaunchKernelEx(&launch, (attn_cu_function)(void *)run->kernels[entry], parameters, NULL);
     if (!error) return ATTN_OK;
     char call[80];
-    snprintf(call, sizeof call, "cuLaunchKernel of %s", run->entries[entry].name);
+    snprintf(call, sizeof call, "cuLaunchKernelEx of %s", run->entries[entry].name);
     return attn__driver_fail(run->driver, error, call);
 }
 
@@ -673,6 +685,8 @@ static attn_cuda_run start(const attn_cuda *cuda, const attn_cuda_place *place, 
                            .entries = attn__cuda_entries,
                            .kernels = cuda->kernel,
                            .stream = stream,
+                           .gpu = place->gpu,
+                           .waits = cuda->waits,
                            .status = cuda->status,
                            .forward = -1,
                            .decode = -1,

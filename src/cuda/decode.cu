@@ -775,7 +775,11 @@ KERNEL __launch_bounds__(THREADS, K(CTAS)) VARIANT(const __grid_constant__ attn_
     extern __shared__ __align__(128) uint8_t shared[];
     const attn_cuda_args &a = c.a;
     shared_notes &notes = *(shared_notes *)(shared + AT_NOTES);
-    if (!start_walk(a, notes)) return;
+    griddepcontrol_launch_dependents();
+    if (a.p.flags & ATTN_OWN_LENGTHS) griddepcontrol_wait(); /* else the block's share follows from the arguments alone */
+    const bool has_work = start_walk(a, notes);
+    griddepcontrol_wait();
+    if (!has_work) return;
     const int warp = threadIdx.x >> 5;
     walk &w = notes.work[warp];
     desk d = {cvta_shared(shared) + warp / TEAM * TEAM_BYTES, 0, &notes, start_fetch(a, notes)};
