@@ -131,9 +131,10 @@ static attn_status whole_life(rig *r, void *stream) {
 }
 
 /* The work is done when the context is popped, and it can only fail when there is nothing to pop. A tensor without a map is read
-   without one. */
+   without one, and a kernel of which it is not known that it waits is not launched early. */
 static bool is_silent(const char *call) {
-    return strcmp(call, "cuCtxPopCurrent") == 0 || strcmp(call, "cuTensorMapEncodeTiled") == 0;
+    return strcmp(call, "cuCtxPopCurrent") == 0 || strcmp(call, "cuTensorMapEncodeTiled") == 0 ||
+           strcmp(call, "cuKernelGetAttribute") == 0;
 }
 
 /* A run of many launches: append, rotation, FlashMask, split, packed q; more rows than are split may come, so a counter is cleared. */

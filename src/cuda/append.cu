@@ -3,7 +3,7 @@
  * One warp has one row of one KV head. This moves bytes and is not hot beside attention; rows that do not change are copied
  * in pieces as large as their addresses allow, the others number by number.
  */
-#include "ptx.cuh"
+#include "grid.cuh"
 #include "rotate.cuh"
 
 DEVICE void copy_row(char *to, const char *from, int32_t bytes) {

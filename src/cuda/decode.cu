@@ -28,6 +28,7 @@
  */
 #include "counter.cuh"
 #include "decode_tile.cuh"
+#include "grid.cuh"
 
 #define HUGE_SCORE 4194304.0f /* as in rows.cuh */
 

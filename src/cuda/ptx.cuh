@@ -155,21 +155,6 @@ PTX void st_relaxed_gpu(uint64_t *at, uint64_t x) {
     asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(at), "l"(x) : "memory");
 }
 
-/*
- * Of a kernel that may begin before the one before it in the stream has ended: until that has, and what it wrote is seen. Then the one after it
- * may begin, which waits in its turn. Neither is there before sm_90; a kernel that has them is compiled for it, or is not launched so early.
- */
-PTX void griddepcontrol_wait(void) {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-PTX void griddepcontrol_launch_dependents(void) {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
-
 /* c += a b: a is 16x16 (tf32: 16x8), b two registers, c 16x8 in float. */
 #define MMA(name, shape)                                                                                                   \
     PTX void name(float c[4], const uint32_t a[4], uint32_t b0, uint32_t b1) {                                             \

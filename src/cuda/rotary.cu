@@ -2,7 +2,7 @@
  * Rotary embedding: of q before attention, into the workspace, and attn_rotary. One warp has one row of one head. Positions come
  * from device memory: one that is outside of the tables is brought into them and reported.
  */
-#include "ptx.cuh"
+#include "grid.cuh"
 #include "rotate.cuh"
 
 /* Warps: [batch][max_q][heads_q]. The rotated q is dense and in the dtype of q. */

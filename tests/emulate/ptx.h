@@ -161,11 +161,6 @@ static inline uint64_t atom_cas_acq_rel_gpu(uint64_t *at, uint64_t that, uint64_
     return before;
 }
 static inline void st_relaxed_gpu(uint64_t *at, uint64_t x) { *at = x; }
-
-/* ---- kernels that are launched early: each of their threads has to wait, as the driver sees (driver.c) ---- */
-
-static inline void griddepcontrol_wait(void) { emulate_grid_waits++; }
-static inline void griddepcontrol_launch_dependents(void) {}
 static inline float2 ld_global_cg_v2(const float *from) { return float2{from[0], from[1]}; }
 static inline void st_global_cg_v2(float *to, float x, float y) { to[0] = x, to[1] = y; }
 static inline uint32_t ld_acquire_gpu(const uint32_t *at) { return *at; }
