@@ -523,6 +523,7 @@ static void rows_of_chunks(attn_context *context, attn_dtype dtype) {
     rig few = {.p = problem(dtype, CHUNKS, HEADS, HEADS, FEW, CHUNK, DIM)};
     few.p.flags = ATTN_VARLEN_KV;
     few.p.total_kv = KEYS;
+    few.p.out_dtype = dtype == ATTN_F64 ? ATTN_F64 : ATTN_F32; /* as merge had better have them */
     few.f.cu_kv = cu;
     rig many = few, alone = few;
     many.p.max_q = MANY;
