@@ -17,8 +17,10 @@ typedef unsigned long long attn_cu_pointer;
 
 /* CUlaunchAttribute: of its value, which is 64 bytes, the attributes in use have an int. */
 typedef struct attn_cu_attribute {
-    int id, padding, value, rest[15];
+    _Alignas(8) int id;
+    int padding, value, rest[15];
 } attn_cu_attribute;
+_Static_assert(sizeof(attn_cu_attribute) == 72, "as the driver has it");
 
 /* CUlaunchConfig. */
 typedef struct attn_cu_launch {
