@@ -3,6 +3,7 @@
 
     python bench/decode.py                         the cases of CASES, bf16, head dim 128
     python bench/decode.py --cases 8k paged        those whose names have one of the words
+    python bench/decode.py --chain                 32 layers one after the other, each reading what the one before it has written
     python bench/decode.py --device cpu --quick    small caches on the host
 
 How it is timed: bench/measure.py; libattn, the peers and a copy on the device take turns, in CUDA graphs. Each has several sets of
@@ -13,18 +14,24 @@ GB/s that libattn reached.
 Caches of 8 bits have libattn with the same numbers in 16 bits beside them, and how many times faster they are: that column is a ratio of times, GB/s
 are of the bytes that each reads.
 
+With --chain a layer appends a key, attends to its cache and so makes the queries of the next; all share a workspace, and two arrays are queries and results in turn.
+That is timed with kernels that begin while the one before them ends, and without (ATTN_CUDA_SERIAL), in microseconds of a layer. The last layer's result must have the bits that it
+has when nothing is begun before all else has ended.
+
 Before a case is timed its result is held against that of torch in float32; exit status 1 means that one is wrong.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import math
+import os
 import sys
 from typing import NamedTuple
 
 import torch
-from measure import Options, Report, add_arguments, agree, difference, finish_arguments, libattn_run, measure
+from measure import Options, Report, _core, _lib, _torch, add_arguments, agree, difference, finish_arguments, libattn_run, measure
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -222,20 +229,98 @@ def bench(case, dtype, arguments, report, copy):
     return is_right
 
 
+# ---- layers ----
+
+LAYERS = 32
+CHAINS = [Case("1x8k", [8192]), Case("1x1k", [1024]), Case("8x2k", [2048] * 8), Case("16x8k", [8192] * 16)]
+STEPS = {"decode": (False, False), "used": (True, False), "append, decode": (True, True)}  # lengths on the device; an append
+
+
+class Chain:
+    """So many layers with one plan and one workspace. Scores are large, so that a result shows which queries it comes from."""
+
+    def __init__(self, case, dtype, device, step, context):
+        has_lengths, appends = STEPS[step]
+        batch, most = len(case.lengths), case.lengths[0]
+        self.first = torch.randn(batch, 1, case.heads, case.dim, dtype=dtype, device=device) / 64
+        self.x = [torch.empty_like(self.first) for _ in range(2)]
+        self.lse = torch.empty(batch, case.heads, 1, device=device)
+        lengths = torch.full((batch,), most - appends, dtype=torch.int32, device=device)
+        options = Options(scale=8.0, used_kv=lengths if has_lengths else None)
+        self.calls = []
+        for layer in range(LAYERS):
+            k, v = (torch.randn(batch, most, case.heads_kv, case.dim, dtype=dtype, device=device) for _ in range(2))
+            q, o = self.x[layer % 2], self.x[1 - layer % 2]
+            call = _core.Call(_torch, _lib.FORWARD, q, k, v, options)
+            if appends:
+                call.append(_core.Append(q[:, :, : case.heads_kv], q[:, :, -case.heads_kv :]))
+            call.buffers.o, call.buffers.lse = _core.tensor(call.keep(o)), call.keep(self.lse).address
+            self.calls.append(call)
+        self.plan = _lib.Plan(context, self.calls[0].problem)
+        self.space = torch.empty(self.plan.workspace + 64, dtype=torch.uint8, device=device)
+        for call in self.calls:
+            call.buffers.workspace = self.space.data_ptr() + -self.space.data_ptr() % 64
+            call.buffers.workspace_size = self.plan.workspace
+
+    def run(self, between=lambda: None):
+        self.x[0].copy_(self.first)
+        for call in self.calls:
+            between()
+            stream = torch.cuda.current_stream().cuda_stream if self.first.is_cuda else None
+            _lib.check(_lib.library.attn_run(self.plan.handle, ctypes.byref(call.buffers), stream))
+        between()
+        return self.x[LAYERS % 2]
+
+
+def contexts(device):
+    """Of libattn: kernels that begin early, and none."""
+    if device == "cpu":
+        return {"early": _lib.host_context()}
+    os.environ.pop("ATTN_CUDA_SERIAL", None)
+    early = _lib.context_of("cuda", 1)
+    os.environ["ATTN_CUDA_SERIAL"] = "1"
+    serial = _lib.context_of("cuda", 2)  # a number of threads that means nothing there, so that it is another one
+    del os.environ["ATTN_CUDA_SERIAL"]
+    return {"early": early, "serial": serial}
+
+
+def bench_chain(case, dtype, arguments, report):
+    wait = torch.cuda.synchronize if arguments.device == "cuda" else lambda: None
+    wrong = []
+    for step in STEPS:
+        torch.manual_seed(1)
+        chains = {name: Chain(case, dtype, arguments.device, step, context) for name, context in contexts(arguments.device).items()}
+        times = measure({name: [chain.run] for name, chain in chains.items()}, arguments)
+        for name, chain in chains.items():
+            wanted = chain.run(wait).clone()
+            for _ in range(20):  # as fast as it goes
+                found = chain.run()
+            if not torch.equal(found.view(torch.int16), wanted.view(torch.int16)) or not wanted.float().norm() > 0:
+                wrong.append(name)
+        us = {name: 1e3 * ms / LAYERS for name, ms in times.ms.items()}
+        print(f"{case.name:8} {step:16} " + "  ".join(f"{name} {x:8.2f} us" for name, x in us.items()) +
+              f"  a layer of {LAYERS}  {chain.plan.kernel} {times.how}{f'  WRONG: {wrong}' if wrong else ''}", flush=True)
+        report.write({"chain": case.name, "step": step, "us": us, "layers": LAYERS, "how": times.how, "wrong": wrong})
+        del chains
+    return not wrong
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="*", metavar="WORD", help="only those whose names have one of the words")
     parser.add_argument("--dtype", default="bf16", choices=["bf16", "f16"])
+    parser.add_argument("--chain", action="store_true", help="layers, one after the other")
     add_arguments(parser, seconds=1.0)
     arguments = finish_arguments(parser.parse_args())
     dtype = {"bf16": torch.bfloat16, "f16": torch.float16}[arguments.dtype]
     torch.manual_seed(1)
     report = Report(arguments, dtype=arguments.dtype)
     copy, wrong = copy_run(arguments), 0
-    for case in CASES:
+    for case in CHAINS if arguments.chain else CASES:
         if arguments.cases and not any(word in case.name for word in arguments.cases):
             continue
-        wrong += not bench(quick(case) if arguments.quick else case, dtype, arguments, report, copy)
+        case = quick(case) if arguments.quick else case
+        wrong += not (bench_chain(case, dtype, arguments, report) if arguments.chain else bench(case, dtype, arguments, report, copy))
     sys.exit(wrong > 0)
 
 

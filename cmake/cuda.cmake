@@ -10,7 +10,7 @@ set(ATTN_CUDA AUTO CACHE STRING "GPU kernels: AUTO (if nvcc is found), ON or OFF
 set_property(CACHE ATTN_CUDA PROPERTY STRINGS AUTO ON OFF)
 set(ATTN_CUDA_KERNELS_DIR "" CACHE PATH "A folder of ready-made fatbins to embed instead of compiling them")
 # sm_87 and sm_89 run the code of sm_80 or sm_86; what is newer than sm_90 compiles the PTX when it is loaded. All code comes from the PTX of
-# compute_80: these kernels (but decode's of 8 bits, see below) have nothing that is newer, and the front end, up to half of the time, runs once.
+# compute_80: these kernels (but decode's, see below) have nothing that is newer, and the front end, up to half of the time, runs once.
 set(ATTN_CUDA_ARCHS
     -gencode arch=compute_80,code=sm_80 -gencode arch=compute_80,code=sm_86
     -gencode arch=compute_80,code=sm_90 -gencode arch=compute_80,code=compute_80
@@ -133,7 +133,8 @@ function(attn_archs_of name result)
     elseif(NOT DEFINED attn_line_${name} OR attn_line_${name} MATCHES "^(FWD.*, *1\\)|BWD.*|DECODE.*)$")
         list(FILTER archs EXCLUDE REGEX "code=sm_86$")
     endif()
-    if(attn_line_${name} MATCHES "^DECODE\\(.*, *I8,") # sm_90 has an instruction for e4m3 that compute_80 has not
+    # From sm_90 on a kernel can begin before the one before it has ended, and wait for it; decode's of 8 bits have an instruction for e4m3.
+    if(attn_line_${name} MATCHES "^DECODE" OR name MATCHES "^(append|rotary)$")
         list(TRANSFORM archs REPLACE "^arch=compute_80,code=sm_90$" "arch=compute_90,code=sm_90")
         list(TRANSFORM archs REPLACE "^arch=compute_80,code=compute_80$" "arch=compute_90,code=compute_90")
     endif()

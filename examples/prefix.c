@@ -1,23 +1,27 @@
 /*
- * Many sequences that begin with the same text: its keys are stored once and read once for 16 sequences, not for each.
+ * Many sequences that begin with the same text: its keys are stored once and read once for all of them, not for each.
  *
- * A step of decoding is four calls. The queries and new keys are rotated; all queries attend to the shared keys, 16 of them as
- * the rows of one sequence, since none of them may see less than the other; each attends to the keys of its own, appended to on
- * the way; and the two results are merged by their lse, which is exact. Both calls take packed queries, so that lse has the same
- * order in both.
+ * A step of decoding is a few calls. The queries and new keys are rotated; all queries attend to the shared keys, since none of
+ * them may see less than the other; each attends to the keys of its own, appended to on the way; and the results are merged by
+ * their lse, which is exact.
  *
- * Groups always have 16 rows, the last one with rows of nobody: how a row is worked may depend on how many its sequence has, and so
- * on the other sequences of the batch if groups were of all sizes. Checked: the result is what attention to all keys in one go gives,
- * and a sequence has the same bits alone.
+ * The shared keys are cut into chunks, packed "sequences" of a batch, so that a GPU has something to do everywhere. The rows of each are
+ * the queries of all sequences and of all heads that share a KV head, as a rotation writes them: [head][sequence][dim]. Every chunk reads
+ * the same ones, by a stride of 0.
+ *
+ * Chunks are of a fixed size, and there are never fewer than PAD sequences, the last ones nobody's: how a row is worked may depend on how
+ * many its "sequence" has, 16 or more, and so would on the others of the batch. Checked: the result is what attention to all keys in one
+ * go gives, and a sequence has the same bits alone.
  */
 #include <attn.h>
 #include <math.h>
 #include <stdio.h>
 #include <string.h>
 
-enum { BATCH = 20, GROUP = 16, GROUPS = (BATCH + GROUP - 1) / GROUP, PADDED = GROUPS * GROUP };
+enum { BATCH = 40, PAD = 32, PADDED = (BATCH + PAD - 1) / PAD * PAD };
 enum { SHARED = 600, OWN = 40, TOTAL = SHARED + OWN };
-enum { HEADS_Q = 4, HEADS_KV = 2, DIM = 16, ROW_Q = HEADS_Q * DIM, ROW_KV = HEADS_KV * DIM };
+enum { CHUNK = 256, CHUNKS = (SHARED + CHUNK - 1) / CHUNK }; /* a GPU: 4096 keys, say */
+enum { HEADS_Q = 4, HEADS_KV = 2, SHARE = HEADS_Q / HEADS_KV, DIM = 16, ROW_Q = HEADS_Q * DIM, ROW_KV = HEADS_KV * DIM };
 
 static float shared_k[SHARED * ROW_KV], shared_v[SHARED * ROW_KV];
 static float own_k[BATCH * OWN * ROW_KV], own_v[BATCH * OWN * ROW_KV];
@@ -49,7 +53,7 @@ static attn_problem problem_of(uint32_t flags, int32_t batch, int32_t max_q, int
 }
 
 /* Rotates a row of each of `count` sequences, from `first` on, for the position that its new token has. */
-static attn_status rotate(attn_context *context, int first, int count, const float *from, int heads, float *to) {
+static attn_status rotate(attn_context *context, int first, int count, const float *from, int heads, attn_tensor to) {
     int32_t pos[BATCH];
     for (int b = 0; b < count; b++) pos[b] = SHARED + used[first + b];
     attn_rotary_args args = {
@@ -62,7 +66,7 @@ static attn_status rotate(attn_context *context, int first, int count, const flo
         .rotary_dim = DIM,
         .rotary_len = TOTAL,
         .x = attn_dense((void *)(uintptr_t)from, 1, heads, DIM),
-        .y = attn_dense(to, 1, heads, DIM),
+        .y = to,
         .cos = rotary_cos,
         .sin = rotary_sin,
         .pos = pos,
@@ -70,43 +74,45 @@ static attn_status rotate(attn_context *context, int first, int count, const flo
     return attn_rotary(context, &args, NULL);
 }
 
-/* A step of the sequences [first, first + count), in four calls; o: [PADDED][HEADS_Q][DIM]. */
+/* A step of the sequences [first, first + count); o: [PADDED][HEADS_Q][DIM]. */
 static attn_status step(attn_context *context, int first, int count, float *o) {
-    static float turned_q[PADDED * ROW_Q], turned_k[BATCH * ROW_KV];
-    static float o_shared[PADDED * ROW_Q], o_own[PADDED * ROW_Q], lse_shared[HEADS_Q * PADDED], lse_own[HEADS_Q * PADDED];
-    const int32_t groups = (count + GROUP - 1) / GROUP, rows = groups * GROUP;
-    int32_t cu_group[GROUPS + 1], cu_each[BATCH + 1], zero[GROUPS] = {0};
-    for (int n = 0; n <= groups; n++) cu_group[n] = n * GROUP;
+    static float turned_q[PADDED * ROW_Q], turned_k[BATCH * ROW_KV]; /* [HEADS_Q][rows][DIM]; [count][HEADS_KV][DIM] */
+    static float o_shared[CHUNKS * PADDED * ROW_Q], lse_shared[CHUNKS * HEADS_Q * PADDED];
+    static float o_own[PADDED * ROW_Q], lse_own[HEADS_Q * PADDED];
+    const int32_t rows = (count + PAD - 1) / PAD * PAD, each = rows * HEADS_Q; /* of a part's lse */
+    const attn_tensor by_head = {turned_q, {DIM, DIM, rows * DIM}};            /* as [rows][HEADS_Q][DIM] */
+    int32_t cu_chunk[CHUNKS + 1], cu_each[BATCH + 1];
+    for (int n = 0; n <= CHUNKS; n++) cu_chunk[n] = n < CHUNKS ? n * CHUNK : SHARED;
     for (int n = 0; n <= count; n++) cu_each[n] = n;
 
-    attn_status status = rotate(context, first, count, q + first * ROW_Q, HEADS_Q, turned_q);
-    if (status == ATTN_OK) status = rotate(context, first, count, k_new + first * ROW_KV, HEADS_KV, turned_k);
+    attn_status status = rotate(context, first, count, q + first * ROW_Q, HEADS_Q, by_head);
+    if (status == ATTN_OK)
+        status = rotate(context, first, count, k_new + first * ROW_KV, HEADS_KV, attn_dense(turned_k, 1, HEADS_KV, DIM));
     if (status != ATTN_OK) return status;
 
-    /* The shared keys: "sequences" of 16 rows, which find their keys in slot 0. */
-    attn_problem problem = problem_of(ATTN_VARLEN_Q | ATTN_BATCH_INDEX, groups, GROUP, SHARED);
-    problem.total_q = rows;
-    problem.cache_batch = 1;
+    /* The shared keys: as many query heads as KV heads, and the rows of a head are those of all that share it. */
+    attn_problem problem = problem_of(ATTN_VARLEN_KV, CHUNKS, rows * SHARE, CHUNK);
+    problem.heads_q = HEADS_KV;
+    problem.total_kv = SHARED;
     attn_buffers shared = {
         .size = sizeof shared,
-        .q = attn_dense(turned_q, rows, HEADS_Q, DIM),
+        .q = {turned_q, {0, DIM, rows * SHARE * DIM}},
         .k = attn_dense(shared_k, SHARED, HEADS_KV, DIM),
         .v = attn_dense(shared_v, SHARED, HEADS_KV, DIM),
-        .o = attn_dense(o_shared, rows, HEADS_Q, DIM),
-        .lse = lse_shared, /* [HEADS_Q][rows] */
-        .cu_q = cu_group,
-        .batch_index = zero,
+        .o = {o_shared, {each * DIM, DIM, rows * SHARE * DIM}},
+        .lse = lse_shared, /* [CHUNKS][HEADS_KV][SHARE * rows], which is [CHUNKS][HEADS_Q][rows] */
+        .cu_kv = cu_chunk,
     };
     status = attn_forward(context, &problem, &shared, NULL);
     if (status != ATTN_OK) return status;
 
-    /* The keys of their own: a row each, and a new key; rows of nobody get lse = -inf here. */
+    /* The keys of their own: a row each, packed, so that lse is [HEADS_Q][rows], and a new key; rows of nobody get lse = -inf. */
     problem = problem_of(ATTN_VARLEN_Q | ATTN_USED_KV | ATTN_APPEND, count, 1, OWN);
     problem.total_q = rows;
     problem.max_new = 1;
     attn_buffers own = {
         .size = sizeof own,
-        .q = shared.q,
+        .q = by_head,
         .k = attn_dense(own_k + first * OWN * ROW_KV, OWN, HEADS_KV, DIM),
         .v = attn_dense(own_v + first * OWN * ROW_KV, OWN, HEADS_KV, DIM),
         .o = attn_dense(o_own, rows, HEADS_Q, DIM),
@@ -119,16 +125,22 @@ static attn_status step(attn_context *context, int first, int count, float *o) {
     status = attn_forward(context, &problem, &own, NULL);
     if (status != ATTN_OK) return status;
 
+    attn_tensor o_parts[CHUNKS + 1] = {[CHUNKS] = own.o};
+    const void *lse_parts[CHUNKS + 1] = {[CHUNKS] = lse_own};
+    for (int n = 0; n < CHUNKS; n++) {
+        o_parts[n] = (attn_tensor){o_shared + n * each * DIM, {0, DIM, rows * DIM}};
+        lse_parts[n] = lse_shared + n * each;
+    }
     attn_merge_args merge = {
         .size = sizeof merge,
         .dtype = ATTN_F32,
-        .parts = 2,
+        .parts = CHUNKS + 1,
         .batch = 1,
         .rows = rows,
         .heads = HEADS_Q,
         .dim = DIM,
-        .o_parts = (attn_tensor[]){shared.o, own.o},
-        .lse_parts = (const void *const[]){lse_shared, lse_own},
+        .o_parts = o_parts,
+        .lse_parts = lse_parts,
         .o = attn_dense(o, rows, HEADS_Q, DIM),
     };
     return attn_merge(context, &merge, NULL);

@@ -16,6 +16,7 @@
 #   hopper     what Hopper's kernels are held to: cuDNN, fp16 beside bf16, more head dims; alone on the GPU; wants torch
 #   masks      FlashMask patterns beside torch's FlexAttention; alone on the GPU; wants torch with Triton
 #   features   what softcap, ALiBi, windows, GQA, varlen, dropout, sinks, pages, bias cost; alone on the GPU; wants torch
+#   prefix     many sequences that share a prefix: the ways of docs/kernels/decode.md; alone on the GPU; wants torch
 #   gradients  errors of gradients against float64, beside torch's, with outliers; wants torch
 #   train      a small GPT with libattn's attention and with torch's, 200 steps; alone on the GPU; wants torch
 #   generate   examples/generate with its attention on the GPU; tokens and time of Hugging Face generation beside eager's and sdpa's, alone on
@@ -27,7 +28,7 @@
 # programs than cmake and python3. The summary comes last; exit 1: something failed or could not be run.
 set -u
 cd "$(dirname "$0")/.."
-all="build check bars tests repeat sanitize package tune peers hopper masks features gradients train generate"
+all="build check bars tests repeat sanitize package tune peers hopper masks features prefix gradients train generate"
 kernels=${ATTN_CUDA_KERNELS_DIR:-}
 logs=gpu-logs
 while getopts k:o: option; do
@@ -35,7 +36,7 @@ while getopts k:o: option; do
     k) kernels=$OPTARG ;;
     o) logs=$OPTARG ;;
     *)
-        sed -n '2,27s/^# \{0,1\}//p' "$0" >&2
+        sed -n '2,28s/^# \{0,1\}//p' "$0" >&2
         exit 2
         ;;
     esac
@@ -214,6 +215,7 @@ compare peers bench/peers.py
 compare hopper bench/peers.py --hopper
 compare masks bench/masks.py
 compare features bench/features.py
+compare prefix bench/prefix.py
 compare gradients bench/gradients.py
 compare train bench/train.py
 wanted="torch, transformers"

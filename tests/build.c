@@ -287,6 +287,17 @@ static bool mirror_own(mirror *m, const rig *r, const attn_buffers *f) {
     return true;
 }
 
+/* Few rows on a GPU: twice in the same workspace, as a graph replays it. What the first run leaves there does not matter. */
+static attn_status run_there(const rig *r, const attn_problem *p, mirror *m, const attn_plan *plan,
+                             const attn_buffers *there, void *stream) {
+    attn_status status = attn_run(plan, there, stream);
+    if (status != ATTN_OK || p->op != ATTN_FORWARD || p->max_q > 16 || device_is_direct(m->d)) return status;
+    bool works = device_wait(m->d);
+    for (int n = 0; n < r->blocks && works; n++)
+        if (r->block[n].kind == RIG_OUTPUT) works = device_fill(m->d, m->block[n].memory, 0xa7, r->block[n].bytes);
+    return works && device_wait(m->d) ? attn_run(plan, there, stream) : ATTN_DEVICE;
+}
+
 /* Calls the library on the rig's memory, or on copies where the context's backend wants them; plan NULL: a one-shot call. */
 static attn_status call_there(const rig *r, attn_context *context, const attn_plan *plan, const attn_problem *p,
                               const attn_buffers *f) {
@@ -300,7 +311,7 @@ static attn_status call_there(const rig *r, attn_context *context, const attn_pl
         void *stream = device_stream(m.d, 0);
         status = r->beside ? load_run(r->beside) : ATTN_OK; /* last: an upload would wait for it */
         status = status != ATTN_OK        ? status
-                 : plan                   ? attn_run(plan, &there, stream)
+                 : plan                   ? run_there(r, p, &m, plan, &there, stream)
                  : p->op == ATTN_FORWARD  ? attn_forward(context, p, &there, stream)
                  : p->op == ATTN_BACKWARD ? attn_backward(context, p, &there, stream)
                                           : attn_kv_append(context, p, &there, stream);

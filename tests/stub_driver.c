@@ -379,10 +379,9 @@ static int stub_cuKernelSetAttribute(int attribute, int value, attn_cu_kernel ke
 }
 
 static int stub_cuKernelGetAttribute(int *value, int attribute, attn_cu_kernel kernel, int device) {
-    (void)device;
     BEGIN(cuKernelGetAttribute);
     if (!kernel) return INVALID_VALUE;
-    *value = attribute == ATTN_CU_FUNCTION_REGISTERS ? 168 : 0;
+    *value = attribute == ATTN_CU_FUNCTION_REGISTERS ? 168 : attribute == ATTN_CU_FUNCTION_PTX ? stub.arch[device] : 0;
     return 0;
 }
 
@@ -422,20 +421,22 @@ static size_t args_of(const char *kernel) {
     return strncmp(kernel, "fwd_sm90", 8) == 0 ? sizeof(attn_cuda_args90) : sizeof(attn_cuda_args);
 }
 
-static int stub_cuLaunchKernel(attn_cu_function function, unsigned grid_x, unsigned grid_y, unsigned grid_z,
-                               unsigned block_x, unsigned block_y, unsigned block_z, unsigned shared_bytes,
-                               attn_cu_stream stream, void **parameters, void **extra) {
-    BEGIN(cuLaunchKernel);
+static int stub_cuLaunchKernelEx(const attn_cu_launch *asked, attn_cu_function function, void **parameters, void **extra) {
+    const unsigned *grid = asked->grid, *threads = asked->block;
+    BEGIN(cuLaunchKernelEx);
     if (!function || !depth || !parameters || extra) return INVALID_VALUE;
-    if (!grid_x || grid_x > INT32_MAX || !grid_y || grid_y > 65535 || grid_z != 1 || !block_x || block_x > 1024)
+    if (!grid[0] || grid[0] > INT32_MAX || !grid[1] || grid[1] > 65535 || grid[2] != 1 || !threads[0] || threads[0] > 1024)
         return INVALID_VALUE;
+    if (asked->count > 1 || (asked->count && asked->attributes[0].id != ATTN_CU_LAUNCH_EARLY)) return INVALID_VALUE;
     size_t bytes = args_of(((attn_cu_kernel)(void *)function)->name);
-    if (bytes > STUB_ARGS || shared_bytes > (unsigned)stub.shared_bytes[stack[depth - 1]->device]) return INVALID_VALUE;
+    if (bytes > STUB_ARGS || asked->shared_bytes > (unsigned)stub.shared_bytes[stack[depth - 1]->device])
+        return INVALID_VALUE;
     stub_launch launch = {.name = ((attn_cu_kernel)(void *)function)->name,
-                          .grid = {grid_x, grid_y, grid_z},
-                          .block = {block_x, block_y, block_z},
-                          .shared_bytes = shared_bytes,
-                          .stream = stream,
+                          .grid = {grid[0], grid[1], grid[2]},
+                          .block = {threads[0], threads[1], threads[2]},
+                          .shared_bytes = asked->shared_bytes,
+                          .is_early = asked->count && asked->attributes[0].value,
+                          .stream = asked->stream,
                           .context = stack[depth - 1],
                           .args_bytes = bytes};
     memcpy(launch.args, parameters[0], bytes);

@@ -38,6 +38,7 @@ typedef struct stub_settings {
 struct stub_launch {
     const char *name; /* of the kernel */
     unsigned grid[3], block[3], shared_bytes;
+    bool is_early; /* before the one before it has ended */
     attn_cu_stream stream;
     attn_cu_context context; /* that was current */
     size_t args_bytes;

@@ -78,6 +78,23 @@ static void reruns(attn_context *context, attn_dtype dtype) {
 }
 TEST(c5_reruns_of_groups_of_heads_packed_with_a_window) { each_cpu(reruns); }
 
+/* Two blocks of keys at most, on any GPU: d_q is then a sum of two, the same in any order, whoever brings it into its dtype. */
+static void order_of_two(attn_context *context, attn_dtype dtype) {
+    for (int32_t n = 0, dim; (dim = wide_dim(n)) != 0; n++) {
+        rig in_turn = {.p = problem(dtype, 2, 4, 2, 150, dim == 192 || dtype == ATTN_F16 ? 120 : 200, dim),
+                       .backward = true};
+        rig as_they_come = in_turn;
+        as_they_come.p.flags = ATTN_UNORDERED;
+        CHECK(rig_make(&in_turn, 37) && rig_make(&as_they_come, 37));
+        CHECK_OK(rig_run(&in_turn, context));
+        CHECK_OK(rig_run(&as_they_come, context));
+        CHECK_SAY(rig_same(&in_turn, &as_they_come), "dim %d", dim);
+        rig_free(&in_turn);
+        rig_free(&as_they_come);
+    }
+}
+TEST(c5_unordered_sum_of_two_blocks_is_the_ordered_one) { each_cpu(order_of_two); }
+
 static void call_is_plan(attn_context *context, attn_dtype dtype) {
     rig a = rich(dtype, 2, 50, 70), b = a;
     CHECK(rig_make(&a, 12) && rig_make(&b, 12));
@@ -494,6 +511,46 @@ static void rows_of_a_group(attn_context *context, attn_dtype dtype) {
     rig_free(&b);
 }
 TEST(c5_rows_that_share_their_keys) { each_cpu(rows_of_a_group); }
+
+/*
+ * The same in chunks of the shared keys, each of which has all rows, by a stride of 0: what a row gives depends neither on how many they
+ * are, if they are more than 16, nor on its place; and what a chunk gives not on those before it.
+ */
+static void rows_of_chunks(attn_context *context, attn_dtype dtype) {
+    enum { CHUNK = 320, KEYS = 700, CHUNKS = 3, FEW = 17, MANY = 150, TURN = 100, HEADS = 2, DIM = 40 };
+    static const int32_t cu[] = {0, CHUNK, 2 * CHUNK, KEYS};
+    const size_t row = HEADS * DIM * attn_dtype_size(dtype), keys = (size_t)KEYS * row;
+    rig few = {.p = problem(dtype, CHUNKS, HEADS, HEADS, FEW, CHUNK, DIM)};
+    few.p.flags = ATTN_VARLEN_KV;
+    few.p.total_kv = KEYS;
+    few.p.out_dtype = dtype == ATTN_F64 ? ATTN_F64 : ATTN_F32; /* as merge had better have them */
+    few.f.cu_kv = cu;
+    rig many = few, alone = few;
+    many.p.max_q = MANY;
+    alone.p.batch = 1;
+    alone.p.total_kv = CHUNK;
+    CHECK(rig_make(&few, 25) && rig_make(&many, 26) && rig_make(&alone, 27));
+    few.f.q.stride[0] = many.f.q.stride[0] = 0;
+    memcpy(many.f.k.data, few.f.k.data, keys);
+    memcpy(many.f.v.data, few.f.v.data, keys);
+    memcpy(alone.f.k.data, (char *)few.f.k.data + CHUNK * row, CHUNK * row);
+    memcpy(alone.f.v.data, (char *)few.f.v.data + CHUNK * row, CHUNK * row);
+    memcpy((char *)many.f.q.data + TURN * row, few.f.q.data, FEW * row);
+    memcpy(alone.f.q.data, few.f.q.data, FEW * row);
+    CHECK_OK(rig_run(&few, context));
+    CHECK_OK(rig_run(&many, context));
+    CHECK_OK(rig_run(&alone, context));
+    CHECK(rig_same_rows(&alone, 0, &few, 1, FEW));
+    for (int32_t n = 0; n < CHUNKS * FEW * HEADS; n++) {
+        const int32_t b = n / (FEW * HEADS), i = n / HEADS % FEW, h = n % HEADS;
+        CHECK(rig_lse(&few, b, i, h) == rig_lse(&many, b, TURN + i, h));
+        for (int32_t x = 0; x < DIM; x++) CHECK(rig_o(&few, b, i, h, x) == rig_o(&many, b, TURN + i, h, x));
+    }
+    rig_free(&few);
+    rig_free(&many);
+    rig_free(&alone);
+}
+TEST(c5_chunks_that_share_their_rows) { each_cpu(rows_of_chunks); }
 
 static void batch_index_is_order(attn_context *context, attn_dtype dtype) {
     static const int32_t slots[] = {4, 0, 2};

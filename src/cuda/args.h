@@ -1,7 +1,8 @@
 /*
  * What a CUDA kernel is given: one struct, by value, the same for all kernels of a run. Host (C) and device (CUDA C) share it.
  *
- * A run is a row of launches on the caller's stream, in this order; most problems need only the forward one:
+ * A run is a row of launches on the caller's stream, in this order; most problems need only the forward one. Append, rotate_q and decode may begin while
+ * the one before ends, and wait for it (grid.cuh):
  *
  *   append     ATTN_APPEND      k_new, v_new -> cache                                      append.cu
  *   rotate_q   ATTN_ROTARY      q -> workspace, rotated; the others then read it there     rotary.cu
@@ -19,7 +20,7 @@
  *   bwd_fit    float16, Hopper  sizes of d_o, v and delta -> fits                          bwd_rows.cu
  *   bwd_..._q  d_q              not in one pass                                            bwd.cu, bwd_any.cu
  *   bwd_...    d_k or d_v       in one pass d_q too                                        bwd_sm90.cu, bwd_sm90_wide.cu, bwd_one.cu, bwd.cu, bwd_any.cu
- *   bwd_cast   d_q              after bwd_sm90.cu: its floats become d_q                   bwd_rows.cu
+ *   bwd_cast   d_q              Hopper's, where blocks have not finished it themselves     bwd_rows.cu
  *   bwd_bias   d_bias                                                                      bwd_any.cu
  *   bwd_sink   d_sink           from row_stats                                             bwd_rows.cu
  *   bwd_fill   own lengths      rows of the gradients that no sequence covers              bwd_rows.cu
@@ -127,8 +128,12 @@ typedef struct attn_cuda_args {
     attn_divider by_each;                      /* Hopper: by group * slots */
     attn_divider by_page;                      /* by page_size */
     int64_t work; /* Hopper: places [groups of heads][slot][head] that blocks share; the last group may be short of heads */
-    int32_t box;  /* Hopper: rows of a box of k and v: those of a tile, or as many as fit into both a tile and a page */
-    int32_t tma;  /* Hopper: ATTN_TMA_...: which of the maps in attn_cuda_args90 can be used */
+    union {
+        int32_t box; /* Hopper: rows of a box of k and v: those of a tile, or as many as fit into both a tile and a page */
+        int32_t
+            finishes; /* its backward: the last block that adds to a tile of d_q writes it in its dtype; 0: bwd_cast does */
+    };
+    int32_t tma; /* Hopper: ATTN_TMA_...: which of the maps in attn_cuda_args90 can be used */
     union {
         uint32_t *counter; /* Hopper: 0 before the launch; places taken besides the first of each block. NULL: in turn */
         /*
@@ -186,7 +191,7 @@ typedef struct attn_cuda_decode {
     attn_cuda_args a;
     float *spans;       /* [shared][each]: those of supers that several blocks have */
     float *super_slots; /* [items][supers] */
-    uint32_t *counters; /* 0 before the launch: [shared], spans that are done; [items], supers that are done */
+    uint64_t *counters; /* [shared], spans that are done; [items], supers that are done; nobody clears them: counter.cuh */
     int32_t rows;       /* of a slot: what an item can have, at most ATTN_DECODE_ROWS */
     int32_t blocks;     /* of ATTN_DECODE_ROWS rows: what a sequence can have */
     int32_t supers;     /* what an item can have */

@@ -5,18 +5,25 @@
  *   bwd_fit     how large d_o, v and delta are, for Hopper's float16
  *   bwd_sink    d_sink: a sink is a key without a value, so its gradient is a sum over rows, of -exp(sink - lse) * delta
  *   bwd_fill    C4: rows of d_q, d_k and d_v that no sequence covers become 0
- *   bwd_cast    d_q of the sums that bwd_sm90.cu has left
+ *   bwd_cast    d_q of the sums that Hopper's kernels have left, where they do not write it themselves
  */
+#include "cast.cuh"
 #include "fit.cuh"
 #include "warp.cuh"
 
 /* ---- delta ---- */
 
+/* As attn__from_f16, without branches. */
+DEVICE float float_of_f16(uint32_t x) {
+    const float size = attn__float((x & 0x7fff) << 13) * attn__float((127 + 112) << 23);
+    return attn__float(attn__bits(size) | (x & 0x8000) << 16 | ((x & 0x7c00) == 0x7c00 ? 0x7f800000 : 0));
+}
+
 /* Eight 16-bit numbers as they are loaded: number x of them. */
 DEVICE float number_of(const uint4 &piece, int x, bool bf16) {
     const uint32_t word = x < 2 ? piece.x : x < 4 ? piece.y : x < 6 ? piece.z : piece.w;
-    const uint16_t half = (uint16_t)(word >> x % 2 * 16);
-    return bf16 ? attn__from_bf16(half) : attn__from_f16(half);
+    if (bf16) return attn__float(x % 2 ? word & 0xffff0000 : word << 16);
+    return float_of_f16(word >> x % 2 * 16 & 0xffff);
 }
 
 /* Where a lane stands: number `lane` of `lanes` that share a row, eight dims each, or eight at a time. */
@@ -29,40 +36,45 @@ DEVICE stand stand_of(const attn_cuda_args &a) {
     return {lane_index() & (lanes - 1), lanes};
 }
 
-/* A product of two is exact in float. */
-DEVICE double piece_sum(const attn_cuda_args &a, const uint4 &one, const uint4 &two) {
-    const bool bf16 = a.p.out_dtype == ATTN_BF16;
-    double sum = 0;
-    for (int n = 0; n < 8; n++) sum += (double)__fmul_rn(number_of(one, n, bf16), number_of(two, n, bf16));
+/* Of 16-bit numbers o and d_o the sum is taken in float: S and D of the same rows are no better. */
+DEVICE bool is_halves(const attn_cuda_args &a) { return a.p.out_dtype == ATTN_BF16 || a.p.out_dtype == ATTN_F16; }
+
+/* sum, and the products of a piece. */
+DEVICE float add_piece(float sum, const uint4 &one, const uint4 &two, bool bf16) {
+#pragma unroll
+    for (int n = 0; n < 8; n++) sum = __fmaf_rn(number_of(one, n, bf16), number_of(two, n, bf16), sum);
     return sum;
 }
 
 /* Is a row one piece of eight for each lane, wherever it is? */
 DEVICE bool has_pieces(const attn_cuda_args &a, const stand &at) {
-    const bool halves = a.p.out_dtype == ATTN_BF16 || a.p.out_dtype == ATTN_F16;
-    bool aligned = halves && a.p.dim_v % 8 == 0 && a.p.dim_v <= at.lanes * 8 &&
+    bool aligned = is_halves(a) && a.p.dim_v % 8 == 0 && a.p.dim_v <= at.lanes * 8 &&
                    ((uint64_t)a.f.o.data | (uint64_t)a.f.d_o.data) % 16 == 0;
     for (int n = 0; n < 3; n++) aligned = aligned && (a.f.o.stride[n] | a.f.d_o.stride[n]) % 8 == 0;
     return aligned;
 }
 
-/* The lane's part of the sum; numbers are fetched eight at a time where rows are aligned, and it is the same either way. */
+/* The lane's part of the sum: the same whether rows are aligned or not. */
 DEVICE double delta_part(const attn_cuda_args &a, const attn_seq &s, int32_t i, int32_t h, const stand &at) {
     const int64_t o = attn__q_offset(&a.p, &a.f.o, &s, i, h), d_o = attn__q_offset(&a.p, &a.f.d_o, &s, i, h);
-    const uint64_t at_o = (uint64_t)a.f.o.data + o * 2, at_d_o = (uint64_t)a.f.d_o.data + d_o * 2;
-    const bool bf16 = a.p.out_dtype == ATTN_BF16, halves = bf16 || a.p.out_dtype == ATTN_F16;
-    const bool pieces = halves && at_o % 16 == 0 && at_d_o % 16 == 0 && a.p.dim_v % 8 == 0;
+    const bool halves = is_halves(a);
     double sum = 0;
-    for (int32_t x = at.lane * 8; x < a.p.dim_v; x += at.lanes * 8) {
-        if (pieces) {
-            const uint4 one = *(const uint4 *)(at_o + x * 2), two = *(const uint4 *)(at_d_o + x * 2);
-            sum += piece_sum(a, one, two);
-        } else {
-            for (int32_t n = x; n < attn__min32(x + 8, a.p.dim_v); n++)
-                sum += attn__load(a.p.out_dtype, a.f.o.data, o + n) * attn__load(a.p.out_dtype, a.f.d_o.data, d_o + n);
+    for (int32_t x = at.lane * 8; x < a.p.dim_v; x += at.lanes * 8)
+        for (int32_t n = x; n < attn__min32(x + 8, a.p.dim_v); n++) {
+            const double one = attn__load(a.p.out_dtype, a.f.o.data, o + n),
+                         two = attn__load(a.p.out_dtype, a.f.d_o.data, d_o + n);
+            sum = halves ? __fmaf_rn((float)one, (float)two, (float)sum) : sum + one * two;
         }
-    }
     return sum;
+}
+
+/* Of all lanes that share a row. */
+DEVICE double delta_sum(const attn_cuda_args &a, double part, const stand &at) {
+    for (int step = at.lanes / 2; step; step /= 2) {
+        const double other = __shfl_xor_sync(ALL_LANES, part, step);
+        part = is_halves(a) ? (float)part + (float)other : part + other;
+    }
+    return part;
 }
 
 /* In one pass, rows that no block comes by: d_q is zero. */
@@ -97,7 +109,7 @@ DEVICE void write_stats(const attn_cuda_args &a, const attn_seq &s, int64_t n, i
     const double lse = there ? attn__load(real_dtype, a.f.lse, n) : -INFINITY;
     double delta = 0;
     if (lse != -INFINITY) delta = has_part ? part : delta_part(a, s, (int32_t)i, h, at); /* without keys nothing counts */
-    for (int step = at.lanes / 2; step; step /= 2) delta += __shfl_xor_sync(ALL_LANES, delta, step);
+    delta = delta_sum(a, delta, at);
     if (lse != -INFINITY && a.f.d_lse) delta -= attn__load(real_dtype, a.f.d_lse, n);
     if (a.turns && there) clear_unseen(a, s, (int32_t)i, h, at);
     if (!exists || at.lane != 0) return;
@@ -105,57 +117,87 @@ DEVICE void write_stats(const attn_cuda_args &a, const attn_seq &s, int64_t n, i
     attn__store(stats_dtype(a), a.row_stats, 2 * n + 1, delta);
 }
 
+/* The sequence of a row of lse; of packed ones, and not empty ones before them. */
+DEVICE attn_seq sequence_of(const attn_cuda_args &a, int64_t row) {
+    const int32_t b = row < a.p.total_q ? sequence_from(a.f.cu_q, a.p.batch, row) : -1;
+    return b >= 0 ? sequence(a, b) : attn_seq{};
+}
+
+/*
+ * Four rows, of which all lanes have a part: the sum of one of them, (lane / (lanes / 4)) % 4, in the order of delta_sum; of its lanes each has it.
+ * Two steps halve the rows as well as the parts.
+ */
+DEVICE float sum_of_four(const float x[4], int32_t lanes) {
+    const bool upper = lane_index() & lanes / 2, odd = lane_index() & lanes / 4;
+    const float one = (upper ? x[2] : x[0]) + __shfl_xor_sync(ALL_LANES, upper ? x[0] : x[2], lanes / 2);
+    const float two = (upper ? x[3] : x[1]) + __shfl_xor_sync(ALL_LANES, upper ? x[1] : x[3], lanes / 2);
+    float sum = (odd ? two : one) + __shfl_xor_sync(ALL_LANES, odd ? one : two, lanes / 4);
+    for (int step = lanes / 8; step; step /= 2) sum += __shfl_xor_sync(ALL_LANES, sum, step);
+    return sum;
+}
+
+/*
+ * ATTN_DELTA_ROWS rows of a head, from their first one on, where each lane has a piece of a row: four rows of a lane are under way at a time. In the
+ * end each lane has a row's sum; *row: which one.
+ */
+DEVICE float delta_of_rows(const attn_cuda_args &a, const uint8_t *o, const uint8_t *d_o, int32_t count, const stand &at,
+                           bool bf16, int32_t *row) {
+    enum { AHEAD = 4 };
+    static_assert(ATTN_DELTA_ROWS == 32, "a row for each lane");
+    const int32_t step = 32 / at.lanes, first = lane_index() / at.lanes, turn = lane_index() & (at.lanes / 4 - 1);
+    const int64_t o_step = a.f.o.stride[1] * 2 * step, d_o_step = a.f.d_o.stride[1] * 2 * step;
+    const bool has = at.lane * 8 < a.p.dim_v;
+    float mine = 0;
+    o += first * a.f.o.stride[1] * 2 + at.lane * 16;
+    d_o += first * a.f.d_o.stride[1] * 2 + at.lane * 16;
+#pragma unroll 1
+    for (int32_t n = 0; n < at.lanes / 4; n++) {
+        uint4 x[AHEAD], y[AHEAD];
+        float part[AHEAD];
+#pragma unroll
+        for (int k = 0; k < AHEAD; k++, o += o_step, d_o += d_o_step) {
+            const bool there = has && first + (n * AHEAD + k) * step < count;
+            x[k] = there ? *(const uint4 *)o : make_uint4(0, 0, 0, 0);
+            y[k] = there ? *(const uint4 *)d_o : make_uint4(0, 0, 0, 0);
+        }
+#pragma unroll
+        for (int k = 0; k < AHEAD; k++) part[k] = add_piece(0, x[k], y[k], bf16);
+        const float sum = sum_of_four(part, at.lanes);
+        if (n == turn) mine = sum;
+    }
+    *row = first + (turn * AHEAD + at.lane / (at.lanes / 4)) * step;
+    return mine;
+}
+
 /* Warps: ATTN_DELTA_ROWS rows of lse each, [batch][heads_q][tiles of max_q] or [heads_q][tiles of total_q]. */
-KERNEL bwd_delta(const __grid_constant__ attn_cuda_args a) {
+KERNEL __launch_bounds__(32 * WARPS, 8) bwd_delta(const __grid_constant__ attn_cuda_args a) {
     const bool packed = a.p.flags & ATTN_VARLEN_Q;
     const int64_t each = packed ? a.p.total_q : a.p.max_q, heads = (packed ? 1 : a.p.batch) * (int64_t)a.p.heads_q;
     const int64_t tiles = (each + ATTN_DELTA_ROWS - 1) / ATTN_DELTA_ROWS, warp = warp_index();
     if (warp >= heads * tiles) return;
     if (a.overlap && packed) find_overlap(a, warp, heads * tiles);
     const int64_t head = warp / tiles, first = (warp - head * tiles) * ATTN_DELTA_ROWS;
-    const int32_t h = (int32_t)(head % a.p.heads_q);
+    const int32_t h = (int32_t)(head % a.p.heads_q), b = packed ? 0 : (int32_t)(head / a.p.heads_q);
     const stand at = stand_of(a);
     attn_seq s = {};
-    if (!packed) s = sequence(a, (int32_t)(head / a.p.heads_q));
-    const int32_t step = 32 / at.lanes;
-    int32_t r = lane_index() / at.lanes;
-    const bool whole = has_pieces(a, at) && first + ATTN_DELTA_ROWS <= each;
-    if (whole && !packed) { /* as most are: several rows are fetched at a time, and in the end each lane has one */
-        enum { AHEAD = 4 };
-        static_assert(ATTN_DELTA_ROWS == 32, "a row for each lane");
-        const uint8_t *o =
-            (const uint8_t *)a.f.o.data + (attn__q_offset(&a.p, &a.f.o, &s, (int32_t)first + r, h) + at.lane * 8) * 2;
-        const uint8_t *d_o =
-            (const uint8_t *)a.f.d_o.data + (attn__q_offset(&a.p, &a.f.d_o, &s, (int32_t)first + r, h) + at.lane * 8) * 2;
-        const int64_t o_step = a.f.o.stride[1] * 2 * step, d_o_step = a.f.d_o.stride[1] * 2 * step;
-        const bool has = at.lane * 8 < a.p.dim_v;
-        double mine = 0;
-        for (int32_t done = 0; done < ATTN_DELTA_ROWS; done += AHEAD * step) {
-            uint4 x[AHEAD], y[AHEAD];
-#pragma unroll
-            for (int n = 0; n < AHEAD; n++, o += o_step, d_o += d_o_step) {
-                x[n] = has && n * step < ATTN_DELTA_ROWS ? *(const uint4 *)o : make_uint4(0, 0, 0, 0);
-                y[n] = has && n * step < ATTN_DELTA_ROWS ? *(const uint4 *)d_o : make_uint4(0, 0, 0, 0);
-            }
-#pragma unroll
-            for (int n = 0; n < AHEAD; n++) {
-                double sum = piece_sum(a, x[n], y[n]);
-                for (int far = at.lanes / 2; far; far /= 2) sum += __shfl_xor_sync(ALL_LANES, sum, far);
-                const int32_t from = lane_index() - done - n * step; /* of these rows */
-                sum = __shfl_sync(ALL_LANES, sum, (from & (step - 1)) * at.lanes);
-                if (from >= 0 && from < step) mine = sum;
-            }
-        }
-        const int64_t row = first + lane_index();
-        write_stats(a, s, head * each + row, row, h, true, {0, 1}, true, mine);
+    if (!packed) s = sequence(a, b);
+    if (has_pieces(a, at) && at.lanes >= 4) { /* as most are */
+        const int64_t o = b * a.f.o.stride[0] + first * a.f.o.stride[1] + h * a.f.o.stride[2];
+        const int64_t d_o = b * a.f.d_o.stride[0] + first * a.f.d_o.stride[1] + h * a.f.d_o.stride[2];
+        const uint8_t *const of_o = (const uint8_t *)a.f.o.data + o * 2, *const of_d_o =
+                                                                             (const uint8_t *)a.f.d_o.data + d_o * 2;
+        const int32_t count = each - first < ATTN_DELTA_ROWS ? (int32_t)(each - first) : ATTN_DELTA_ROWS;
+        int32_t mine;
+        const float part = a.p.out_dtype == ATTN_BF16 ? delta_of_rows(a, of_o, of_d_o, count, at, true, &mine)
+                                                      : delta_of_rows(a, of_o, of_d_o, count, at, false, &mine);
+        const int64_t row = first + mine;
+        if (packed) s = sequence_of(a, row);
+        write_stats(a, s, head * each + row, row, h, row < each, {0, 1}, true, part);
         return;
     }
-    for (; r < ATTN_DELTA_ROWS; r += step) {
+    for (int32_t r = lane_index() / at.lanes; r < ATTN_DELTA_ROWS; r += 32 / at.lanes) {
         const int64_t row = first + r;
-        if (packed) {
-            const int32_t b = row < each ? sequence_from(a.f.cu_q, a.p.batch, row) : -1;
-            s = b >= 0 ? sequence(a, b) : attn_seq{};
-        }
+        if (packed) s = sequence_of(a, row);
         write_stats(a, s, head * each + row, row, h, row < each, at, false, 0);
     }
 }
@@ -307,35 +349,6 @@ KERNEL bwd_fill(const __grid_constant__ attn_cuda_args a) {
 
 /* ---- d_q of Hopper's backward ---- */
 
-/* Number n of each lane of a quad goes to lane n, whose number n' it becomes, n' being the lane that it came from. */
-DEVICE void transpose_quad(uint32_t x[4]) {
-    const bool odd = threadIdx.x & 1, second = threadIdx.x & 2;
-#pragma unroll
-    for (int n = 0; n < 4; n += 2) {
-        const uint32_t other = __shfl_xor_sync(ALL_LANES, odd ? x[n] : x[n + 1], 1);
-        x[n] = odd ? other : x[n];
-        x[n + 1] = odd ? x[n + 1] : other;
-    }
-#pragma unroll
-    for (int n = 0; n < 2; n++) {
-        const uint32_t other = __shfl_xor_sync(ALL_LANES, second ? x[n] : x[n + 2], 2);
-        x[n] = second ? other : x[n];
-        x[n + 2] = second ? x[n + 2] : other;
-    }
-}
-
-/* Columns [column, column + 8) of a row, as pairs; fewer where there are no more. */
-DEVICE void store_piece(const attn_cuda_args &a, int64_t row, int32_t column, const uint32_t x[4]) {
-    uint16_t *const to = (uint16_t *)a.f.d_q.data + row + column;
-    if (column + 8 <= a.p.dim_qk && (uint64_t)to % 16 == 0) {
-        *(uint4 *)to = make_uint4(x[0], x[1], x[2], x[3]);
-    } else {
-#pragma unroll
-        for (int32_t n = 0; n < 8; n++)
-            if (column + n < a.p.dim_qk) to[n] = (uint16_t)(x[n / 2] >> n % 2 * 16);
-    }
-}
-
 DEVICE uint32_t two_halves(uint32_t low, uint32_t high, float scale, bool bf16) {
     const float x = __uint_as_float(low) * scale, y = __uint_as_float(high) * scale;
     return bf16 ? attn__to_bf16(x) | (uint32_t)attn__to_bf16(y) << 16 : attn__to_f16(x) | (uint32_t)attn__to_f16(y) << 16;
@@ -362,7 +375,7 @@ KERNEL __launch_bounds__(ATTN_CAST_THREADS) bwd_cast(const __grid_constant__ att
     const bool bf16 = a.p.dtype == ATTN_BF16;
     for (int32_t group = 0; group < 2; group++) {
         const int32_t i = n * rows + (by_rows ? group * 64 : 0) + thread / 32 * 16 + thread / 4 % 8;
-        const int64_t to = attn__q_offset(&a.p, &a.f.d_q, &s, i, h);
+        uint16_t *const to = (uint16_t *)a.f.d_q.data + attn__q_offset(&a.p, &a.f.d_q, &s, i, h);
         bool seen[2]; /* rows that see nothing are zero, whatever is there */
         for (int32_t half = 0; half < 2; half++) {
             int32_t key, end;
@@ -384,8 +397,8 @@ KERNEL __launch_bounds__(ATTN_CAST_THREADS) bwd_cast(const __grid_constant__ att
             transpose_quad(low);
             transpose_quad(high);
             const int32_t column = ((by_rows ? 0 : group * tiles) + t + thread % 4) * 8;
-            if (i < s.sq) store_piece(a, to, column, low);
-            if (i + 8 < s.sq) store_piece(a, to + 8 * a.f.d_q.stride[1], column, high);
+            if (i < s.sq) store_piece(to, column, a.p.dim_qk, low);
+            if (i + 8 < s.sq) store_piece(to + 8 * a.f.d_q.stride[1], column, a.p.dim_qk, high);
         }
     }
 }

@@ -30,8 +30,9 @@
  *
  * d_q is a sum over blocks. They take turns, in the order of keys, so that it has the same bits every time: `turns` has, for each tile of
  * rows and head, the number of the last block that has added to it, plus 1. An adder waits for the block before, and has a bulk
- * copy add the tile; nobody else waits for it, unless it is two tiles behind. With ATTN_UNORDERED blocks add as they come.
- * bwd_cast (bwd_rows.cu) turns the sums, which lie as threads hold them, into d_q.
+ * copy add the tile; nobody else waits for it, unless it is two tiles behind. The block whose turn is the last one has the sum of the others copied
+ * into the buffer instead, and its consumers add theirs and write d_q; where nobody else has a turn there is no sum at all. With ATTN_UNORDERED
+ * blocks add as they come, and then, or with FlashMask, bwd_cast (bwd_rows.cu) turns the sums, which lie as threads hold them, into d_q.
  *
  * A masked pair has P = d_s = 0, which in a product with a row that is not finite still gives NaN. So where a tile has a mask the tender looks
  * through Q and d_o, and where a block may have such tiles the consumers look through K. Whatever is not finite becomes zero, and
@@ -92,34 +93,34 @@ static_assert(STAGES == 2, "the stage before is stage ^ 1");
 static_assert(QN <= NT, "d_q takes the place of D");
 static_assert(BY_ROWS ? DIM == 64 : DIM == 128, "want another way to share d_q");
 
-/* Numbers of named barriers. FREE + c: d_s may be written by consumer c; BAD + c: its keys have been looked through. */
-enum {
-    BARRIER_KEYS = 1,
-    BARRIER_D_S,
-    BARRIER_FREE,
-    BARRIER_BAD = BARRIER_FREE + CONSUMERS,
-    BARRIER_END = BARRIER_BAD + CONSUMERS
-};
+/* Numbers of named barriers. KEYS: they have been looked through; FREE + c: d_s may be written by consumer c. */
+enum { BARRIER_KEYS = 1, BARRIER_D_S, BARRIER_FREE, BARRIER_END = BARRIER_FREE + CONSUMERS };
 
 /* ---- shared memory: K, V, stages of Q and d_o, d_s, buffers of d_q; all but the last in blocks of 64 columns; notes ---- */
 
 /* Barriers, and what the tender tells of a stage. raw: Q and d_o before it has looked at them. */
 typedef struct shared_notes {
     uint64_t kv_full, q_full[STAGES], q_empty[STAGES], o_full[STAGES], o_empty[STAGES], stats_full[STAGES], raw[STAGES];
-    uint64_t d_q_full[QBUF], d_q_empty[QBUF];
+    uint64_t d_q_full[QBUF], d_q_empty[QBUF], whole[QBUF];
+    result_note results[QBUF];
     float lse[STAGES][BM]; /* in base 2; +inf: P is 0 */
     float minus_delta[STAGES][BM];
-    uint32_t tile[STAGES]; /* tile_word */
-    float key_scale[BN];   /* NaN: the key is not finite */
-    uint32_t bad;          /* some d_o was not finite */
-    place at;              /* here, and not in everybody's registers */
-    int32_t is_there;      /* is there anything to do at all? */
+    uint32_t tile[STAGES];            /* tile_word */
+    float key_scale[BN];              /* NaN: the key is not finite */
+    uint32_t bad_keys[CONSUMERS];     /* are there such keys? */
+    uint32_t bad;                     /* some d_o was not finite */
+    place at;                         /* here, and not in everybody's registers */
+    int32_t is_there;                 /* is there anything to do at all? */
+    uint32_t with_keys[STAGES][EACH]; /* a bit for each row */
 } shared_notes;
 static_assert(sizeof(shared_notes) <= ATTN_BWD90_NOTES, "give the notes more room");
 
-/* A tile of rows: its number, whether there is another one after it, and for each consumer, whether some pairs are masked. */
-DEVICE uint32_t tile_word(int32_t n, bool more, uint32_t partial) {
-    return (uint32_t)n << 3 | (uint32_t)more << 2 | partial;
+/*
+ * A tile of rows: its number, whether the consumers shall write its d_q, whether there is another one after it, and for each consumer, whether
+ * some pairs are masked.
+ */
+DEVICE uint32_t tile_word(int32_t n, bool last, bool more, uint32_t partial) {
+    return (uint32_t)n << 4 | (uint32_t)last << 3 | (uint32_t)more << 2 | partial;
 }
 
 typedef struct buffers {
@@ -153,7 +154,9 @@ DEVICE void make_barriers(const buffers &b) {
     for (int n = 0; n < QBUF; n++) {
         mbarrier_init(BARRIER(b, d_q_full, n), THREADS / 32);
         mbarrier_init(BARRIER(b, d_q_empty, n), 1);
+        mbarrier_init(BARRIER(b, whole, n), 1);
     }
+    for (int n = 0; n < CONSUMERS; n++) st_shared_b32(NOTE(b, bad_keys) + n * 4, 0);
     st_shared_b32(NOTE(b, bad), 0);
     fence_mbarrier_init();
 }
@@ -197,6 +200,7 @@ DEVICE uint32_t partial_bits(const attn_cuda_args &a, const place &at, int32_t n
 }
 
 DEVICE void tend(const attn_cuda_args &a, const buffers &b, const place &at) {
+    const bool nonsense = a.finishes && *a.overlap;
     const int lane = threadIdx.x & 31;
     ring r = {};
     uint32_t raw = 0; /* parities, a bit for each stage */
@@ -206,7 +210,7 @@ DEVICE void tend(const attn_cuda_args &a, const buffers &b, const place &at) {
     while (says(w.h < at.h_end)) {
         const walk next = next_tile(a, at, w);
         const bool more = says(next.h < at.h_end);
-        const uint32_t word = tile_word(w.n, more, partial_bits(a, at, w.n));
+        const uint32_t word = tile_word(w.n, is_last(a, at, w.n, nonsense), more, partial_bits(a, at, w.n));
         mbarrier_wait_parity(BARRIER(b, o_empty, r.at), r.parity ^ 1);
         if (lane == 0) st_shared_b32(NOTE(b, tile) + r.at * 4, word);
 #pragma unroll
@@ -215,6 +219,8 @@ DEVICE void tend(const attn_cuda_args &a, const buffers &b, const place &at) {
             const float lse = x[n].lse == -INFINITY ? INFINITY : __fmul_rn(x[n].lse, (float)ATTN_LOG2E);
             st_shared_b32(NOTE(b, lse) + to, __float_as_uint(lse));
             st_shared_b32(NOTE(b, minus_delta) + to, __float_as_uint(-x[n].delta));
+            const uint32_t with_keys = __ballot_sync(~0u, x[n].lse != -INFINITY);
+            if (lane == 0) st_shared_b32(NOTE(b, with_keys) + (r.at * EACH + n) * 4, with_keys);
         }
         if (more) load_stats(a, at, next, x);
         if (is_tended(a, at, w.n)) {
@@ -242,7 +248,6 @@ DEVICE void tend(const attn_cuda_args &a, const buffers &b, const place &at) {
 
 typedef struct consumer {
     int number;
-    bool bad_keys;          /* some of its keys are not finite: key_scale */
     ring in, out;           /* stages of Q and d_o; buffers of d_q */
     uint64_t k, v;          /* S, D: its own keys, K-major */
     uint64_t d_s, k_across; /* d_q: its rows of d_s, its dims of K; both MN-major */
@@ -254,19 +259,22 @@ DEVICE int32_t my_key(const consumer &me) {
 }
 
 /*
- * Keys past the end become zeros; under a mask those that hold something that is not finite too, and key_scale says so. Two threads
- * to a key. Are there any?
+ * Keys past the end become zeros; under a mask those that hold something that is not finite too, and key_scale and bad_keys say so. Two threads
+ * to a key.
  */
-DEVICE bool tend_keys(const attn_cuda_args &a, const buffers &b, const place &at, const consumer &me) {
-    if (!at.masks && at.count == BN) return false;
+DEVICE void tend_keys(const attn_cuda_args &a, const buffers &b, const place &at, const consumer &me) {
+    if (!at.masks && at.count == BN) return;
     const int key = me.number * 64 + (int)(threadIdx.x & 127) / 2, from = (int)(threadIdx.x & 1) * (DIM / 16);
     bool bad = at.masks && holds_nonfinite(b.k, BN, key, from, from + DIM / 16);
     bad = __shfl_xor_sync(~0u, (int)bad, 1) || bad;
     if (bad || key >= at.count) clear_row(b.k, BN, key, from, from + DIM / 16);
     if (from == 0) st_shared_b32(NOTE(b, key_scale) + key * 4, __float_as_uint(bad ? NAN : a.scale_log2));
+    if (bad) st_shared_b32(NOTE(b, bad_keys) + me.number * 4, 1);
     fence_proxy_async();
     bar_sync(BARRIER_KEYS, THREADS);
-    return bar_red_or(BARRIER_BAD + me.number, 128, bad);
+}
+DEVICE uint32_t has_bad_keys(const buffers &b, const consumer &me) {
+    return ld_shared_b32(NOTE(b, bad_keys) + me.number * 4);
 }
 
 /* ---- the consumers: products ---- */
@@ -375,10 +383,21 @@ DEVICE void put_d_q(const buffers &b, const consumer &me, const float d_q[NT][4]
                                                    __float_as_uint(d_q[n][2]), __float_as_uint(d_q[n][3])));
 }
 
+/* The first of the thread's two rows of d_q in the tile; the other one is 8 further on. */
+DEVICE int32_t my_row(const consumer &me) {
+    return (BY_ROWS ? me.number * 64 : 0) + (int32_t)((threadIdx.x >> 5 & 3) * 16 + (threadIdx.x >> 2 & 7));
+}
+/* Two bits: do the thread's rows have keys? Before the tile is left. */
+DEVICE uint32_t find_rows(const buffers &b, const consumer &me, uint32_t stage) {
+    const int32_t row = my_row(me);
+    const uint32_t word = ld_shared_b32(NOTE(b, with_keys) + (stage * EACH + row / 32) * 4) >> row % 32;
+    return (word & 1) | (word >> 8 & 1) << 1;
+}
+
 /* What a consumer has of a tile. Arrays by themselves: in a struct they would live in memory. */
 typedef struct tile {
     int32_t n;
-    bool more, partial;
+    bool last, more, partial;
     uint32_t seen[WORDS]; /* partial */
 } tile;
 
@@ -399,9 +418,10 @@ DEVICE void begin_d(const buffers &b, const consumer &me, float d[NT][4]) {
 DEVICE void read_tile(const buffers &b, const consumer &me, tile &t) {
     mbarrier_wait_parity(BARRIER(b, stats_full, me.in.at), me.in.parity);
     const uint32_t word = ld_shared_b32(NOTE(b, tile) + me.in.at * 4);
-    t.n = (int32_t)(word >> 3);
+    t.n = (int32_t)(word >> 4);
+    t.last = says(word & 8);
     t.more = says(word & 4);
-    t.partial = says((word >> me.number & 1) || me.bad_keys);
+    t.partial = says((word >> me.number & 1) | has_bad_keys(b, me));
 }
 
 /* From S and D, which are under way, to D, which is there, with d_v under way: s becomes P. first: there is no tile before it, whose Q would
@@ -417,7 +437,7 @@ DEVICE void make_p(const attn_cuda_args &a, const buffers &b, const place &at, c
     if (t.partial) {
         const uint32_t scales = NOTE(b, key_scale) + my_key(me) * 4;
         float scale[2] = {a.scale_log2, a.scale_log2};
-        if (me.bad_keys) {
+        if (has_bad_keys(b, me)) {
             scale[0] = __uint_as_float(ld_shared_b32(scales));
             scale[1] = __uint_as_float(ld_shared_b32(scales + 32));
         }
@@ -435,9 +455,19 @@ DEVICE void make_p(const attn_cuda_args &a, const buffers &b, const place &at, c
     }
 }
 
-/* d_q, which is there, to shared memory, when the adder has taken what was there before. */
+/* d_q, which is there, to shared memory, when the adder has taken what was there before; or, of the last one, to memory. */
 DEVICE void wait_for_adder(const buffers &b, const consumer &me) {
     mbarrier_wait_parity(BARRIER(b, d_q_empty, me.out.at), me.out.parity ^ 1);
+}
+DEVICE void give_d_q(const attn_cuda_args &a, const buffers &b, consumer &me, float d_q[NT][4], bool last, uint32_t rows) {
+    if (!last) {
+        put_d_q(b, me, d_q);
+        return;
+    }
+    mbarrier_wait_parity(BARRIER(b, whole, me.out.at), me.out.parity);
+    const result_note note = read_note(NOTE(b, results) + me.out.at * (uint32_t)sizeof(result_note));
+    if (note.adds) add_sum(d_q, b.d_q + me.out.at * CHUNK_BYTES + me.number * QN * 128 * 16, QN);
+    write_d_q(a, note, d_q, QN, my_row(me), BY_ROWS ? 0 : me.number * QN * 8, rows, (float)a.p.scale);
 }
 DEVICE void pass_d_q(const buffers &b, consumer &me) {
     fence_proxy_async();
@@ -489,14 +519,16 @@ DEVICE void walk_rows(const attn_cuda_args &a, const buffers &b, const place &at
 #pragma unroll 1
     while (t.more) {
         const uint32_t stage = me.in.at;
+        const bool last = t.last;
         begin_gradients(b, me, s, d, p, d_v, d_s, d_k, t);
         turn_ring(me.in, STAGES);
         read_tile(b, me, t);
         wait_for_adder(b, me);
         mbarrier_wait_parity(BARRIER(b, q_full, me.in.at), me.in.parity);
+        const uint32_t rows = last ? find_rows(b, me, stage) : 0;
         wgmma_wait_group(1);
         leave_tile(b, me, stage);
-        put_d_q(b, me, d);
+        give_d_q(a, b, me, d, last, rows);
         if (HAS_ROOM) {
             prepare_d(b, me, d);
             pass_d_q(b, me);
@@ -509,10 +541,11 @@ DEVICE void walk_rows(const attn_cuda_args &a, const buffers &b, const place &at
         make_p(a, b, at, me, s, p, d_v, t, false);
     }
     begin_gradients(b, me, s, d, p, d_v, d_s, d_k, t);
+    const uint32_t rows = t.last ? find_rows(b, me, me.in.at) : 0;
     wait_for_adder(b, me);
     wgmma_wait_group(0);
     leave_tile(b, me, me.in.at);
-    put_d_q(b, me, d);
+    give_d_q(a, b, me, d, t.last, rows);
     pass_d_q(b, me);
     bar_sync(BARRIER_FREE + me.number, THREADS); /* what the other one has arrived for */
 }
@@ -565,7 +598,7 @@ DEVICE void consume(const attn_cuda_args &a, const buffers &b, const place &at) 
     me.d_s = wgmma_mn_major(b.d_s + (BY_ROWS ? me.number * BN * ROW : 0), BN * ROW);
     me.k_across = wgmma_mn_major(b.k + (BY_ROWS ? 0 : me.number * BN * ROW), BN * ROW);
     mbarrier_wait_parity(NOTE(b, kv_full), 0);
-    me.bad_keys = tend_keys(a, b, at, me);
+    tend_keys(a, b, at, me);
     bar_arrive(BARRIER_FREE + 1 - me.number, THREADS); /* nobody reads d_s yet */
     if (says(first_tile(a, at).h < at.h_end))
         walk_rows(a, b, at, me, d_k, d_v);
@@ -601,7 +634,12 @@ KERNEL __launch_bounds__(THREADS + 128, 1) VARIANT(const __grid_constant__ attn_
             tend(x.a, b, at);
         } else {
             const int n = warp - 2;
-            const d_q_ring d_q = {b.d_q + n * CHUNK_BYTES, BARRIER(b, d_q_full, n), BARRIER(b, d_q_empty, n), 0};
+            d_q_ring d_q = {};
+            d_q.at = b.d_q + n * CHUNK_BYTES;
+            d_q.full = BARRIER(b, d_q_full, n);
+            d_q.empty = BARRIER(b, d_q_empty, n);
+            d_q.whole = BARRIER(b, whole, n);
+            d_q.note = NOTE(b, results) + n * (uint32_t)sizeof(result_note);
             if (x.a.f.d_q.data)
                 add(x.a, d_q, at, n);
             else if (alone)

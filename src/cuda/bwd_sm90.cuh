@@ -9,6 +9,7 @@
 #ifndef ATTN_BWD_SM90_CUH
 #define ATTN_BWD_SM90_CUH
 
+#include "cast.cuh"
 #include "device.cuh"
 #include "wgmma.cuh"
 
@@ -235,12 +236,20 @@ DEVICE bool meets(const attn_cuda_args &a, const place &at, int32_t n, int32_t m
 typedef struct turn {
     int32_t before, after;
 } turn;
-DEVICE turn find_turn(const attn_cuda_args &a, const place &at, int32_t n) {
+DEVICE turn turn_of(const place &at, int32_t n, int32_t *first, int32_t *last) {
     int32_t from, to;
     attn__mask_rows(&at.mask, n * BM, attn__min32(n * BM + BM, at.s.sq), &from, &to);
-    const int32_t m = at.own / BN, first = from / BN, last = (to - 1) / BN, lane = threadIdx.x & 31;
-    if (!a.ranges) return {m > first ? m - 1 : -1, m < last ? m + 1 : -1};
-    turn t = {-1, -1};
+    const int32_t m = at.own / BN;
+    *first = from / BN;
+    *last = (to - 1) / BN;
+    return {m > *first ? m - 1 : -1, m < *last ? m + 1 : -1};
+}
+DEVICE turn find_turn(const attn_cuda_args &a, const place &at, int32_t n) {
+    int32_t first, last;
+    turn t = turn_of(at, n, &first, &last);
+    if (!a.ranges) return t;
+    const int32_t m = at.own / BN, lane = threadIdx.x & 31;
+    t = {-1, -1};
     for (int32_t x = m - 1; x >= first && t.before < 0; x -= 32) {
         const uint32_t found = __ballot_sync(~0u, x - lane >= first && meets(a, at, n, x - lane));
         if (found) t.before = x - (__ffs((int)found) - 1);
@@ -254,19 +263,70 @@ DEVICE turn find_turn(const attn_cuda_args &a, const place &at, int32_t n) {
 
 /*
  * What an adder takes d_q from: ROUND buffers in shared memory, one after the other, and of each the two barriers. It has to see every phase
- * of its `full` ones, so that adders share none of them.
+ * of its `full` ones, so that adders share none of them. Where nobody adds to a tile after this block and a.finishes, the consumers write d_q
+ * instead of handing it on: before, `whole` of each buffer says that it holds the sum of the blocks before, if there is one, and the note where
+ * d_q goes.
  */
 typedef struct d_q_ring {
     uint32_t at, full, empty;
     uint32_t share; /* number of the block in its pair */
+    uint32_t whole, note;
+    uint32_t mine, others; /* ROUND > 1: barriers of each buffer: the other adder has done its tile; so has this one */
 } d_q_ring;
+typedef struct result_note {
+    alignas(16) uint64_t to; /* the first row of the tile */
+    int32_t rows;            /* that there are, from there on */
+    int32_t adds;            /* is there a sum of the blocks before? */
+} result_note;
+
+/* Of chunk c nobody wants anything any more. */
+DEVICE void leave_chunk(const d_q_ring &d, ring &r, int c) {
+    if (ROUND > 1 && c + ROUND >= CHUNKS) mbarrier_arrive(d.others + 8 * r.at);
+    mbarrier_arrive(d.empty + 8 * r.at);
+    turn_ring(r, ROUND);
+}
+
+/* The sum of the blocks before, to buffer n; none: there is nothing to wait for. */
+DEVICE void return_chunk(const d_q_ring &d, int n, const float *sum, bool adds) {
+    if (adds) {
+        mbarrier_arrive_expect_tx(d.whole + 8 * n, CHUNK_BYTES);
+        cp_async_bulk_load(d.at + n * CHUNK_BYTES, sum, CHUNK_BYTES, d.whole + 8 * n);
+    } else {
+        mbarrier_arrive(d.whole + 8 * n);
+    }
+}
+
+/* What was there before goes to the consumers. count: tiles that the block has had so far, of which the other adder had the last one. One thread. */
+DEVICE void return_tile(const attn_cuda_args &a, const d_q_ring &d, const place &at, ring &r, const walk &w,
+                        const float *sum, bool adds, int32_t count) {
+    enum { FLOATS = CHUNK_BYTES / 4 }; /* of a chunk */
+    const uint64_t to = (uint64_t)((uint16_t *)a.f.d_q.data + attn__q_offset(&a.p, &a.f.d_q, &at.s, w.n * BM, w.h));
+    st_shared_v4(d.note, make_uint4((uint32_t)to, (uint32_t)(to >> 32), (uint32_t)(at.s.sq - w.n * BM), adds));
+    if (adds) fence_proxy_async_global();
+#pragma unroll 1
+    for (int c = 0; c < ROUND; c++) {
+        if (ROUND > 1 && count > 0) mbarrier_wait_parity(d.mine + 8 * c, (count - 1) / 2 & 1);
+        return_chunk(d, c, sum + c * FLOATS, adds);
+    }
+#pragma unroll 1
+    for (int c = 0; c < CHUNKS; c++) {
+        mbarrier_wait_parity(d.full + 8 * r.at, r.parity);
+        if (c + ROUND < CHUNKS) return_chunk(d, (int)r.at, sum + (c + ROUND) * FLOATS, adds);
+        leave_chunk(d, r, c);
+    }
+}
 
 /* d_q of a tile, from shared memory to what the block before has left, and the turn to the one after. One thread. */
-DEVICE void add_tile(const attn_cuda_args &a, const d_q_ring &d, const place &at, ring &r, int64_t index, const turn &t,
-                     bool ordered) {
+DEVICE void add_tile(const attn_cuda_args &a, const d_q_ring &d, const place &at, ring &r, const walk &w, const turn &t,
+                     bool ordered, int32_t count) {
+    const int64_t index = tile_index(a, at, w);
     float *const to = (float *)a.part_o + (index * PAIR + d.share) * SHARE;
     uint32_t *const mine = a.turns + index * PAIR + d.share;
     if (ordered && t.before >= 0) wait_acquire_gpu(mine, (uint32_t)t.before + 1);
+    if (a.finishes && t.after < 0) {
+        return_tile(a, d, at, r, w, to, t.before >= 0, count);
+        return;
+    }
 #pragma unroll 1
     for (int c = 0; c < CHUNKS; c++) {
         const uint32_t from = d.at + r.at * CHUNK_BYTES;
@@ -278,8 +338,8 @@ DEVICE void add_tile(const attn_cuda_args &a, const d_q_ring &d, const place &at
             cp_async_bulk_store(to + c * (CHUNK_BYTES / 4), from, CHUNK_BYTES);
         cp_async_bulk_commit_group();
         cp_async_bulk_wait_group_read();
-        mbarrier_arrive(d.empty + 8 * r.at);
-        turn_ring(r, ROUND);
+        mbarrier_arrive(d.whole + 8 * r.at); /* nobody waits, but it has the phases of `empty`, which comes after */
+        leave_chunk(d, r, c);
     }
     if (!ordered || t.after < 0) return;
     cp_async_bulk_wait_group();
@@ -292,11 +352,11 @@ DEVICE void add(const attn_cuda_args &a, const d_q_ring &d, const place &at, int
     const bool nonsense = *a.overlap; /* lengths that make no sense: nobody waits for ever, and each stores what it has */
     const bool ordered = nonsense || !(a.p.flags & ATTN_UNORDERED), alone = (threadIdx.x & 31) == 0;
     ring r = {};
-    int mine = 0;
-    for (walk w = first_tile(a, at); says(w.h < at.h_end); w = next_tile(a, at, w), mine ^= 1) {
-        if (says(mine != number)) continue;
+    int32_t count = 0;
+    for (walk w = first_tile(a, at); says(w.h < at.h_end); w = next_tile(a, at, w), count++) {
+        if (says((count & 1) != number)) continue;
         const turn t = nonsense ? turn{-1, -1} : find_turn(a, at, w.n);
-        if (alone) add_tile(a, d, at, r, tile_index(a, at, w), t, ordered);
+        if (alone) add_tile(a, d, at, r, w, t, ordered, count);
         __syncwarp();
     }
     if (alone) cp_async_bulk_wait_group();
@@ -311,6 +371,58 @@ DEVICE void drop(const attn_cuda_args &a, const d_q_ring &d, const place &at, in
             mbarrier_wait_parity(d.full + 8 * r.at, r.parity);
             mbarrier_arrive(d.empty + 8 * r.at);
             turn_ring(r, ROUND);
+        }
+}
+
+/* ---- d_q in its dtype ---- */
+
+/* Does nobody add to d_q of tile n after this block? As the adders find it; nonsense: as there. */
+DEVICE bool is_last(const attn_cuda_args &a, const place &at, int32_t n, bool nonsense) {
+    int32_t first, last;
+    return a.finishes && (nonsense || turn_of(at, n, &first, &last).after < 0);
+}
+
+/* A warp's; one lane reads, which also arrives where the adder waits. */
+DEVICE result_note read_note(uint32_t at) {
+    uint4 x = {};
+    if ((threadIdx.x & 31) == 0) x = ld_shared_v4(at);
+    const uint64_t low = __shfl_sync(~0u, x.x, 0), high = __shfl_sync(~0u, x.y, 0);
+    return {high << 32 | low, (int32_t)__shfl_sync(~0u, x.z, 0), (int32_t)__shfl_sync(~0u, x.w, 0)};
+}
+
+/* Adds the sum of the blocks before: `tiles` 8-column tiles, at `from` those of all threads of a warpgroup side by side. */
+DEVICE void add_sum(float (*d_q)[4], uint32_t from, int tiles) {
+#pragma unroll
+    for (int n = 0; n < tiles; n++) {
+        const uint4 x = ld_shared_v4(from + (n * 128 + (threadIdx.x & 127)) * 16);
+        d_q[n][0] += __uint_as_float(x.x);
+        d_q[n][1] += __uint_as_float(x.y);
+        d_q[n][2] += __uint_as_float(x.z);
+        d_q[n][3] += __uint_as_float(x.w);
+    }
+}
+
+/*
+ * Columns from `column` on of the thread's rows of a tile: `row`, and 8 further on. Rows without keys (their bits in `seen` are 0) are zero,
+ * whatever is there.
+ */
+DEVICE void write_d_q(const attn_cuda_args &a, const result_note &note, const float (*d_q)[4], int tiles, int32_t row,
+                      int32_t column, uint32_t seen, float scale) {
+    uint16_t *const to = (uint16_t *)note.to + row * a.f.d_q.stride[1];
+#pragma unroll
+    for (int n = 0; n < tiles; n += 4)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            uint32_t w[4];
+#pragma unroll
+            for (int k = 0; k < 4; k++) {
+                const uint32_t pair = pack(d_q[n + k][2 * half] * scale, d_q[n + k][2 * half + 1] * scale);
+                w[k] = seen >> half & 1 ? pair : 0;
+            }
+            transpose_quad(w);
+            if (row + 8 * half < note.rows)
+                store_piece(to + 8 * half * a.f.d_q.stride[1], column + (n + (int32_t)(threadIdx.x & 3)) * 8, a.p.dim_qk,
+                            w);
         }
 }
 

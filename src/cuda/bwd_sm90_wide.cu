@@ -8,7 +8,8 @@
  *
  *   scorer     S = K Q^T, P = exp2(S - lse), d_v += P d_o       P in float to shared memory, as threads hold it
  *   grader     D = V d_o^T, d_s = P (D - delta), d_k += d_s Q   d_s to shared memory, [keys][rows]
- *   summer     d_q = d_s K                                      d_q in float to shared memory, in chunks; an adder takes it from there
+ *   summer     d_q = d_s K                                      d_q in float to shared memory, in chunks; an adder takes it from there. Or, of
+ *                                                               the last block that adds to it, after the sum of the others to memory
  *   producers  loader, tender and two adders, a warp each
  *
  * While one of them makes numbers of a product, the others multiply. A masked pair is handed on as P = -0, which no exponential is.
@@ -72,9 +73,9 @@ enum {
     SHARE_BLOCKS = DIM / PAIR / ATTN_MAP_COLS, /* blocks of columns that are a block's */
     OTHER_K_BYTES = (PAIR - 1) * KEYS * SHARE_BLOCKS * ROW,
     P_BYTES = BM * KEYS * 4,
-    PRODUCER_REGISTERS = DIM == 256 ? 32 : 40,
+    PRODUCER_REGISTERS = DIM >= 192 ? 32 : 40,
     SUMMER_REGISTERS = DIM == 256   ? 96
-                       : DIM == 192 ? 136
+                       : DIM == 192 ? 128
                                     : 104,
     OTHERS_REGISTERS = (512 - PRODUCER_REGISTERS - SUMMER_REGISTERS) / 2
 };
@@ -141,6 +142,10 @@ typedef struct shared_notes {
     float fit;             /* of delta and D; of d_s it is 2^FIT_P more */
     place at;              /* here, and not in everybody's registers */
     int32_t is_there;      /* is there anything to do at all? */
+    float d_q_scale;
+    uint64_t whole[QBUF];
+    uint64_t done[2][QBUF]; /* for each adder, by the other one */
+    result_note results[2]; /* of each adder */
 } shared_notes;
 static_assert(sizeof(shared_notes) <= ATTN_BWD90_NOTES, "give the notes more room");
 
@@ -195,6 +200,9 @@ DEVICE void make_barriers(const buffers &b) {
         mbarrier_init(BARRIER(b, d_q_full, n), WARPS); /* for each adder */
         mbarrier_init(BARRIER(b, d_q_full, QBUF + n), WARPS);
         mbarrier_init(BARRIER(b, d_q_empty, n), 1);
+        mbarrier_init(BARRIER(b, whole, n), 1);
+        mbarrier_init(BARRIER(b, done, n), 1);
+        mbarrier_init(BARRIER(b, done, QBUF + n), 1);
     }
     mbarrier_init(NOTE(b, p_full),
                   32 * WARPS); /* threads write and read P themselves, and racecheck follows no arrival for others */
@@ -554,13 +562,23 @@ DEVICE void multiply_d_q(float d_q[PIECE / 8][4], uint32_t d_s, uint32_t keys, b
         product_mn(PIECE, d_q[0], wgmma_step(rows, ks, 16 * ROW), wgmma_step(dims, ks, 16 * ROW), 1);
 }
 
+/* Two bits: do the thread's two rows of tile w have keys? */
+DEVICE uint32_t find_rows(const attn_cuda_args &a, const place &at, const walk &w) {
+    const int32_t i = w.n * BM + my_key(); /* as keys of S lie */
+    const stats *from = (const stats *)a.row_stats + attn__lse_index(&a.p, &at.s, i, w.h);
+    return (i < at.s.sq && from[0].lse != -INFINITY) | (i + 8 < at.s.sq && from[8].lse != -INFINITY) << 1;
+}
+
 DEVICE void sum(const attn_cuda_args &a, const buffers &b, const place &at) {
     float d_q[PIECE / 8][4];
     ring in = {}, out = {};
     uint32_t adder = 0, parity = 0; /* of other_d_s_full */
+    const bool nonsense = a.finishes && *a.overlap;
     mbarrier_wait_parity(NOTE(b, kv_full), 0);
     for (walk w = first_tile(a, at); says(w.h < at.h_end); w = next_tile(a, at, w)) {
         if (PAIR == 2 && (threadIdx.x & 127) == 0) mbarrier_arrive_expect_tx(NOTE(b, other_d_s_full), D_S_BYTES);
+        const bool last = says(is_last(a, at, w.n, nonsense));
+        const uint32_t rows = last ? find_rows(a, at, w) : 0;
         mbarrier_wait_parity(BARRIER(b, d_s_full, in.at), in.parity);
         if (PAIR == 2) mbarrier_wait_parity(NOTE(b, other_d_s_full), parity);
         parity ^= 1;
@@ -573,10 +591,19 @@ DEVICE void sum(const attn_cuda_args &a, const buffers &b, const place &at) {
         turn_ring(in, D_S_STAGES);
 #pragma unroll
         for (int c = 0; c < CHUNKS; c++) {
+            const uint32_t buffer = b.d_q + out.at * CHUNK_BYTES;
             mbarrier_wait_parity(BARRIER(b, d_q_empty, out.at), out.parity ^ 1);
+            if (last) {
+                mbarrier_wait_parity(BARRIER(b, whole, out.at), out.parity);
+                const result_note note = read_note(NOTE(b, results) + adder * (uint32_t)sizeof(result_note));
+                if (note.adds) add_sum(&d_q[c * CHUNK_TILES], buffer, CHUNK_TILES);
+                write_d_q(a, note, &d_q[c * CHUNK_TILES], CHUNK_TILES, my_key(),
+                          (int32_t)b.rank * PIECE + c * CHUNK_TILES * 8, rows,
+                          __uint_as_float(ld_shared_b32(NOTE(b, d_q_scale))));
+            } else {
 #pragma unroll
-            for (int nt = 0; nt < CHUNK_TILES; nt++)
-                put_numbers(b.d_q + out.at * CHUNK_BYTES, nt, d_q[c * CHUNK_TILES + nt]);
+                for (int nt = 0; nt < CHUNK_TILES; nt++) put_numbers(buffer, nt, d_q[c * CHUNK_TILES + nt]);
+            }
             fence_proxy_async();
             hand_on(BARRIER(b, d_q_full, adder * QBUF + out.at));
             turn_ring(out, QBUF);
@@ -593,7 +620,15 @@ DEVICE void produce(const attn_cuda_args90 &x, const buffers &b, const place &at
         tend(x.a, b, at);
     } else {
         const int n = warp - 2;
-        const d_q_ring d_q = {b.d_q, BARRIER(b, d_q_full, n * QBUF), BARRIER(b, d_q_empty, 0), b.rank};
+        d_q_ring d_q;
+        d_q.at = b.d_q;
+        d_q.full = BARRIER(b, d_q_full, n * QBUF);
+        d_q.empty = BARRIER(b, d_q_empty, 0);
+        d_q.share = b.rank;
+        d_q.whole = BARRIER(b, whole, 0);
+        d_q.note = NOTE(b, results) + n * (uint32_t)sizeof(result_note);
+        d_q.mine = BARRIER(b, done, n * QBUF);
+        d_q.others = BARRIER(b, done, (n ^ 1) * QBUF);
         if (x.a.f.d_q.data)
             add(x.a, d_q, at, n);
         else if (alone)
@@ -612,7 +647,11 @@ KERNEL __cluster_dims__(PAIR, 1, 1) __launch_bounds__(THREADS + 128, 1)
     if (threadIdx.x == 0) {
         make_barriers(b);
         notes.is_there = find_place(x.a, notes.at);
-        if (!BF16 && notes.is_there) notes.fit = fit_of(x.a, at.s.b, at.kv_head) / fit_of_p();
+        if (notes.is_there) {
+            const float fit = fit_of(x.a, at.s.b, at.kv_head);
+            notes.fit = fit / fit_of_p();
+            notes.d_q_scale = (float)x.a.p.scale / fit;
+        }
     }
     if (PAIR == 2)
         cluster_sync();

@@ -8,6 +8,7 @@
 #include "host.h"
 
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
 /* ---- the table ---- */
@@ -26,6 +27,7 @@ const attn_cuda_entry attn__cuda_entries[ATTN_ENTRIES] = {
     [ATTN_ENTRY_##entry] = {.name = #entry,                                                                                \
                             .file = #source,                                                                               \
                             .arch = ATTN_LEAST_ARCH,                                                                       \
+                            .waits = ATTN_ENTRY_##entry == ATTN_ENTRY_append || ATTN_ENTRY_##entry == ATTN_ENTRY_rotate_q, \
                             .dim_qk = ONLY_ANY(entry, ATTN_MAX_DIM),                                                       \
                             .most_v = ONLY_ANY(entry, ATTN_MAX_DIM),                                                       \
                             .dim = EITHER_ANY(entry, ATTN_MAX_DIM),                                                        \
@@ -118,6 +120,7 @@ const attn_cuda_entry attn__cuda_entries[ATTN_ENTRIES] = {
     [ATTN_ENTRY_##id] = {.name = #id,                                                                                      \
                          .file = #id,                                                                                      \
                          .decode = true,                                                                                   \
+                         .waits = true,                                                                                    \
                          .arch = least,                                                                                    \
                          .dtype = ATTN_##type,                                                                             \
                          .dim_qk = most,                                                                                   \
@@ -225,6 +228,8 @@ static void close_cuda(attn_context *context) {
     context->cuda = NULL;
 }
 
+enum { GRAPHS_KEEP_EARLY = 12030 }; /* the driver from which on a captured launch may begin early */
+
 static attn_status open_cuda(attn_context *context) {
     const attn_driver_state *state;
     RETURN_IF(!attn__cuda_image(NULL), ATTN_UNSUPPORTED,
@@ -239,6 +244,8 @@ static attn_status open_cuda(attn_context *context) {
     memset(cuda, 0, sizeof *cuda);
     pthread_mutex_init(&cuda->mutex, NULL);
     cuda->state = state;
+    const char *serial = getenv("ATTN_CUDA_SERIAL");
+    cuda->early = state->version >= GRAPHS_KEEP_EARLY && !(serial && *serial && strcmp(serial, "0") != 0);
     context->cuda = cuda;
     attn_status status = attn__cuda_tuning_read(cuda);
     if (status != ATTN_OK) close_cuda(context);
@@ -505,7 +512,7 @@ bool attn__cuda_decode_sizes(const attn_cuda_entry *e, const attn_problem *p, in
     return true;
 }
 
-/* Floats and counters of the workspace that a decode wants: enough for each device. */
+/* Floats and counters (counter.cuh) of the workspace that a decode wants: enough for each device. */
 static bool decode_room(const attn_plan *plan, int64_t *floats, int64_t *counters) {
     const attn_cuda *cuda = plan->context->cuda;
     const attn_problem *p = &plan->problem;
@@ -533,13 +540,14 @@ static attn_status lay_out(attn_plan *plan) {
               "heads_q=%d: so many heads of %d sequences with dim_v=%d are more than a GPU's kernel counts; use cpu",
               p->heads_q, p->batch, p->dim_v);
     int64_t real = attn__wide_problem(p) ? 8 : 4, rotated = p->flags & ATTN_ROTARY ? rows_of(p) : 0, parts;
-    int64_t floats, counters, part_bytes;
+    int64_t floats = 0, counters = 0, part_bytes;
     bool fits = !__builtin_mul_overflow(split_rows(p) * p->heads_q, (int64_t)plan->chunks, &parts) &&
                 !__builtin_mul_overflow(parts, p->dim_v * real, &part_bytes) && decode_room(plan, &floats, &counters) &&
                 !__builtin_mul_overflow(floats, (int64_t)sizeof(float), &floats);
+    const int64_t counted = counters * (int64_t)sizeof(uint64_t);
     int64_t ranges = (int64_t)p->batch * p->flashmask_heads * attn__ceil_div(p->max_kv, least_cols(plan));
     fits = fits && attn__plan_reserve(plan, CUDA_PART_O, part_bytes > floats ? part_bytes : floats, 1) &&
-           attn__plan_reserve(plan, CUDA_PART_LSE, parts * real > counters * 4 ? parts * real : counters * 4, 1) &&
+           attn__plan_reserve(plan, CUDA_PART_LSE, parts * real > counted ? parts * real : counted, 1) &&
            attn__plan_reserve(plan, CUDA_RANGES, ranges, sizeof(attn_flash_range)) &&
            attn__plan_reserve(plan, CUDA_COUNTER, has_hopper(plan) && attn__cuda_counts(p), sizeof(uint32_t)) &&
            attn__plan_reserve(plan, CUDA_Q, rotated, rotated_row(p) * (int64_t)attn_dtype_size(p->dtype));
@@ -553,9 +561,9 @@ int64_t attn__cuda_q_tiles(const attn_problem *p, int32_t rows) {
            (p->flags & ATTN_VARLEN_Q ? p->total_q / rows + p->batch + 1 : p->batch * attn__ceil_div(p->max_q, rows));
 }
 
-/* Does the kernel leave d_q in the workspace, in float? bwd_one.cu does not where one block has all keys. */
+/* Does the kernel leave d_q in the workspace, in float? Not where one block has all keys and writes d_q itself. */
 static bool keeps_d_q(const attn_cuda_entry *e, const attn_problem *p) {
-    return e->one && (e->hopper || p->max_kv > e->bn);
+    return e->one && (p->max_kv > e->bn || (e->hopper && !attn__cuda_finishes(p)));
 }
 
 /* Two numbers for each row, FlashMask's ranges, and in one pass the turns of d_q's tiles and d_q in float: enough for each device. */
@@ -617,7 +625,7 @@ static attn_status load_backward(attn_plan *plan, uint32_t gpus) {
     if (p->flags & ATTN_BIAS) pieces[count++] = ATTN_ENTRY_bwd_bias;
     if (p->flags & ATTN_SINK) pieces[count++] = ATTN_ENTRY_bwd_sink;
     if (p->flags & ATTN_OWN_LENGTHS) pieces[count++] = ATTN_ENTRY_bwd_fill;
-    if (has_hopper(plan)) pieces[count++] = ATTN_ENTRY_bwd_cast;
+    if (has_hopper(plan) && !attn__cuda_finishes(p)) pieces[count++] = ATTN_ENTRY_bwd_cast;
     if (has_hopper(plan) && p->dtype == ATTN_F16) pieces[count++] = ATTN_ENTRY_bwd_fit;
     RETURN_IF_ERROR(attn__cuda_load(cuda, pieces, count, gpus));
     for (int32_t n = 0; n < 2 * cuda->state->gpus; n++) {
@@ -658,12 +666,17 @@ attn_status attn__cuda_launch(const attn_cuda_run *run, int entry, int64_t block
     void *parameters[] = {(void *)(uintptr_t)args}; /* the driver knows its size, and what it is aligned to */
     RETURN_IF(x > most || y > most_y || z > most_y, ATTN_INVALID, "batch: %lld blocks of %s are more than a grid can have",
               (long long)blocks, run->entries[entry].name);
-    int error =
-        run->driver->cuLaunchKernel((attn_cu_function)(void *)run->kernels[entry], (unsigned)x, (unsigned)y, (unsigned)z,
-                                    (unsigned)threads, 1, 1, (unsigned)shared_bytes, run->stream, parameters, NULL);
+    attn_cu_attribute early = {.id = ATTN_CU_LAUNCH_EARLY, .value = 1};
+    const attn_cu_launch launch = {.grid = {(unsigned)x, (unsigned)y, (unsigned)z},
+                                   .block = {(unsigned)threads, 1, 1},
+                                   .shared_bytes = (unsigned)shared_bytes,
+                                   .stream = run->stream,
+                                   .attributes = &early,
+                                   .count = run->waits && run->waits[entry][run->gpu]};
+    int error = run->driver->cuLaunchKernelEx(&launch, (attn_cu_function)(void *)run->kernels[entry], parameters, NULL);
     if (!error) return ATTN_OK;
     char call[80];
-    snprintf(call, sizeof call, "cuLaunchKernel of %s", run->entries[entry].name);
+    snprintf(call, sizeof call, "cuLaunchKernelEx of %s", run->entries[entry].name);
     return attn__driver_fail(run->driver, error, call);
 }
 
@@ -672,6 +685,8 @@ static attn_cuda_run start(const attn_cuda *cuda, const attn_cuda_place *place, 
                            .entries = attn__cuda_entries,
                            .kernels = cuda->kernel,
                            .stream = stream,
+                           .gpu = place->gpu,
+                           .waits = cuda->waits,
                            .status = cuda->status,
                            .forward = -1,
                            .decode = -1,

@@ -66,9 +66,11 @@ typedef struct attn_cuda_entry {
     bool by_keys;     /* backward: keeps keys and makes d_k and d_v; otherwise d_q, and bm is of the rows that it keeps */
     bool split;       /* backward: blocks make either d_k or d_v */
     bool decode;      /* of decode.cu: given attn_cuda_decode */
-    bool hopper;      /* of fwd_sm90.cu or bwd_sm90.cu: for its arch alone, given attn_cuda_args90 */
-    int32_t blocks;   /* backward: that share bn keys, and are a cluster if there are two */
-    int32_t arch;     /* least compute capability, times ten */
+    bool
+        waits; /* may begin before the kernel before it has ended, and waits for that itself, if its code is for sm_90 or newer */
+    bool hopper;    /* of fwd_sm90.cu or bwd_sm90.cu: for its arch alone, given attn_cuda_args90 */
+    int32_t blocks; /* backward: that share bn keys, and are a cluster if there are two */
+    int32_t arch;   /* least compute capability, times ten */
     attn_dtype
         dtype; /* of tiles; ATTN_DTYPE_DEFAULT: every one (fwd_any), or no forward kernel at all; decode, ATTN_I8: any 8 bits */
     int32_t dim_qk; /* largest one */
@@ -133,6 +135,11 @@ static inline bool attn__cuda_is_for(const attn_cuda_entry *e, int32_t arch) {
 /* Does the kernel run there? */
 static inline bool attn__cuda_runs_on(const attn_cuda_entry *e, const attn_gpu *gpu) {
     return attn__cuda_is_for(e, gpu->arch) && e->shared_bytes <= (size_t)gpu->shared_bytes;
+}
+
+/* Does the last block of Hopper's backward that adds to a tile of d_q know that it is? Then it writes d_q, otherwise bwd_cast does. */
+static inline bool attn__cuda_finishes(const attn_problem *p) {
+    return !p->flashmask_vectors && !(p->flags & ATTN_UNORDERED);
 }
 
 /* Do blocks of Hopper's kernels take their work from a counter, the plan's CUDA_COUNTER? */
@@ -210,6 +217,8 @@ struct attn_cuda {
     attn_cu_context primary[ATTN_MOST_GPUS]; /* the devices' primary contexts, retained; NULL: not */
     attn_cu_kernel kernel[ATTN_ENTRIES];     /* NULL: not loaded */
     uint32_t ready[ATTN_ENTRIES];            /* a bit for each GPU on which the kernel's shared memory has been asked for */
+    bool early; /* kernels that wait by themselves are launched before the one before them has ended */
+    bool waits[ATTN_ENTRIES][ATTN_MOST_GPUS]; /* those whose code does */
     struct {
         const char *file;
         attn_cu_library library;
@@ -259,7 +268,9 @@ typedef struct attn_cuda_run {
     const attn_cuda_entry *entries; /* [ATTN_ENTRIES]: attn__cuda_entries; `attn tune` puts others in the place of one */
     const attn_cu_kernel *kernels;  /* [ATTN_ENTRIES]; those that the plan (or the piece) needs are loaded */
     attn_cu_stream stream;
-    uint64_t *status; /* args.status */
+    int32_t gpu;                         /* index into state->gpu, */
+    const bool (*waits)[ATTN_MOST_GPUS]; /* and that of attn_cuda; NULL: none */
+    uint64_t *status;                    /* args.status */
     int32_t
         forward;    /* entry of the forward kernel, for this device and these buffers; of a backward that for d_k and d_v */
     bool vector_ok; /* args.vector_ok, of q as the forward kernel sees it; forward takes it into account */

@@ -26,7 +26,9 @@
  *
  * Fragments as in fwd.cu: lane = 4 g + t holds of a 16x8 accumulator the rows g, g + 8 and the columns 2t, 2t + 1.
  */
+#include "counter.cuh"
 #include "decode_tile.cuh"
+#include "grid.cuh"
 
 #define HUGE_SCORE 4194304.0f /* as in rows.cuh */
 
@@ -518,9 +520,9 @@ DEVICE void put_state(const attn_cuda_decode &c, float *slot, const state &x, in
 }
 
 /* The block has put `done` of `all` results where others may want them. Is it the last, and so to fold them? */
-DEVICE bool is_last(uint32_t *counter, uint32_t done, uint32_t all, shared_notes &notes) {
+DEVICE bool is_last(uint64_t *counter, uint32_t done, uint32_t all, shared_notes &notes) {
     __syncthreads();
-    if (threadIdx.x == 0) notes.last = atom_add_acq_rel_gpu(counter, done) + done == all;
+    if (threadIdx.x == 0) notes.last = count_to(counter, done, all);
     __syncthreads();
     return notes.last;
 }
@@ -774,7 +776,11 @@ KERNEL __launch_bounds__(THREADS, K(CTAS)) VARIANT(const __grid_constant__ attn_
     extern __shared__ __align__(128) uint8_t shared[];
     const attn_cuda_args &a = c.a;
     shared_notes &notes = *(shared_notes *)(shared + AT_NOTES);
-    if (!start_walk(a, notes)) return;
+    griddepcontrol_launch_dependents();
+    if (a.p.flags & ATTN_OWN_LENGTHS) griddepcontrol_wait(); /* else the block's share follows from the arguments alone */
+    const bool has_work = start_walk(a, notes);
+    griddepcontrol_wait();
+    if (!has_work) return;
     const int warp = threadIdx.x >> 5;
     walk &w = notes.work[warp];
     desk d = {cvta_shared(shared) + warp / TEAM * TEAM_BYTES, 0, &notes, start_fetch(a, notes)};

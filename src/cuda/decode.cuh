@@ -215,7 +215,7 @@ DEVICE bool start_walk(const attn_cuda_args &a, shared_notes &notes) {
     const int32_t lane = (int32_t)threadIdx.x & 31, warp = (int32_t)threadIdx.x >> 5, batch = a.p.batch;
     int64_t before = 0;
     int32_t b = 0;
-    if (a.p.flags & ATTN_OWN_LENGTHS) {
+    if ((a.p.flags & ATTN_OWN_LENGTHS) && batch > 1) {
         const int32_t each = (batch + THREADS - 1) / THREADS, first = attn__min32((int32_t)threadIdx.x * each, batch);
         const int32_t end = attn__min32(first + each, batch);
         int64_t own = 0;
@@ -251,7 +251,7 @@ DEVICE bool start_walk(const attn_cuda_args &a, shared_notes &notes) {
         b = notes.b;
         before = notes.before;
         see_sequence(a, w, b);
-    } else { /* all alike: sequences are items of another kind */
+    } else { /* all alike, or one alone: sequences are items of another kind */
         see_sequence(a, w, 0);
         const int64_t each = work_of(a, w);
         mine.all = each * batch;
@@ -259,7 +259,7 @@ DEVICE bool start_walk(const attn_cuda_args &a, shared_notes &notes) {
         if (mine.from >= mine.all) return false;
         b = (int32_t)quotient(mine.from, each);
         before = b * each;
-        w.s.b = w.s.slot = b;
+        if (batch > 1) w.s.b = w.s.slot = b;
     }
     mine.to = share_of(mine.all, blockIdx.x + 1);
     const uint32_t item = (uint32_t)quotient(mine.from - before, units_of(w));

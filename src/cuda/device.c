@@ -118,6 +118,11 @@ static attn_status load_entry(attn_cuda *cuda, int entry, uint32_t gpus) {
             RETURN_IF_DRIVER(
                 d, cuKernelSetAttribute,
                 (ATTN_CU_FUNCTION_SHARED, (int)e->shared_bytes, cuda->kernel[entry], cuda->state->gpu[n].device));
+        int arch = 0; /* of the code; where the driver does not say it, the kernel is launched like any other */
+        if (e->waits && cuda->early &&
+            d->cuKernelGetAttribute(&arch, ATTN_CU_FUNCTION_PTX, cuda->kernel[entry], cuda->state->gpu[n].device))
+            arch = 0;
+        cuda->waits[entry][n] = arch >= 90;
         cuda->ready[entry] |= bit;
     }
     return ATTN_OK;

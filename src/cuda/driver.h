@@ -15,6 +15,21 @@ typedef struct attn_cu_kernel_s *attn_cu_kernel;
 typedef struct attn_cu_function_s *attn_cu_function;
 typedef unsigned long long attn_cu_pointer;
 
+/* CUlaunchAttribute: of its value, which is 64 bytes, the attributes in use have an int. */
+typedef struct attn_cu_attribute {
+    _Alignas(8) int id;
+    int padding, value, rest[15];
+} attn_cu_attribute;
+_Static_assert(sizeof(attn_cu_attribute) == 72, "as the driver has it");
+
+/* CUlaunchConfig. */
+typedef struct attn_cu_launch {
+    unsigned grid[3], block[3], shared_bytes;
+    attn_cu_stream stream;
+    attn_cu_attribute *attributes;
+    unsigned count; /* of them */
+} attn_cu_launch;
+
 /* Values of the driver API. */
 enum {
     ATTN_CU_SUCCESS = 0,
@@ -34,7 +49,9 @@ enum {
     ATTN_CU_HOST_MAPPED = 2,        /* CU_MEMHOSTALLOC_DEVICEMAP */
     ATTN_CU_FUNCTION_LOCAL = 3,     /* CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES: what registers spill to */
     ATTN_CU_FUNCTION_REGISTERS = 4, /* ..._NUM_REGS */
+    ATTN_CU_FUNCTION_PTX = 5,       /* ..._PTX_VERSION: what architecture it was compiled for, times ten */
     ATTN_CU_FUNCTION_SHARED = 8,    /* CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES */
+    ATTN_CU_LAUNCH_EARLY = 6,       /* CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION */
     ATTN_CU_STREAM_PER_THREAD = 2,  /* streams 0, 1 and 2 are names, not handles */
     ATTN_CU_MAP_F16 = 6,            /* CU_TENSOR_MAP_DATA_TYPE_FLOAT16 */
     ATTN_CU_MAP_BF16 = 9,           /* ..._BFLOAT16 */

@@ -156,13 +156,9 @@ static attn_status launch_decode(const attn_cuda_run *run, const attn_plan *plan
     c.a = *a;
     c.a.group = a->p.heads_q / a->p.heads_kv;
     attn__cuda_decode_sizes(e, &a->p, run->sms, run->shared, &c, &blocks); /* as the plan has seen */
-    const size_t items = c.supers > 1 ? (size_t)a->p.batch * (size_t)a->p.heads_kv * (size_t)c.blocks : 0;
     c.spans = attn__part(plan, &a->f, CUDA_SPANS);
     c.super_slots = c.spans + (size_t)c.shared * (size_t)c.each * (size_t)attn__cuda_slot(e, &c);
     c.counters = attn__part(plan, &a->f, CUDA_TICKETS);
-    if (c.shared + items)
-        RETURN_IF_DRIVER(run->driver, cuMemsetD32Async,
-                         ((attn_cu_pointer)(uintptr_t)c.counters, 0, (size_t)c.shared + items, run->stream));
     return attn__cuda_launch(run, run->decode, blocks, 0, 32 * e->warps, e->shared_bytes, &c);
 }
 
@@ -209,6 +205,7 @@ static attn_cuda_args make_backward(const attn_cuda_run *run, const attn_plan *p
         a.part_o = attn__part(plan, f, CUDA_D_Q);
         a.turns = attn__part(plan, f, CUDA_TURNS);
         a.overlap = a.turns + turns_of(e, p);
+        a.finishes = e->hopper && attn__cuda_finishes(p);
     }
     if (p->flashmask_vectors) {
         a.ranges = attn__part(plan, f, CUDA_RANGES);
@@ -268,7 +265,7 @@ static attn_status launch_gradient(const attn_cuda_run *run, int entry, attn_cud
                              32 * e->warps, e->shared_bytes, e->hopper ? (const void *)&x : (const void *)&a);
 }
 
-/* The floats that bwd_sm90.cu has left become d_q: a block for each tile of rows and head. */
+/* The floats that Hopper's kernels have left become d_q: a block for each tile of rows and head. */
 static attn_status launch_cast(const attn_cuda_run *run, attn_cuda_args a) {
     const attn_cuda_entry *e = &run->entries[run->forward];
     a.part_rows = e->bm;
@@ -340,7 +337,7 @@ attn_status attn__cuda_backward(const attn_cuda_run *run, const attn_plan *plan,
     const bool one = run->entries[run->forward].one;
     if (f->d_q.data && !one) RETURN_IF_ERROR(launch_gradient(run, run->forward + 1, a));
     if (f->d_k.data || f->d_v.data || (f->d_q.data && one)) RETURN_IF_ERROR(launch_gradient(run, run->forward, a));
-    if (f->d_q.data && run->entries[run->forward].hopper) RETURN_IF_ERROR(launch_cast(run, a));
+    if (f->d_q.data && run->entries[run->forward].hopper && !a.finishes) RETURN_IF_ERROR(launch_cast(run, a));
     if (f->d_bias.data) RETURN_IF_ERROR(launch_bias(run, &a));
     return launch_after(run, &a);
 }

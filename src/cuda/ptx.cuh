@@ -137,10 +137,22 @@ PTX void st_release_gpu(uint32_t *at, uint32_t x) {
 }
 
 /* Adds; what this block wrote before (and behind a barrier, its threads) is seen by whoever adds later. Returns what was there. */
-PTX uint32_t atom_add_acq_rel_gpu(uint32_t *at, uint32_t x) {
-    uint32_t before;
-    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(at), "r"(x) : "memory");
+PTX uint64_t atom_add_acq_rel_gpu(uint64_t *at, uint64_t x) {
+    uint64_t before;
+    asm volatile("atom.acq_rel.gpu.global.add.u64 %0, [%1], %2;" : "=l"(before) : "l"(at), "l"(x) : "memory");
     return before;
+}
+/* The same; puts x there, if that is what was there. */
+PTX uint64_t atom_cas_acq_rel_gpu(uint64_t *at, uint64_t that, uint64_t x) {
+    uint64_t before;
+    asm volatile("atom.acq_rel.gpu.global.cas.b64 %0, [%1], %2, %3;"
+                 : "=l"(before)
+                 : "l"(at), "l"(that), "l"(x)
+                 : "memory");
+    return before;
+}
+PTX void st_relaxed_gpu(uint64_t *at, uint64_t x) {
+    asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(at), "l"(x) : "memory");
 }
 
 /* c += a b: a is 16x16 (tf32: 16x8), b two registers, c 16x8 in float. */

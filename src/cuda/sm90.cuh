@@ -105,6 +105,12 @@ PTX void cp_reduce_async_bulk_add_f32(void *to, uint32_t from, uint32_t bytes) {
                  "r"(bytes)
                  : "memory");
 }
+/* The other way; the bytes complete on the barrier. */
+PTX void cp_async_bulk_load(uint32_t to, const void *from, uint32_t bytes, uint32_t barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+                 "l"(from), "r"(bytes), "r"(barrier)
+                 : "memory");
+}
 PTX void cp_async_bulk_commit_group(void) { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 /* Until the stores of this thread have read shared memory; until they are complete. */
 PTX void cp_async_bulk_wait_group_read(void) { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }

@@ -98,7 +98,10 @@ EXPORT int cuKernelSetAttribute(int attribute, int value, attn_cu_kernel kernel,
     return (void)attribute, (void)value, (void)kernel, (void)device, 0;
 }
 EXPORT int cuKernelGetAttribute(int *value, int attribute, attn_cu_kernel kernel, int device) {
-    return (void)attribute, (void)kernel, (void)device, *value = 0, 0;
+    const char *arch = getenv("EMULATE_ARCH");
+    (void)kernel, (void)device;
+    *value = attribute != ATTN_CU_FUNCTION_PTX ? 0 : arch ? atoi(arch) : 80;
+    return 0;
 }
 EXPORT int cuKernelGetFunction(attn_cu_function *function, attn_cu_kernel kernel) {
     *function = (attn_cu_function)(void *)kernel;
@@ -111,14 +114,17 @@ EXPORT int cuTensorMapEncodeTiled(void *map, int type, unsigned rank, void *addr
     return emulate_map_encode(map, type, rank, address, dims, strides, box, steps, interleave, swizzle, l2_promotion, fill);
 }
 
-EXPORT int cuLaunchKernel(attn_cu_function function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
-                          unsigned block_y, unsigned block_z, unsigned shared_bytes, attn_cu_stream stream,
-                          void **parameters, void **extra) {
-    (void)stream, (void)extra;
-    if (block_y != 1 || block_z != 1 || !parameters) return 1; /* CUDA_ERROR_INVALID_VALUE */
+/* One that is launched early, while the kernel before it may still write, has to wait for that: all of its threads. */
+EXPORT int cuLaunchKernelEx(const attn_cu_launch *launch, attn_cu_function function, void **parameters, void **extra) {
+    const unsigned *grid = launch->grid, *block = launch->block;
+    (void)extra;
+    if (block[1] != 1 || block[2] != 1 || !parameters) return 1; /* CUDA_ERROR_INVALID_VALUE */
     pthread_mutex_lock(&launching);
-    emulate_launch(kernels[(uintptr_t)function - 1].run, parameters[0], grid_x, grid_y, grid_z, block_x, shared_bytes,
-                   kernels[(uintptr_t)function - 1].cluster);
+    emulate_grid_waits = 0;
+    emulate_launch(kernels[(uintptr_t)function - 1].run, parameters[0], grid[0], grid[1], grid[2], block[0],
+                   launch->shared_bytes, kernels[(uintptr_t)function - 1].cluster);
+    if (launch->count && emulate_grid_waits < (uint64_t)grid[0] * grid[1] * grid[2] * block[0])
+        emulate_fail("%s is launched early and does not wait", kernels[(uintptr_t)function - 1].name);
     pthread_mutex_unlock(&launching);
     return 0;
 }

@@ -128,6 +128,11 @@ static inline float __fmul_rn(float a, float b) { return a * b; }
 static inline float __fsub_rn(float a, float b) { return a - b; }
 static inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
 
+/* grid.cuh: each thread of a kernel that is launched early has to wait, as driver.c sees. */
+#define ATTN_GRID_CUH
+static inline void griddepcontrol_wait(void) { emulate_grid_waits++; }
+static inline void griddepcontrol_launch_dependents(void) {}
+
 #ifdef VARIANT
 #include "ptx.h"
 #include "sm90.h"

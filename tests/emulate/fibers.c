@@ -28,6 +28,7 @@ typedef struct fiber {
 emulate_index threadIdx, blockIdx, gridDim;
 uint8_t shared[EMULATE_SHARED_PAGES] __attribute__((aligned(65536)));
 unsigned emulate_shared_bytes, emulate_rank;
+uint64_t emulate_grid_waits;
 
 static fiber fibers[THREADS];
 static jmp_buf scheduler;

@@ -49,6 +49,9 @@ typedef struct emulate_wait {
 } emulate_wait;
 void emulate_wait_for(emulate_wait wait);
 
+/* How often threads of the kernel have waited for the one before it. */
+extern uint64_t emulate_grid_waits;
+
 /* What a lane gives away in an exchange. */
 enum { EMULATE_WORDS = 6 };
 typedef struct emulate_words {

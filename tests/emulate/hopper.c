@@ -35,10 +35,11 @@ typedef struct copy {
     uint32_t bytes;
     int adds; /* floats */
     uint32_t shared;
-    unsigned rank; /* load of another block's shared memory, from there */
+    const uint8_t *source; /* load without a map, of memory; NULL: of another block's shared memory, from there */
+    unsigned rank;
     uint32_t from;
     int at[EMULATE_RANK];
-    uint8_t data[MOST_BYTES]; /* store, or of another block: what it has read */
+    uint8_t data[MOST_BYTES]; /* store, or load without a map: what it has read */
 } copy;
 
 /* Which load has filled a line of shared memory: so many phases of the barrier must be over. 0: none. */
@@ -389,6 +390,12 @@ static void land_from_block(const copy *c, uint8_t *target) {
     memcpy(target, c->data, c->bytes);
 }
 
+/* From memory, which nobody must have changed since. */
+static void land_from_memory(const copy *c, uint8_t *target) {
+    if (memcmp(c->data, c->source, c->bytes)) emulate_fail("memory was written while a load was reading it");
+    memcpy(target, c->data, c->bytes);
+}
+
 static void land_one(const copy *c) {
     uint8_t *target = shared_at(c->shared, (uint32_t)bytes_of_copy(c));
     for (int64_t n = 0; n < bytes_of_copy(c); n++)
@@ -396,7 +403,10 @@ static void land_one(const copy *c) {
             emulate_fail("byte %u of shared memory was written under a load that was under way there",
                          (unsigned)(c->shared - EMULATE_SHARED_BASE + n));
     if (!c->map) {
-        land_from_block(c, target);
+        if (c->source)
+            land_from_memory(c, target);
+        else
+            land_from_block(c, target);
         return;
     }
     memset(target, 0, (size_t)bytes_of(c->map));
@@ -445,6 +455,7 @@ static copy *new_bytes(uint32_t at_shared, uint32_t bytes, const char *who) {
     for (uint32_t n = 0; n < bytes; n += EMULATE_LINE_BYTES) emulate_check_fenced(at_shared + n, who);
     copy *c = &now->copies[now->copy_count++];
     c->map = NULL;
+    c->source = NULL;
     c->bytes = bytes;
     c->shared = at_shared;
     c->is_store = c->is_committed = 0;
@@ -459,6 +470,15 @@ void emulate_bulk_store(void *to, uint32_t from, uint32_t bytes, int adds) {
     c->adds = adds;
     c->is_store = 1;
     memcpy(c->data, shared_at(from, bytes), bytes);
+}
+
+void emulate_bulk_load(uint32_t to, const void *from, uint32_t bytes, uint32_t barrier) {
+    if ((uintptr_t)from % 16) emulate_fail("cp.async.bulk from %p: want a multiple of 16", from);
+    copy *c = new_bytes(to, bytes, "a load");
+    c->source = from;
+    memcpy(c->data, from, bytes);
+    begin_load(c, barrier);
+    emulate_pause();
 }
 
 void emulate_bulk_to_block(uint32_t to, uint32_t from, uint32_t bytes, uint32_t barrier) {

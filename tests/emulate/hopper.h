@@ -50,6 +50,7 @@ int emulate_bar_sync(int barrier, int threads, int vote); /* did any thread vote
 void emulate_tensor_load(uint32_t to, const void *map, uint32_t barrier, const int at[EMULATE_RANK]);
 void emulate_tensor_store(const void *map, uint32_t from, const int at[EMULATE_RANK]);
 void emulate_bulk_store(void *to, uint32_t from, uint32_t bytes, int adds); /* adds: floats to those that are there */
+void emulate_bulk_load(uint32_t to, const void *from, uint32_t bytes, uint32_t barrier);
 /* A load into several blocks of the cluster, a bit for each; an address of another block's shared memory; and what goes there. */
 void emulate_tensor_load_multicast(uint32_t to, const void *map, uint32_t barrier, const int at[EMULATE_RANK],
                                    unsigned mask);

@@ -150,7 +150,17 @@ static inline void st_global_cg_v4(float4 *to, float x, float y, float z, float 
 typedef struct float2 {
     float x, y;
 } float2;
-static inline uint32_t atom_add_acq_rel_gpu(uint32_t *at, uint32_t x) { return atomicAdd(at, x); }
+static inline uint64_t atom_add_acq_rel_gpu(uint64_t *at, uint64_t x) {
+    const uint64_t before = *at;
+    *at += x;
+    return before;
+}
+static inline uint64_t atom_cas_acq_rel_gpu(uint64_t *at, uint64_t that, uint64_t x) {
+    const uint64_t before = *at;
+    if (before == that) *at = x;
+    return before;
+}
+static inline void st_relaxed_gpu(uint64_t *at, uint64_t x) { *at = x; }
 static inline float2 ld_global_cg_v2(const float *from) { return float2{from[0], from[1]}; }
 static inline void st_global_cg_v2(float *to, float x, float y) { to[0] = x, to[1] = y; }
 static inline uint32_t ld_acquire_gpu(const uint32_t *at) { return *at; }

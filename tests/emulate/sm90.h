@@ -50,6 +50,9 @@ PTX void cp_async_bulk_tensor_5d_store(const void *map, uint32_t from, int x, in
 }
 PTX void cp_async_bulk_store(void *to, uint32_t from, uint32_t bytes) { emulate_bulk_store(to, from, bytes, 0); }
 PTX void cp_reduce_async_bulk_add_f32(void *to, uint32_t from, uint32_t bytes) { emulate_bulk_store(to, from, bytes, 1); }
+PTX void cp_async_bulk_load(uint32_t to, const void *from, uint32_t bytes, uint32_t barrier) {
+    emulate_bulk_load(to, from, bytes, barrier);
+}
 PTX void cp_async_bulk_commit_group(void) { emulate_bulk_commit(); }
 PTX void cp_async_bulk_wait_group_read(void) { emulate_bulk_wait(1); }
 PTX void cp_async_bulk_wait_group(void) { emulate_bulk_wait(0); }
