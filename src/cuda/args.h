@@ -8,7 +8,7 @@
  *   ranges     FlashMask        vectors -> minima and maxima per tile of keys              ranges.cu
  *   fwd_...    always           o, lse; or partial results of chunks of keys               fwd.cu, fwd_sm90.cu, any.cu
  *   fold       split            partial results -> o, lse, in the order of the chunks      merge.cu
- *   decode_... few rows         o, lse of sequences of at most ATTN_CUDA_SPLIT_ROWS rows   decode.cu
+ *   decode_... few rows         o, lse of sequences of at most ATTN_CUDA_SPLIT_ROWS rows   decode.cu, decode_sm90.cu
  *   probs      probs            recomputed from q and k                                    probs.cu
  *   fill       ATTN_VARLEN_Q    rows of o and lse that no sequence covers                  fill.cu
  *
@@ -39,6 +39,10 @@ enum {
     ATTN_DECODE_ROWS = 16,                       /* rows of an item */
     ATTN_DECODE_WARPS = 4,                       /* of a block */
     ATTN_DECODE_NOTES = 3056,                    /* bytes of its shared memory besides tiles */
+    ATTN_DECODE90_SPAN = 1024,                   /* decode_sm90.cu: the same. O of 64 rows is a tenth of such a span's keys */
+    ATTN_DECODE90_ROWS = 64,
+    ATTN_DECODE90_WARPS = 12,
+    ATTN_DECODE90_NOTES = 3072,
     ATTN_SHORT_ELSEWHERE = -1,       /* attn_cuda_args.chunks: short sequences are not this kernel's, but decode's */
     ATTN_CUDA_WARPS = 4,             /* warps of a block of the pieces */
     ATTN_ANY_ROWS = ATTN_CUDA_WARPS, /* fwd_any: rows of a block, one warp each ... */
@@ -100,7 +104,10 @@ typedef struct attn_cuda_args {
     uint64_t *status;         /* sticky word: see attn_device_status; device address of host memory */
     attn_flash_range *ranges; /* FlashMask: [batch][flashmask_heads][range_tiles]; else NULL */
     int32_t range_tiles;      /* ceil(max_kv / range_cols) */
-    int32_t range_cols;       /* keys of a tile: the forward kernel's bn */
+    union {
+        int32_t range_cols; /* keys of a tile: the forward kernel's bn */
+        int32_t chunk_keys; /* fold: keys of a chunk */
+    };
     /*
      * Split: part_o[row][chunks][dim_v], part_lse[row][chunks]; floats, or doubles (attn__wide_problem). Sequence b has rows [heads_q][sq] from
      * b * part_rows * heads_q on, where part_rows = min(max_q, ATTN_CUDA_SPLIT_ROWS); of packed sequences from cu_q[b] * heads_q

@@ -55,6 +55,9 @@ done
 for kernel in $(sed -n 's/^DECODE(\([a-z0-9_]*\),.*/\1/p' src/cuda/variants.def); do
     compile "$kernel.o" $fwd "-DVARIANT=$kernel" -c src/cuda/decode.cu
 done
+for kernel in $(sed -n 's/^DECODE90(\([a-z0-9_]*\),.*/\1/p' src/cuda/variants.def); do
+    compile "$kernel.o" $fwd "-DVARIANT=$kernel" -c src/cuda/decode_sm90.cu
+done
 kernels=$objects
 compile hopper_test.o $fwd -DVARIANT=none -c tests/emulate/hopper_test.cu
 xargs -r -P "$(nproc)" -d '\n' -n 1 sh -c <"$out/commands"

@@ -43,6 +43,7 @@ typedef attn_cuda_rotary args_rotary;
 #define BWD(entry, ...) ENTRY(entry, attn_cuda_args)
 #define BWD90(entry, ...) ENTRY(entry, attn_cuda_args90)
 #define DECODE(entry, ...) ENTRY(entry, attn_cuda_decode)
+#define DECODE90(entry, ...) ENTRY(entry, attn_cuda_args)
 #define PIECE(entry, file) ENTRY(entry, args_##entry)
 #include "cuda/tune.def"
 #include "cuda/variants.def"
@@ -65,6 +66,7 @@ static const struct {
 #define BWD(entry, ...) ROW(entry)
 #define BWD90(entry, type, dim, rows, keys, blocks, buffers) CLUSTERS(entry, blocks ? blocks : 1)
 #define DECODE(entry, ...) ROW(entry)
+#define DECODE90(entry, ...) ROW(entry)
 #define PIECE(entry, file) ROW(entry)
 #include "cuda/tune.def"
 #include "cuda/variants.def"
