@@ -17,10 +17,10 @@ TEST(hopper_lines_come_in_threes) {
     for (int n = 0; n < ATTN_ENTRIES; n++) {
         const attn_cuda_entry *e = &attn__cuda_entries[n];
         int others = 0, portable = 0;
-        if (!e->hopper || e->op == ATTN_BACKWARD) continue;
+        if (!e->hopper || e->op == ATTN_BACKWARD || e->decode) continue;
         for (int k = 0; k < ATTN_ENTRIES; k++) {
             const attn_cuda_entry *x = &attn__cuda_entries[k];
-            if (x->op != e->op || x->dtype != e->dtype || x->dim != e->dim) continue;
+            if (x->op != e->op || x->decode || x->dtype != e->dtype || x->dim != e->dim) continue;
             portable += !x->hopper;
             if (x->hopper && (x->dim_qk != e->dim_qk || x->most_v != e->most_v)) continue;
             CHECK_SAY(!x->hopper || x->bn == e->bn, "%s has other tiles than %s", x->name, e->name);
