@@ -88,10 +88,10 @@ typedef struct shared_notes {
     row_notes row[ROWS];
     int32_t rows;             /* of the item at hand */
     int32_t all_from, all_to; /* keys that all of them see */
+    int32_t last;             /* is_last */
     float most[TEAMS][ROWS];  /* of a row: maximum and sum over the team's keys of a span */
     float sum[TEAMS][ROWS];
     list_notes list;
-    int32_t last;     /* is_last */
     walk work[WARPS]; /* where each warp works, */
     walk ahead
         [WARPS]; /* and where it fetches: here, as there is no room in registers, and memory is far while K and V stream in */

@@ -66,6 +66,8 @@ enum {
     FETCHERS_EACH = FETCHERS / STAGES,  /* warps that fetch a tile */
     FETCHED = BN / FETCHERS_EACH,       /* rows of each */
     BLOCKS = DIM / ATTN_MAP_COLS,       /* of columns */
+    PARTS = 3,                          /* of a tile, that are fetched and waited for one after the other */
+    PART_BLOCKS = BLOCKS / PARTS,
     ROW = 128,                          /* bytes of a row of one */
     BLOCK_BYTES = BN * ROW,
     TILE_BYTES = BLOCKS * BLOCK_BYTES,
@@ -85,7 +87,7 @@ enum {
     WORKER_REGISTERS = 224
 };
 static_assert(ROWS == BN, "blocks of Q and of K are as large");
-static_assert(FETCHED == 32, "a lane knows where a row is");
+static_assert(FETCHED == 32 && PARTS == 3 && BLOCKS % PARTS == 0, "as fetch has it");
 static_assert(DIM % ATTN_MAP_COLS == 0 && DV % (CONSUMERS * ATTN_MAP_COLS) == 0 && DV <= DIM, "want other dims");
 enum { BARRIER_TOLD = 1, BARRIER_OWN = 3, BARRIER_BOTH = 5 };
 
@@ -101,7 +103,7 @@ typedef struct row_notes {
 
 /* What threads tell each other. */
 typedef struct shared_notes {
-    uint64_t full[STAGES], empty[STAGES];
+    uint64_t full[STAGES * PARTS], empty[STAGES * FETCHERS_EACH];
     list_notes list;
     walk work;                /* where consumers are, */
     walk ahead[FETCHERS];     /* and each warp that fetches */
@@ -133,37 +135,47 @@ DEVICE bool find_row(const attn_cuda_args &a, const walk &w, int32_t j0, int64_t
     return true;
 }
 
-/* The warp's rows: eight lanes have 128 bytes of a row at a time. What is not read becomes zero. */
-DEVICE void fetch_rows(const attn_cuda_args &a, int64_t offset, uint32_t wanted, uint32_t to) {
+/* A part of the warp's rows: eight lanes have 128 bytes of a row at a time. What is not read becomes zero. */
+DEVICE void fetch_part(const attn_cuda_args &a, int64_t offset, uint32_t wanted, uint32_t to, int part) {
     const int lane = threadIdx.x & 31, first = (threadIdx.x >> 5) % FETCHERS_EACH * FETCHED;
-#pragma unroll 1
+    const uint8_t *data = (const uint8_t *)a.f.k.data + part * PART_BLOCKS * ROW + (lane & 7) * 16;
+    to += part * PART_BLOCKS * BLOCK_BYTES + first * ROW;
+#pragma unroll 4
     for (int n = 0; n < FETCHED; n += 4) {
         const int row = n + (lane >> 3);
-        const uint8_t *from = (const uint8_t *)a.f.k.data + 2 * (int64_t)__shfl_sync(~0u, (uint64_t)offset, row) + (lane & 7) * 16;
-        const uint32_t at = to + (first + row) * ROW + (((lane ^ row) & 7) << 4);
-        const int bytes = wanted >> row & 1 ? 16 : 0;
-        if (!bytes) from = (const uint8_t *)a.f.k.data;
+        const uint8_t *from = data + 2 * (int64_t)__shfl_sync(~0u, (uint64_t)offset, row);
+        const uint32_t at = to + row * ROW + (((lane ^ row) & 7) << 4);
 #pragma unroll
-        for (int c = 0; c < BLOCKS; c++) cp_async_cg_zfill(at + c * BLOCK_BYTES, bytes ? from + c * ROW : from, bytes);
+        for (int c = 0; c < PART_BLOCKS; c++)
+            cp_async_cg_zfill(at + c * BLOCK_BYTES, from + c * ROW, wanted >> row & 1 ? 16 : 0);
     }
+    cp_async_commit_group();
 }
 
 DEVICE void fetch(const attn_cuda_args &a, shared_notes &notes) {
-    const uint32_t warp = (threadIdx.x - WORKERS) >> 5;
+    const uint32_t warp = (threadIdx.x - WORKERS) >> 5, own = warp % FETCHERS_EACH;
     walk &w = notes.ahead[warp];
     uint32_t count = 0; /* tiles */
     do {
         const int32_t end = attn__min32(w.span_end * SPAN_TILES, w.tiles);
 #pragma unroll 1
         for (int32_t tile = w.span * SPAN_TILES; tile < end; tile++, count++) {
-            if (count % STAGES != warp / FETCHERS_EACH) continue;
+            const uint32_t stage = count % STAGES;
+            if (stage != warp / FETCHERS_EACH) continue;
             int64_t offset;
-            const bool is_there = find_row(a, w, w.first * SPAN + tile * BN, &offset);
-            mbarrier_wait_parity(BARRIER(empty, count % STAGES), parity_of(count) ^ 1);
-            fetch_rows(a, offset, __ballot_sync(~0u, is_there), tile_at(count));
-            cp_async_wait_all();
+            const uint32_t wanted = __ballot_sync(~0u, find_row(a, w, w.first * SPAN + tile * BN, &offset));
+            mbarrier_wait_parity(BARRIER(empty, stage * FETCHERS_EACH + own), parity_of(count) ^ 1);
+#pragma unroll 1
+            for (int part = 0; part < PARTS; part++) fetch_part(a, offset, wanted, tile_at(count), part);
+            cp_async_wait_group(2);
             fence_proxy_async();
-            mbarrier_arrive(BARRIER(full, count % STAGES));
+            mbarrier_arrive(BARRIER(full, stage * PARTS));
+            cp_async_wait_group(1);
+            fence_proxy_async();
+            mbarrier_arrive(BARRIER(full, stage * PARTS + 1));
+            cp_async_wait_group(0);
+            fence_proxy_async();
+            mbarrier_arrive(BARRIER(full, stage * PARTS + 2));
         }
     } while (next_part(a, w, notes.list.mine));
 }
@@ -205,7 +217,7 @@ DEVICE void see_rows(const attn_cuda_args &a, const walk &w, shared_notes &notes
         if (bytes) from += 2 * attn__q_offset(&a.p, &a.f.q, &w.s, r.i, r.h) + lane * 16;
         const uint32_t at = shared_start() + row * ROW + (((lane ^ row) & 7) << 4);
 #pragma unroll
-        for (int c = 0; c < BLOCKS; c++) cp_async_cg_zfill(at + c * BLOCK_BYTES, bytes ? from + c * ROW : from, bytes);
+        for (int c = 0; c < BLOCKS; c++) cp_async_cg_zfill(at + c * BLOCK_BYTES, from + c * ROW, bytes);
     }
     cp_async_wait_all();
     fence_proxy_async();
@@ -214,22 +226,41 @@ DEVICE void see_rows(const attn_cuda_args &a, const walk &w, shared_notes &notes
 
 /* ---- products ---- */
 
-DEVICE void begin_qk(float s[NT][4], uint64_t q, uint64_t k) {
-    wgmma_fence();
-    product_ss_set(BN, s[0], q, k);
+DEVICE void wait_for_part(uint32_t count, int part) {
+    mbarrier_wait_parity(BARRIER(full, count % STAGES * PARTS + part), parity_of(count));
+}
+
+DEVICE void let_go(uint32_t count, int half) {
+    __syncwarp();
+    if ((threadIdx.x & 31) == 0) mbarrier_arrive(BARRIER(empty, count % STAGES * FETCHERS_EACH + half));
+}
+
+/* As the parts of the tile arrive. */
+DEVICE void begin_qk(float s[NT][4], uint32_t count) {
+    const uint64_t q = wgmma_k_major(shared_start()), k = wgmma_k_major(tile_at(count));
 #pragma unroll
-    for (int c = 1; c < DIM / 16; c++) {
+    for (int c = 0; c < DIM / 16; c++) {
         const uint32_t to = c / 4 * BLOCK_BYTES + c % 4 * 32;
-        product_ss(BN, s[0], wgmma_step(q, 1, to), wgmma_step(k, 1, to), 1);
+        if (c % (PART_BLOCKS * 4) == 0) {
+            wait_for_part(count, c / (PART_BLOCKS * 4));
+            wgmma_fence();
+        }
+        if (c == 0)
+            product_ss_set(BN, s[0], q, k);
+        else
+            product_ss(BN, s[0], wgmma_step(q, 1, to), wgmma_step(k, 1, to), 1);
     }
     wgmma_commit_group();
 }
 
+/* In two groups, for the rows of V that each warp has fetched. */
 DEVICE void begin_pv(float o[DT][4], const uint32_t p[PV_STEPS][4], uint64_t v) {
     wgmma_fence();
 #pragma unroll
-    for (int n = 0; n < PV_STEPS; n++) product_rs(COLUMNS, o[0], p[n], wgmma_step(v, n, 16 * ROW), 1);
-    wgmma_commit_group();
+    for (int n = 0; n < PV_STEPS; n++) {
+        product_rs(COLUMNS, o[0], p[n], wgmma_step(v, n, 16 * ROW), 1);
+        if ((n + 1) % (PV_STEPS / FETCHERS_EACH) == 0) wgmma_commit_group();
+    }
 }
 
 /* ---- softmax ---- */
@@ -398,16 +429,19 @@ DEVICE void add_nonfinite(float o[DT][4], uint32_t half, int number) {
 
 /* ---- a span ---- */
 
-DEVICE void let_go(uint32_t count) {
-    __syncwarp();
-    if ((threadIdx.x & 31) == 0) mbarrier_arrive(BARRIER(empty, count % STAGES));
+/* Waits for O of the tile before; its rows are let go of as the products are done with them. */
+DEVICE void leave_tile(uint32_t count, bool is_there) {
+    wgmma_wait_group(1);
+    if (is_there) let_go(count, 0);
+    wgmma_wait_group(0);
+    if (is_there) let_go(count, 1);
 }
 
 /* Scores of a tile, and what becomes of them. */
-DEVICE void make_weights(const scoring &x, shared_notes &notes, int number, uint32_t tile, int32_t j0, float most[2], state &y,
-                         uint32_t p[PV_STEPS][4]) {
+DEVICE void make_weights(const scoring &x, shared_notes &notes, int number, uint32_t count, int32_t j0, float most[2],
+                         state &y, uint32_t p[PV_STEPS][4]) {
     float s[NT][4], sum[2];
-    begin_qk(s, wgmma_k_major(shared_start()), wgmma_k_major(tile));
+    begin_qk(s, count);
     wgmma_wait_group(0);
     finish_scores(x, notes, s, j0);
     make_p(x, most, sum, p, s);
@@ -424,17 +458,15 @@ DEVICE int32_t work_span(const walk &w, const scoring &x, shared_notes &notes, i
     int32_t j0 = (w.first + span) * SPAN;
 #pragma unroll 1
     for (int32_t n = 0; n < tiles; n++, count++, j0 += BN) {
-        const uint32_t tile = tile_at(count), half = tile + number * HALF_BYTES;
+        const uint32_t half = tile_at(count) + number * HALF_BYTES;
         uint32_t p[PV_STEPS][4];
         float most[2] = {y.m[0], y.m[1]};
-        wgmma_wait_group(0);
-        if (n > 0) let_go(count - 1);
+        leave_tile(count - 1, n > 0);
         if ((n & 1) == number) {
-            mbarrier_wait_parity(BARRIER(full, count % STAGES), parity_of(count));
-            make_weights(x, notes, number, tile, j0, most, y, p);
+            make_weights(x, notes, number, count, j0, most, y, p);
         } else {
             be_told(notes, number, most, p);
-            mbarrier_wait_parity(BARRIER(full, count % STAGES), parity_of(count));
+            for (int part = 0; part < PARTS; part++) wait_for_part(count, part); /* they are there */
             follow(x, y, most);
         }
         if (attn__max32(j0, w.from) < notes.all_from || attn__min32(j0 + BN, w.to) > notes.all_to) {
@@ -443,8 +475,7 @@ DEVICE int32_t work_span(const walk &w, const scoring &x, shared_notes &notes, i
         }
         begin_pv(y.o, p, wgmma_mn_major(half, BLOCK_BYTES));
     }
-    wgmma_wait_group(0);
-    if (tiles > 0) let_go(count - 1);
+    leave_tile(count - 1, tiles > 0);
     return attn__max32(tiles, 0);
 }
 
@@ -543,10 +574,8 @@ KERNEL __launch_bounds__(THREADS, 1) VARIANT(const __grid_constant__ attn_cuda_a
     if (cvta_shared(shared) != shared_start()) __trap();
     if (!start_walk(a, notes.list, first)) return;
     if (threadIdx.x == 0) {
-        for (int n = 0; n < STAGES; n++) {
-            mbarrier_init(BARRIER(full, n), 32 * FETCHERS_EACH);
-            mbarrier_init(BARRIER(empty, n), WORKERS / 32);
-        }
+        for (int n = 0; n < STAGES * PARTS; n++) mbarrier_init(BARRIER(full, n), 32 * FETCHERS_EACH);
+        for (int n = 0; n < STAGES * FETCHERS_EACH; n++) mbarrier_init(BARRIER(empty, n), WORKERS / 32);
         fence_mbarrier_init();
         notes.work = first;
         for (int n = 0; n < FETCHERS; n++) notes.ahead[n] = first;
