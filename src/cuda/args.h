@@ -9,6 +9,7 @@
  *   fwd_...    always           o, lse; or partial results of chunks of keys               fwd.cu, fwd_sm90.cu, any.cu
  *   fold       split            partial results -> o, lse, in the order of the chunks      merge.cu
  *   decode_... few rows         o, lse of sequences of at most ATTN_CUDA_SPLIT_ROWS rows   decode.cu, decode_sm90.cu
+ *   fold_lat.. split            what decode_sm90.cu leaves of long sequences               fold_latent.cu
  *   probs      probs            recomputed from q and k                                    probs.cu
  *   fill       ATTN_VARLEN_Q    rows of o and lse that no sequence covers                  fill.cu
  *
@@ -39,7 +40,7 @@ enum {
     ATTN_DECODE_ROWS = 16,                       /* rows of an item */
     ATTN_DECODE_WARPS = 4,                       /* of a block */
     ATTN_DECODE_NOTES = 3056,                    /* bytes of its shared memory besides tiles */
-    ATTN_DECODE90_SPAN = 1024,                   /* decode_sm90.cu: the same. O of 64 rows is a tenth of such a span's keys */
+    ATTN_DECODE90_SPAN = 1024, /* decode_sm90.cu: the same. O of 64 rows is a tenth of such a span's keys */
     ATTN_DECODE90_ROWS = 64,
     ATTN_DECODE90_WARPS = 12,
     ATTN_DECODE90_NOTES = 3072,
@@ -74,6 +75,9 @@ enum {
 #define ATTN_BWD_SUB(own, others, warps) ((others) < 64 * 16 * (warps) / (own) ? (others) : 64 * 16 * (warps) / (own))
 #define ATTN_BWD_SPLIT(own, warps, dim) ((own) / (warps) / 16 * (dim) > 160)
 
+/* fold_latent: warps that share a row which is split in so many spans. */
+#define ATTN_FOLD_SLICES(spans) ((spans) > 8 ? 4 : 1)
+
 /* Of a BWD90 line of bwd_sm90_wide.cu: buffers of d_o, and dims of d_q that leave at a time. */
 #define ATTN_WIDE_O_STAGES(dim) ((dim) > 192 ? 1 : 2)
 #define ATTN_WIDE_CHUNK(dim) ((dim) == 192 ? 64 : 32)
@@ -104,10 +108,7 @@ typedef struct attn_cuda_args {
     uint64_t *status;         /* sticky word: see attn_device_status; device address of host memory */
     attn_flash_range *ranges; /* FlashMask: [batch][flashmask_heads][range_tiles]; else NULL */
     int32_t range_tiles;      /* ceil(max_kv / range_cols) */
-    union {
-        int32_t range_cols; /* keys of a tile: the forward kernel's bn */
-        int32_t chunk_keys; /* fold: keys of a chunk */
-    };
+    int32_t range_cols;       /* keys of a tile: the forward kernel's bn */
     /*
      * Split: part_o[row][chunks][dim_v], part_lse[row][chunks]; floats, or doubles (attn__wide_problem). Sequence b has rows [heads_q][sq] from
      * b * part_rows * heads_q on, where part_rows = min(max_q, ATTN_CUDA_SPLIT_ROWS); of packed sequences from cu_q[b] * heads_q

@@ -636,6 +636,7 @@ static attn_status load_plan(attn_plan *plan, uint32_t gpus) {
         if (p->flags & ATTN_ROTARY) pieces[count++] = ATTN_ENTRY_rotate_q;
         if (p->flashmask_vectors) pieces[count++] = ATTN_ENTRY_ranges;
         if (plan->chunks) pieces[count++] = ATTN_ENTRY_fold;
+        if (plan->chunks && decodes_latent(plan)) pieces[count++] = ATTN_ENTRY_fold_latent;
         if (p->flags & ATTN_VARLEN_Q) pieces[count++] = ATTN_ENTRY_fill;
     }
     RETURN_IF_ERROR(attn__cuda_load(cuda, pieces, count, gpus));

@@ -117,7 +117,8 @@ extern const attn_cuda_entry attn__cuda_entries[ATTN_ENTRIES];
 
 /* Of a DECODE90 line: Q, stages of K, P that one consumer tells the other, notes. */
 #define ATTN_DECODE90_BYTES(dim, bn, stages)                                                                               \
-    ((size_t)2 * (ATTN_DECODE90_ROWS + (stages) * (bn)) * (dim) + (size_t)2 * ATTN_DECODE90_ROWS * (bn) + ATTN_DECODE90_NOTES)
+    ((size_t)2 * (ATTN_DECODE90_ROWS + (stages) * (bn)) * (dim) + (size_t)2 * ATTN_DECODE90_ROWS * (bn) +                  \
+     ATTN_DECODE90_NOTES)
 
 /* args.scale_log2; 0 where the scale is too small for a float. */
 static inline float attn__scale_log2(const attn_problem *p) { return (float)(p->scale * ATTN_LOG2E); }

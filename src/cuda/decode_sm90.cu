@@ -4,7 +4,7 @@
  *
  * The rows of all query heads of a KV head, 64 at a time, are an item with a sequence. Its keys are worked in spans of ATTN_DECODE90_SPAN,
  * counted from the sequence's key 0, each by itself, and the items' spans are shared out evenly over the blocks (decode_list.cuh), one to a
- * multiprocessor. A sequence of more keys leaves its spans as parts in the workspace, and `fold` (merge.cu) adds them up in their order. So
+ * multiprocessor. A sequence of more keys leaves its spans as parts in the workspace, and fold_latent.cu adds them up in their order. So
  * the bits depend on the sequence alone.
  *
  * A block has two consumers, warpgroups that multiply, and a third one whose warps fetch tiles of 64 keys, two for each of the two
@@ -63,15 +63,15 @@ enum {
     WARPS = ATTN_DECODE90_WARPS,
     THREADS = 32 * WARPS,
     FETCHERS = WARPS - WORKERS / 32,
-    FETCHERS_EACH = FETCHERS / STAGES,  /* warps that fetch a tile */
-    FETCHED = BN / FETCHERS_EACH,       /* rows of each */
-    BLOCKS = DIM / ATTN_MAP_COLS,       /* of columns */
-    PARTS = 3,                          /* of a tile, that are fetched and waited for one after the other */
+    FETCHERS_EACH = FETCHERS / STAGES, /* warps that fetch a tile */
+    FETCHED = BN / FETCHERS_EACH,      /* rows of each */
+    BLOCKS = DIM / ATTN_MAP_COLS,      /* of columns */
+    PARTS = 3,                         /* of a tile, that are fetched and waited for one after the other */
     PART_BLOCKS = BLOCKS / PARTS,
-    ROW = 128,                          /* bytes of a row of one */
+    ROW = 128, /* bytes of a row of one */
     BLOCK_BYTES = BN * ROW,
     TILE_BYTES = BLOCKS * BLOCK_BYTES,
-    COLUMNS = DV / CONSUMERS,           /* of O that a consumer has */
+    COLUMNS = DV / CONSUMERS,                           /* of O that a consumer has */
     HALF_BYTES = COLUMNS / ATTN_MAP_COLS * BLOCK_BYTES, /* of a tile, that it multiplies P with */
     NT = BN / 8,
     DT = COLUMNS / 8,
@@ -105,8 +105,8 @@ typedef struct row_notes {
 typedef struct shared_notes {
     uint64_t full[STAGES * PARTS], empty[STAGES * FETCHERS_EACH];
     list_notes list;
-    walk work;                /* where consumers are, */
-    walk ahead[FETCHERS];     /* and each warp that fetches */
+    walk work;            /* where consumers are, */
+    walk ahead[FETCHERS]; /* and each warp that fetches */
     row_notes row[ROWS];
     int32_t all_from, all_to; /* keys that all of them see */
     int32_t more;             /* is there another part? */
@@ -123,7 +123,8 @@ DEVICE uint32_t parity_of(uint32_t count) { return count / STAGES & 1; }
 
 /* Element offset of the lane's row of a tile whose first key is j0, and whether it is read at all. */
 DEVICE bool find_row(const attn_cuda_args &a, const walk &w, int32_t j0, int64_t *offset) {
-    const int32_t j = j0 + (int32_t)((threadIdx.x >> 5) % FETCHERS_EACH * FETCHED + (threadIdx.x & 31)), at = w.s.leftpad + j;
+    const int32_t j = j0 + (int32_t)((threadIdx.x >> 5) % FETCHERS_EACH * FETCHED + (threadIdx.x & 31)),
+                  at = w.s.leftpad + j;
     *offset = 0;
     if (j < w.from || j >= w.to) return false;
     if (a.p.page_size) {
@@ -486,8 +487,7 @@ DEVICE void store_pair(const attn_cuda_args &a, int64_t at, float x, float y) {
     if (a.p.out_dtype == ATTN_F32) {
         st_global_cg_v2((float *)a.f.o.data + at, x, y);
     } else {
-        *(uint32_t *)((uint16_t *)a.f.o.data + at) =
-            a.p.out_dtype == ATTN_BF16 ? cvt_rn_bf16x2(x, y) : cvt_rn_f16x2(x, y);
+        *(uint32_t *)((uint16_t *)a.f.o.data + at) = a.p.out_dtype == ATTN_BF16 ? cvt_rn_bf16x2(x, y) : cvt_rn_f16x2(x, y);
     }
 }
 

@@ -169,14 +169,6 @@ static attn_status launch_decode(const attn_cuda_run *run, const attn_plan *plan
     return attn__cuda_launch(run, run->decode, blocks, 0, 32 * e->warps, e->shared_bytes, &c);
 }
 
-/* Adds up the parts of sequences that are split in chunks of so many keys. */
-static attn_status launch_fold(const attn_cuda_run *run, attn_cuda_args a, int32_t chunk_keys) {
-    if (a.chunks <= 0) return ATTN_OK;
-    a.chunk_keys = chunk_keys;
-    return launch_warps(run, ATTN_ENTRY_fold,
-                        (int64_t)a.p.batch * a.p.heads_q * a.part_rows * attn__ceil_div(a.p.dim_v, 32), &a);
-}
-
 /* The same where V is the beginning of K: one block to a multiprocessor. */
 static attn_status launch_latent(const attn_cuda_run *run, const attn_plan *plan, attn_cuda_args a) {
     const attn_cuda_entry *e = &run->entries[run->decode];
@@ -188,7 +180,9 @@ static attn_status launch_latent(const attn_cuda_run *run, const attn_plan *plan
     if (a.chunks) set_parts(plan, &a);
     const int64_t each = spans > 1 ? spans : 1, blocks = items > most / each ? most : items * each;
     RETURN_IF_ERROR(attn__cuda_launch(run, run->decode, blocks, 0, 32 * e->warps, e->shared_bytes, &a));
-    return launch_fold(run, a, ATTN_DECODE90_SPAN);
+    if (!a.chunks) return ATTN_OK;
+    const int64_t parts = (int64_t)a.p.batch * a.p.heads_q * a.part_rows;
+    return launch_warps(run, ATTN_ENTRY_fold_latent, parts * ATTN_FOLD_SLICES(a.chunks), &a);
 }
 
 /* Attention itself. */
@@ -199,7 +193,8 @@ static attn_status launch_rows(const attn_cuda_run *run, const attn_plan *plan, 
         RETURN_IF_ERROR(run->entries[run->forward].hopper ? launch_hopper(run, a) : launch_blocks(run, a));
     if (run->decode >= 0)
         RETURN_IF_ERROR(run->entries[run->decode].latent ? launch_latent(run, plan, *a) : launch_decode(run, plan, a));
-    RETURN_IF_ERROR(launch_fold(run, *a, ATTN_CUDA_CHUNK));
+    if (a->chunks > 0)
+        RETURN_IF_ERROR(launch_warps(run, ATTN_ENTRY_fold, heads * a->part_rows * attn__ceil_div(p->dim_v, 32), a));
     if (!a->f.probs.data) return ATTN_OK;
     return attn__cuda_launch(run, ATTN_ENTRY_probs, heads * attn__ceil_div(p->max_q, ATTN_ANY_ROWS), 0,
                              32 * ATTN_CUDA_WARPS, 0, a);

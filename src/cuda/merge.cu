@@ -20,8 +20,6 @@ DEVICE double largest_lse(const attn_cuda_args &a, int64_t at, int32_t count) {
     return warp_max(most);
 }
 
-enum { EACH = 8 }; /* chunks that are fetched at a time */
-
 /* Adds up dim x of the chunks, unnormalised; *sum is that of their weights. Each lane works out the weight of one chunk in 32. */
 DEVICE double fold_chunks(const attn_cuda_args &a, int64_t at, int32_t count, double most, int32_t x, double *sum) {
     bool wide = attn__wide_problem(&a.p);
@@ -32,19 +30,11 @@ DEVICE double fold_chunks(const attn_cuda_args &a, int64_t at, int32_t count, do
         double lse = mine < count ? load_real(wide, a.part_lse, at + mine) : -INFINITY;
         double weights = lse == -INFINITY ? 0 : exp(lse - most);
         unsigned some = __ballot_sync(ALL_LANES, lse != -INFINITY);
-        for (int32_t c1 = 0; c1 < 32 && some >> c1; c1 += EACH) {
-            double part[EACH];
-#pragma unroll
-            for (int c = 0; c < EACH; c++) { /* a chunk without keys has not written its o */
-                bool is_there = x < a.p.dim_v && (some >> (c1 + c) & 1);
-                part[c] = is_there ? load_real(wide, a.part_o, (at + c0 + c1 + c) * a.p.dim_v + x) : 0;
-            }
-#pragma unroll
-            for (int c = 0; c < EACH; c++) { /* in ascending order */
-                double weight = __shfl_sync(ALL_LANES, weights, c1 + c);
-                *sum += weight;
-                o += weight * part[c];
-            }
+        for (; some; some &= some - 1) { /* in ascending order; a chunk without keys has not written its o */
+            int32_t c = __ffs((int)some) - 1;
+            double weight = __shfl_sync(ALL_LANES, weights, c);
+            *sum += weight;
+            if (x < a.p.dim_v) o += weight * load_real(wide, a.part_o, (at + c0 + c) * a.p.dim_v + x);
         }
     }
     return o;
@@ -63,7 +53,7 @@ KERNEL fold(const __grid_constant__ attn_cuda_args a) {
     attn_seq s = sequence(a, (int32_t)(n / slices / a.part_rows / a.p.heads_q));
     if (!is_split(a, s) || i >= s.sq) return;
     int64_t at = part_index(a, s, i, h, 0);
-    int32_t count = s.sk / a.chunk_keys + (s.sk % a.chunk_keys != 0);
+    int32_t count = s.sk / ATTN_CUDA_CHUNK + (s.sk % ATTN_CUDA_CHUNK != 0);
     double sum, factor = 1, most = largest_lse(a, at, count), o = fold_chunks(a, at, count, most, x, &sum);
     double lse = sum == 0 ? -INFINITY : most + log(sum);
     o = sum == 0 ? 0 : o / sum;

@@ -27,8 +27,8 @@ compile() { # object, the rest: adds the command to the list, unless the object 
 }
 : >"$out/commands"
 for source in $(sed -n 's/^PIECE([a-z_]*, \([a-z_]*\.cu\))$/\1/p' src/cuda/variants.def | sort -u); do
-    dynamic= # shared memory
-    if grep -q 'extern __shared__' "src/cuda/$source"; then dynamic=-DVARIANT=none; fi
+    dynamic= # shared memory, or instructions
+    if grep -q 'extern __shared__\|include "ptx.cuh"' "src/cuda/$source"; then dynamic=-DVARIANT=none; fi
     compile "$source.o" -Wno-unknown-pragmas $dynamic -c "src/cuda/$source"
 done
 kernels_of() { sed -n 's/^FWD(\([a-z0-9_]*\),.*/\1/p' "src/cuda/$1"; }

@@ -22,7 +22,8 @@
 /* ---- kernels ---- */
 
 /* What each is given: attn_cuda_args, but for two. */
-typedef attn_cuda_args args_append, args_rotate_q, args_ranges, args_fold, args_fill, args_probs, args_fwd_any;
+typedef attn_cuda_args args_append, args_rotate_q, args_ranges, args_fold, args_fill, args_probs, args_fwd_any,
+    args_fold_latent;
 typedef attn_cuda_args args_bwd_delta, args_bwd_fit, args_bwd_sink, args_bwd_cast, args_bwd_fill, args_bwd_any,
     args_bwd_any_q, args_bwd_bias;
 typedef attn_cuda_merge args_merge;
