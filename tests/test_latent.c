@@ -5,6 +5,7 @@
 #define _GNU_SOURCE
 #include <math.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include "build.h"
@@ -82,6 +83,36 @@ typedef struct shape {
     attn_dtype out_dtype;
 } shape;
 
+/* With NaN where there are no keys, before them and behind. */
+static void check_shape(attn_context *context, attn_dtype dtype, const shape *x, uint64_t seed, int32_t page_size) {
+    int32_t most = 0, used[4], leftpad[4];
+    for (int b = 0; b < 4; b++) {
+        leftpad[b] = (int32_t)(seed % 2) * b * 5;
+        used[b] = x->lengths[b] + leftpad[b];
+        if (used[b] > most) most = used[b];
+    }
+    rig r = {.p = latent(dtype, 4, x->heads, x->rows, most + 9)};
+    r.p.flags = x->flags | ATTN_USED_KV | ATTN_LEFTPAD;
+    r.p.window_left = x->left;
+    r.p.softcap = x->softcap;
+    r.p.scale = x->scale;
+    r.p.out_dtype = x->out_dtype;
+    r.f.used_kv = used;
+    r.f.leftpad = leftpad;
+    test_context("%s, %d heads, %d rows, keys %d %d %d %d, flags %x, seed %d", attn_dtype_name(dtype), x->heads, x->rows,
+                 x->lengths[0], x->lengths[1], x->lengths[2], x->lengths[3], x->flags, (int)seed);
+    if (!CHECK(make(&r, seed))) return;
+    for (int32_t b = 0; b < 4; b++) {
+        for (int32_t at = 0; at < leftpad[b]; at++) fill_nan(dtype, rig_key(&r, &r.f.k, dtype, b, at, 0), DIM);
+        for (int32_t at = used[b]; at < most + 9; at++) fill_nan(dtype, rig_key(&r, &r.f.k, dtype, b, at, 0), DIM);
+    }
+    CHECK_OK(rig_run(&r, context));
+    check_reference(&r);
+    check_alone(context, &r, x->flags);
+    check_pages(context, &r, page_size);
+    rig_free(&r);
+}
+
 static void shapes(attn_context *context, attn_dtype dtype) {
     static const shape list[] = {
         {16, 1, {1100, 1, 0, 1024}, .flags = 0},
@@ -90,36 +121,32 @@ static void shapes(attn_context *context, attn_dtype dtype) {
         {20, 5, {2100, 90, 1200, 7}, .flags = ATTN_CAUSAL | ATTN_WINDOW, .left = 300, .softcap = 20},
         {3, 16, {130, 17, 16, 15}, .flags = ATTN_CAUSAL | ATTN_SINK | ATTN_SCALE, .scale = -0.03, .out_dtype = ATTN_F32},
     };
-    for (size_t n = 0; n < sizeof list / sizeof list[0] && dtype != ATTN_F64; n++) {
-        const shape *x = &list[n];
-        int32_t most = 0, used[4], leftpad[4];
-        for (int b = 0; b < 4; b++) {
-            leftpad[b] = (int32_t)(n % 2) * b * 5;
-            used[b] = x->lengths[b] + leftpad[b];
-            if (used[b] > most) most = used[b];
-        }
-        rig r = {.p = latent(dtype, 4, x->heads, x->rows, most + 9)};
-        r.p.flags = x->flags | ATTN_USED_KV | ATTN_LEFTPAD;
-        r.p.window_left = x->left;
-        r.p.softcap = x->softcap;
-        r.p.scale = x->scale;
-        r.p.out_dtype = x->out_dtype;
-        r.f.used_kv = used;
-        r.f.leftpad = leftpad;
-        test_context("%s, %d heads, %d rows, %d keys", attn_dtype_name(dtype), x->heads, x->rows, x->lengths[0]);
-        if (!CHECK(make(&r, 2 + n))) return;
-        for (int32_t b = 0; b < 4; b++) {
-            for (int32_t at = 0; at < leftpad[b]; at++) fill_nan(dtype, rig_key(&r, &r.f.k, dtype, b, at, 0), DIM);
-            for (int32_t at = used[b]; at < most + 9; at++) fill_nan(dtype, rig_key(&r, &r.f.k, dtype, b, at, 0), DIM);
-        }
-        CHECK_OK(rig_run(&r, context));
-        check_reference(&r);
-        check_alone(context, &r, x->flags);
-        check_pages(context, &r, n % 2 ? 3 : 64);
-        rig_free(&r);
-    }
+    for (size_t n = 0; n < sizeof list / sizeof list[0] && dtype != ATTN_F64; n++)
+        check_shape(context, dtype, &list[n], 2 + n, n % 2 ? 3 : 64);
 }
 TEST(c5_latent_cache_is_the_same_alone_and_in_pages) { each_cpu(shapes); }
+
+/* ATTN_TEST_REPEAT of them. */
+static void any_shapes(attn_context *context, attn_dtype dtype) {
+    static const int32_t heads[] = {1, 5, 16, 24, 64, 128}, pages[] = {1, 7, 16, 64, 100};
+    const char *wish = getenv("ATTN_TEST_REPEAT");
+    const int times = wish ? atoi(wish) : 2;
+    uint64_t random = 77;
+    for (int n = 0; n < times && dtype != ATTN_F64; n++) {
+        shape x = {.heads = heads[random_range(&random, 0, 5)]};
+        const int32_t most = 160 / x.heads < 16 ? 160 / x.heads : 16;
+        x.rows = random_range(&random, 0, 2) ? 1 : random_range(&random, 1, most);
+        for (int b = 0; b < 4; b++) x.lengths[b] = random_range(&random, 0, random_range(&random, 0, 1) ? 140 : 2100);
+        if (random_range(&random, 0, 1)) x.flags |= ATTN_CAUSAL;
+        if (random_range(&random, 0, 3) == 0) x.flags |= ATTN_SINK;
+        if (random_range(&random, 0, 2) == 0) x.flags |= ATTN_WINDOW, x.left = random_range(&random, 0, 1500);
+        if (random_range(&random, 0, 3) == 0) x.softcap = 5;
+        if (random_range(&random, 0, 3) == 0) x.flags |= ATTN_SCALE, x.scale = 0.01 * random_range(&random, -5, 5);
+        if (random_range(&random, 0, 3) == 0) x.out_dtype = ATTN_F32;
+        check_shape(context, dtype, &x, 100 + (uint64_t)n, pages[random_range(&random, 0, 4)]);
+    }
+}
+TEST(c5_latent_caches_of_any_shape) { each_cpu(any_shapes); }
 
 /* Beside sequences of more rows, which other kernels have, of none, and with queries and keys packed. */
 static void packed(attn_context *context, attn_dtype dtype) {

@@ -153,21 +153,28 @@ DEVICE void fetch_part(const attn_cuda_args &a, int64_t offset, uint32_t wanted,
     cp_async_commit_group();
 }
 
+/*
+ * While a tile is fetched, the one after the next, which will have its place, is already on its way to L2: there may be more on the way from
+ * memory than shared memory has room for.
+ */
 DEVICE void fetch(const attn_cuda_args &a, shared_notes &notes) {
-    const uint32_t warp = (threadIdx.x - WORKERS) >> 5, own = warp % FETCHERS_EACH;
+    const uint32_t warp = (threadIdx.x - WORKERS) >> 5, stage = warp / FETCHERS_EACH, own = warp % FETCHERS_EACH;
     walk &w = notes.ahead[warp];
-    uint32_t count = 0; /* tiles */
+    uint32_t count = 0; /* tiles before the part */
     do {
-        const int32_t end = attn__min32(w.span_end * SPAN_TILES, w.tiles);
+        const int32_t first = w.span * SPAN_TILES, end = attn__min32(w.span_end * SPAN_TILES, w.tiles);
+        int32_t tile = first + (int32_t)((stage - count) % STAGES);
+        int64_t offset;
+        bool is_there = find_row(a, w, w.first * SPAN + tile * BN, &offset);
 #pragma unroll 1
-        for (int32_t tile = w.span * SPAN_TILES; tile < end; tile++, count++) {
-            const uint32_t stage = count % STAGES;
-            if (stage != warp / FETCHERS_EACH) continue;
-            int64_t offset;
-            const uint32_t wanted = __ballot_sync(~0u, find_row(a, w, w.first * SPAN + tile * BN, &offset));
-            mbarrier_wait_parity(BARRIER(empty, stage * FETCHERS_EACH + own), parity_of(count) ^ 1);
+        for (; tile < end; tile += STAGES) {
+            const uint32_t number = count + (uint32_t)(tile - first), wanted = __ballot_sync(~0u, is_there);
+            int64_t next;
+            is_there = find_row(a, w, w.first * SPAN + (tile + STAGES) * BN, &next) && tile + STAGES < end;
+            if (is_there) cp_async_bulk_prefetch_l2((const uint8_t *)a.f.k.data + 2 * next, 2 * DIM);
+            mbarrier_wait_parity(BARRIER(empty, stage * FETCHERS_EACH + own), parity_of(number) ^ 1);
 #pragma unroll 1
-            for (int part = 0; part < PARTS; part++) fetch_part(a, offset, wanted, tile_at(count), part);
+            for (int part = 0; part < PARTS; part++) fetch_part(a, offset, wanted, tile_at(number), part);
             cp_async_wait_group(2);
             fence_proxy_async();
             mbarrier_arrive(BARRIER(full, stage * PARTS));
@@ -177,7 +184,9 @@ DEVICE void fetch(const attn_cuda_args &a, shared_notes &notes) {
             cp_async_wait_group(0);
             fence_proxy_async();
             mbarrier_arrive(BARRIER(full, stage * PARTS + 2));
+            offset = next;
         }
+        count += (uint32_t)attn__max32(end - first, 0);
     } while (next_part(a, w, notes.list.mine));
 }
 

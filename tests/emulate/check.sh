@@ -76,8 +76,8 @@ fi
 # plain ones.
 export EMULATE_ARCH=90
 EMULATE_ORDER=random "$out/pieces" places
-ATTN_TEST_DTYPE=bf16 ATTN_TEST_BACKEND=cuda "$build/attn-tests" c1_ c2_ c4_empty s01_ s09_inf c5_unused c5_align c5_s03 c5_cache c5_first c5_causal_prefix_of c5_varlen_of s02_softcap_of s09_gradient c5_rows_that
-EMULATE_ORDER=random ATTN_TEST_DTYPE=f16 ATTN_TEST_BACKEND=cuda "$build/attn-tests" c2_nan_in_a c2_nan_in_pa s01_ s09_inf c5_align c5_paged_is
+ATTN_TEST_DTYPE=bf16 ATTN_TEST_BACKEND=cuda "$build/attn-tests" c1_ c2_ c4_empty s01_ s09_inf c5_unused c5_align c5_s03 c5_cache c5_first c5_causal_prefix_of c5_varlen_of s02_softcap_of s09_gradient c5_rows_that latent
+EMULATE_ORDER=random ATTN_TEST_DTYPE=f16 ATTN_TEST_BACKEND=cuda "$build/attn-tests" c2_nan_in_a c2_nan_in_pa s01_ s09_inf c5_align c5_paged_is latent
 EMULATE_ORDER=random "$build/attn" check --backend cuda --op forward --dtype bf16 --cases 300 --seed 9
 EMULATE_ORDER=reverse EMULATE_GUARD=before "$build/attn" check --backend cuda --op forward --dtype f16 --cases 150 --seed 4
 EMULATE_ORDER=random "$build/attn" check --backend cuda --op backward --dtype bf16 --cases 100 --seed 8
