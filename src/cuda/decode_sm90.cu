@@ -302,12 +302,17 @@ typedef struct state {
     float m[2], l[2], o[DT][4];
 } state;
 
-DEVICE void finish_scores(const scoring &x, const shared_notes &notes, float s[NT][4], int32_t j0) {
+/* Of an item: keys that any of its rows sees, and that all see. */
+typedef struct bounds {
+    int32_t from, to, all_from, all_to;
+} bounds;
+
+DEVICE void finish_scores(const scoring &x, const shared_notes &notes, const bounds &keys, float s[NT][4], int32_t j0) {
     if (!x.is_plain)
 #pragma unroll
         for (int n = 0; n < NT * 4; n++)
             s[n / 4][n % 4] = x.cap > 0 ? capped(s[n / 4][n % 4], x.cap, x.to_y) : __fmul_rn(s[n / 4][n % 4], x.raw);
-    if (j0 >= notes.all_from && j0 + BN <= notes.all_to) return;
+    if (j0 >= keys.all_from && j0 + BN <= keys.all_to) return;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         const row_notes &r = notes.row[row_of(half)];
@@ -448,12 +453,12 @@ DEVICE void leave_tile(uint32_t count, bool is_there) {
 }
 
 /* Scores of a tile, and what becomes of them. */
-DEVICE void make_weights(const scoring &x, shared_notes &notes, int number, uint32_t count, int32_t j0, float most[2],
-                         state &y, uint32_t p[PV_STEPS][4]) {
+DEVICE void make_weights(const scoring &x, shared_notes &notes, const bounds &keys, int number, uint32_t count, int32_t j0,
+                         float most[2], state &y, uint32_t p[PV_STEPS][4]) {
     float s[NT][4], sum[2];
     begin_qk(s, count);
     wgmma_wait_group(0);
-    finish_scores(x, notes, s, j0);
+    finish_scores(x, notes, keys, s, j0);
     make_p(x, most, sum, p, s);
     tell(notes, number, most, p);
     follow(x, y, most);
@@ -465,6 +470,7 @@ DEVICE void make_weights(const scoring &x, shared_notes &notes, int number, uint
 DEVICE int32_t work_span(const walk &w, const scoring &x, shared_notes &notes, int number, int32_t span, uint32_t count,
                          state &y) {
     const int32_t tiles = attn__min32(SPAN_TILES, w.tiles - span * SPAN_TILES);
+    const bounds keys = {w.from, w.to, notes.all_from, notes.all_to};
     int32_t j0 = (w.first + span) * SPAN;
 #pragma unroll 1
     for (int32_t n = 0; n < tiles; n++, count++, j0 += BN) {
@@ -473,19 +479,21 @@ DEVICE int32_t work_span(const walk &w, const scoring &x, shared_notes &notes, i
         float most[2] = {y.m[0], y.m[1]};
         leave_tile(count - 1, n > 0);
         if ((n & 1) == number) {
-            make_weights(x, notes, number, count, j0, most, y, p);
+            make_weights(x, notes, keys, number, count, j0, most, y, p);
         } else {
             be_told(notes, number, most, p);
             for (int part = 0; part < PARTS; part++) wait_for_part(count, part); /* they are there */
             follow(x, y, most);
         }
-        if (attn__max32(j0, w.from) < notes.all_from || attn__min32(j0 + BN, w.to) > notes.all_to) {
+        if (attn__max32(j0, keys.from) < keys.all_from || attn__min32(j0 + BN, keys.to) > keys.all_to) {
             if (bar_red_or(BARRIER_OWN + number, 128, holds_nonfinite(half))) add_nonfinite(y.o, half, number);
             bar_sync(BARRIER_BOTH, WORKERS); /* P is told again after that */
         }
         begin_pv(y.o, p, wgmma_mn_major(half, BLOCK_BYTES));
     }
     leave_tile(count - 1, tiles > 0);
+#pragma unroll
+    for (int n = 0; n < DT * 4; n++) y.o[n / 4][n % 4] = here_float(y.o[n / 4][n % 4]); /* nothing of it before the wait */
     return attn__max32(tiles, 0);
 }
 
@@ -500,11 +508,39 @@ DEVICE void store_pair(const attn_cuda_args &a, int64_t at, float x, float y) {
     }
 }
 
+/*
+ * A row of o as floats. Of two tiles of 8 columns that lie side by side, an even lane takes four columns of the first from itself and its
+ * neighbour, an odd one of the second.
+ */
+DEVICE void put_row(float *row, const float o[DT][4], int half, float factor) {
+    const int t = threadIdx.x & 3;
+    const bool odd = t & 1;
+    float *const to = row + odd * 8 + t / 2 * 4;
+#pragma unroll
+    for (int n = 0; n < DT; n += 2) {
+        const float *first = &o[n][2 * half], *second = &o[n + 1][2 * half];
+        const float x = __shfl_xor_sync(~0u, odd ? first[0] : second[0], 1),
+                    y = __shfl_xor_sync(~0u, odd ? first[1] : second[1], 1);
+        const float four[4] = {odd ? x : first[0], odd ? y : first[1], odd ? second[0] : x, odd ? second[1] : y};
+        if (row)
+            st_global_cg_v4((float4 *)(to + n * 8), __fmul_rn(four[0], factor), __fmul_rn(four[1], factor),
+                            __fmul_rn(four[2], factor), __fmul_rn(four[3], factor));
+    }
+}
+
+/* The same as the result, in its dtype. */
+DEVICE void store_row(const attn_cuda_args &a, int64_t at, const float o[DT][4], int half, float factor, float keys) {
+#pragma unroll
+    for (int n = 0; n < DT; n++)
+        store_pair(a, at + n * 8 + 2 * (int)(threadIdx.x & 3), __fmul_rn(__fmul_rn(o[n][2 * half], factor), keys),
+                   __fmul_rn(__fmul_rn(o[n][2 * half + 1], factor), keys));
+}
+
 /* The span's results: parts in the workspace, or o and lse. As finish_o of rows.cuh. */
 DEVICE void finish_span(const attn_cuda_args &a, const walk &w, const scoring &x, shared_notes &notes, int number,
                         int32_t span, state &y) {
     const int t = threadIdx.x & 3;
-    const bool splits = is_split(a, w.s);
+    const bool splits = is_split(a, w.s), writes = number == 0 && t == 0;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         y.l[half] += __shfl_xor_sync(~0u, y.l[half], 1);
@@ -515,27 +551,18 @@ DEVICE void finish_span(const attn_cuda_args &a, const walk &w, const scoring &x
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         const row_notes r = notes.row[row_of(half)];
-        if (r.i < 0) continue;
         const float sum = notes.sum[0][row_of(half)] + notes.sum[1][row_of(half)];
         const float factor = sum == 0 ? 0 : rcp_approx(sum);
-        const bool writes = number == 0 && t == 0;
         float lse = sum == 0 ? -INFINITY : lse_of(y.m[half], x.scale, sum), keys = 1;
         if (splits) {
-            const int64_t part = part_index(a, w.s, r.i, r.h, w.first + span);
-            float *to = (float *)a.part_o + part * DV + number * COLUMNS + 2 * t;
-            if (writes) ((float *)a.part_lse)[part] = lse;
-            if (sum == 0) continue;
-#pragma unroll
-            for (int n = 0; n < DT; n++)
-                st_global_cg_v2(to + n * 8, __fmul_rn(y.o[n][2 * half], factor), __fmul_rn(y.o[n][2 * half + 1], factor));
-        } else {
-            const int64_t to = attn__q_offset(&a.p, &a.f.o, &w.s, r.i, r.h) + number * COLUMNS + 2 * t;
+            const int64_t part = r.i < 0 ? 0 : part_index(a, w.s, r.i, r.h, w.first + span);
+            if (writes && r.i >= 0) ((float *)a.part_lse)[part] = lse;
+            float *row = (float *)a.part_o + part * DV + number * COLUMNS;
+            if (__any_sync(~0u, r.i >= 0)) put_row(r.i < 0 || sum == 0 ? NULL : row, y.o, half, factor);
+        } else if (r.i >= 0) {
             if (a.p.flags & ATTN_SINK) lse = add_sink(lse, a.f.sink[r.h], &keys);
             if (a.f.lse && writes) ((float *)a.f.lse)[attn__lse_index(&a.p, &w.s, r.i, r.h)] = lse;
-#pragma unroll
-            for (int n = 0; n < DT; n++)
-                store_pair(a, to + n * 8, __fmul_rn(__fmul_rn(y.o[n][2 * half], factor), keys),
-                           __fmul_rn(__fmul_rn(y.o[n][2 * half + 1], factor), keys));
+            store_row(a, attn__q_offset(&a.p, &a.f.o, &w.s, r.i, r.h) + number * COLUMNS, y.o, half, factor, keys);
         }
     }
     bar_sync(BARRIER_BOTH, WORKERS); /* nobody reads sums any more */
