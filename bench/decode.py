@@ -11,6 +11,9 @@ inputs, larger than the L2 cache twice over, and takes them in turn: what it rea
 graph, which is slower (2.8 TB/s on an H200 where kernels move 4.3). One of x bytes counts 2 x. The last column is the share of the copy's
 GB/s that libattn reached.
 
+Latent attention (MLA: keys of 576 dims, whose first 512 are the values, one KV head) has nobody beside it, as torch does such dims in no fast way;
+its bytes are counted once, and TFLOP/s are said too, of the query heads that there are.
+
 Caches of 8 bits have libattn with the same numbers in 16 bits beside them, and how many times faster they are: that column is a ratio of times, GB/s
 are of the bytes that each reads.
 
@@ -37,6 +40,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 COLD_BYTES = 256 << 20  # of all sets of inputs together, at least
 COPY_BYTES = 1 << 30
+LATENT = 512  # dims of v in those of k
 PEERS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "fa2": SDPBackend.FLASH_ATTENTION}
 KINDS = {  # of 8 bits: dtype, and what numbers are divided by
     "e4m3": (torch.float8_e4m3fn, 1 / 16),
@@ -54,6 +58,11 @@ class Case(NamedTuple):
     page: int = 0  # 0: contiguous
     used: bool = False  # lengths on the device, although they are all alike
     kv: str = ""  # of KINDS: k and v of 8 bits
+    latent: bool = False  # one KV head, whose first LATENT columns are v
+
+
+def mla(name, lengths, heads, **more):
+    return Case(f"mla {heads}, {name}", lengths, heads, 1, 576, latent=True, **more)
 
 
 CASES = [
@@ -87,18 +96,37 @@ CASES = [
     Case("16x8k, e5m2", [8192] * 16, kv="e5m2"),
     Case("16x8k, i8", [8192] * 16, kv="i8"),
     Case("64x4k, i8", [4096] * 64, kv="i8"),
+    mla("64x4k", [4096] * 64, 16),
+    mla("1x131k", [131072], 16),
+    mla("16x8k", [8192] * 16, 16),
+    mla("1x8k", [8192], 16),
+    mla("64x4k", [4096] * 64, 64),
+    mla("16x8k", [8192] * 16, 64),
+    mla("64x4k", [4096] * 64, 128),
+    mla("1x131k", [131072], 128),
+    mla("16x8k", [8192] * 16, 128),
+    mla("1x8k", [8192], 128),
+    mla("64x4k, pages of 64", [4096] * 64, 16, page=64),
+    mla("64x4k, pages of 64", [4096] * 64, 128, page=64),
+    mla("64x4k, pages of 1", [4096] * 64, 16, page=1),
 ]
 
 
 def quick(case):
-    return case._replace(lengths=[max(3, n // 128) for n in case.lengths[:3]], heads=4, heads_kv=2)
+    return case._replace(lengths=[max(3, n // 128) for n in case.lengths[:3]], heads=4, heads_kv=1 if case.latent else 2)
 
 
 def even(case):
     return len(set(case.lengths)) == 1
 
 
+def flops(case):
+    return 2 * sum(case.lengths) * case.heads * (case.dim + (LATENT if case.latent else case.dim))
+
+
 def cache_bytes(case, dtype):
+    if case.latent:
+        return sum(case.lengths) * case.dim * dtype.itemsize
     return 2 * sum(case.lengths) * case.heads_kv * case.dim * (1 if case.kv else dtype.itemsize)
 
 
@@ -111,6 +139,11 @@ class Inputs(NamedTuple):
 
 
 def make(case, dtype, device):
+    inputs = make_any(case, dtype, device)
+    return inputs._replace(v=inputs.k[..., :LATENT], dense=()) if case.latent else inputs
+
+
+def make_any(case, dtype, device):
     batch, most = len(case.lengths), max(case.lengths)
     q = torch.randn(batch, 1, case.heads, case.dim, dtype=dtype, device=device)
     lengths = torch.tensor(case.lengths, dtype=torch.int32, device=device)
@@ -164,6 +197,10 @@ def expected(inputs, case):
     factor = KINDS[case.kv][1] if case.kv else 1
     wide = [x.float() * factor if case.kv else x for x in inputs[1:3]]
     for b in range(len(case.lengths)):
+        if case.latent:  # heads are rows
+            k, v = (keys_of(inputs, case, b, x)[0].float() for x in wide)
+            rows.append((torch.softmax(inputs.q[b, 0].float() @ k.T / math.sqrt(case.dim), -1) @ v)[None])
+            continue
         k, v = (keys_of(inputs, case, b, x).float().repeat_interleave(case.heads // case.heads_kv, 0) for x in wide)
         q = inputs.q[b].transpose(0, 1).float()
         weights = torch.softmax(q @ k.transpose(1, 2) / math.sqrt(case.dim), -1)
@@ -218,14 +255,15 @@ def bench(case, dtype, arguments, report, copy):
         moved["16 bits"] *= dtype.itemsize
     speed = {name: moved[name] / times.ms[name] / 1e6 for name in runners}  # GB/s
     share = 100 * speed["libattn"] / speed["copy"]
+    tflops = flops(case) / times.ms["libattn"] / 1e9
     peers = "  ".join(f"{name} {1e3 * times.ms[name]:8.1f} us {speed[name]:6.0f} ({times.ms[name] / times.ms['libattn']:.2f}x)"
                       for name in others)
     print(f"{case.name:32} {cache_bytes(case, dtype) / 1e6:7.1f} MB  {1e3 * times.ms['libattn']:8.1f} us {speed['libattn']:6.0f} GB/s "
-          f"{share:5.1f} % of copy {speed['copy']:.0f}  {peers}  {made[0][1]} {times.how}"
+          f"{share:5.1f} % of copy {speed['copy']:.0f}  {f'{tflops:6.1f} TFLOP/s  ' if case.latent else ''}{peers}  {made[0][1]} {times.how}"
           f"{'' if is_right else f'  WRONG: {errors}'}", flush=True)
     report.write({"case": case.name, "kernel": made[0][1], "bytes": cache_bytes(case, dtype), "sets": count, "how": times.how,
                   "rounds": times.rounds, "us": {name: 1e3 * ms for name, ms in times.ms.items()}, "gb_s": speed,
-                  "percent_of_copy": share, "errors": errors, "right": is_right})
+                  "percent_of_copy": share, "tflop_s": tflops, "errors": errors, "right": is_right})
     return is_right
 
 

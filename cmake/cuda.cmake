@@ -1,4 +1,4 @@
-# GPU kernels: each FWD, FWD90, BWD, BWD90 and DECODE line of src/cuda/variants.def and each file of its PIECE lines becomes one fatbin, which
+# GPU kernels: each FWD, FWD90, BWD, BWD90, DECODE and DECODE90 line of src/cuda/variants.def and each file of its PIECE lines becomes one fatbin, which
 # src/cuda/images.c copies into the library. The host code of the cuda backend is compiled in any case; without kernels it says so.
 #
 #   ATTN_CUDA=AUTO     kernels when nvcc is found, or when ATTN_CUDA_KERNELS_DIR names a folder of ready-made ones
@@ -15,17 +15,17 @@ set(ATTN_CUDA_ARCHS
     -gencode arch=compute_80,code=sm_80 -gencode arch=compute_80,code=sm_86
     -gencode arch=compute_80,code=sm_90 -gencode arch=compute_80,code=compute_80
     CACHE STRING "Code that the fatbins hold, as nvcc's -gencode; Hopper's own kernels have theirs")
-# The kernels of FWD90 and BWD90 lines: wgmma and setmaxnreg are in sm_90a only, and PTX for it would compile for nothing else.
+# The kernels of FWD90, BWD90 and DECODE90 lines: wgmma and setmaxnreg are in sm_90a only, and PTX for it would compile for nothing else.
 set(attn_hopper_archs -gencode arch=compute_90a,code=sm_90a)
 
 set(cuda_src ${PROJECT_SOURCE_DIR}/src/cuda)
 set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${cuda_src}/variants.def)
 
 # attn_images: names of the images; attn_line_NAME: what the table says of a kernel of a line of its own.
-file(STRINGS ${cuda_src}/variants.def lines REGEX "^(FWD|FWD90|BWD|BWD90|DECODE|PIECE)\\(")
+file(STRINGS ${cuda_src}/variants.def lines REGEX "^(FWD|FWD90|BWD|BWD90|DECODE|DECODE90|PIECE)\\(")
 set(attn_images "")
 foreach(line IN LISTS lines)
-    if(line MATCHES "^(FWD|FWD90|BWD|BWD90|DECODE)\\( *([a-z0-9_]+) *,")
+    if(line MATCHES "^(FWD|FWD90|BWD|BWD90|DECODE|DECODE90)\\( *([a-z0-9_]+) *,")
         set(name ${CMAKE_MATCH_2})
         set(attn_line_${name} "${line}")
     elseif(line MATCHES "^PIECE\\( *[a-z0-9_]+ *, *([a-z0-9_]+)\\.cu *\\)")
@@ -103,6 +103,8 @@ function(attn_add_kernel folder name)
             if(NOT name MATCHES "_bf16_d(64|128)$")
                 set(source ${cuda_src}/bwd_sm90_wide.cu)
             endif()
+        elseif(attn_line_${name} MATCHES "^DECODE90")
+            set(source ${cuda_src}/decode_sm90.cu)
         elseif(attn_line_${name} MATCHES "^DECODE")
             set(source ${cuda_src}/decode.cu)
         elseif(attn_line_${name} MATCHES "^BWD")
@@ -128,7 +130,7 @@ endfunction()
 # of sm_80. Where Hopper has lines of its own the portable ones are never run there.
 function(attn_archs_of name result)
     set(archs ${ATTN_CUDA_ARCHS})
-    if(attn_line_${name} MATCHES "^(FWD90|BWD90)")
+    if(attn_line_${name} MATCHES "^(FWD90|BWD90|DECODE90)")
         set(archs ${attn_hopper_archs})
     elseif(NOT DEFINED attn_line_${name} OR attn_line_${name} MATCHES "^(FWD.*, *1\\)|BWD.*|DECODE.*)$")
         list(FILTER archs EXCLUDE REGEX "code=sm_86$")

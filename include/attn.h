@@ -249,6 +249,7 @@ typedef struct attn_problem {
  * Element [b][row][head][x] is at data + b*stride[0] + row*stride[1] + head*stride[2] + x. A packed tensor has no batch:
  * stride[0] is ignored. For paged k and v, stride[0] is the distance of pages. Tensors that are read may have zero
  * (broadcast) and negative strides; tensors that are written may not overlap themselves. data is aligned to its dtype.
+ * v may be the beginning of the rows of k, as in latent attention: the same data and strides, and a smaller dim.
  */
 typedef struct attn_tensor {
     void *data;

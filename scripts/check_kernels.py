@@ -5,7 +5,7 @@
 
 Exit 1 when a kernel spills, takes more registers than its blocks can have, more shared memory than its architecture has, was
 compiled with a warning ("serialized" among them: wgmma that waits for itself), or is missing; or when one of Hopper's kernels
-(FWD90, BWD90), which know no other architecture, was compiled for anything but sm_90a. src/cuda/budget.txt lists what
+(FWD90, BWD90, DECODE90), which know no other architecture, was compiled for anything but sm_90a. src/cuda/budget.txt lists what
 is allowed beyond that, each with its reason. Exit 0 with a word when there is no nvcc, and so nothing to check.
 """
 
@@ -24,6 +24,7 @@ SINK_THREADS = 256
 ANY_REALS = 4 * 4 * 576 + 32 * 33  # ATTN_BWD_ANY_REALS of src/cuda/args.h
 NOTES = int(re.search(r"ATTN_HOPPER_NOTES = (\d+)", (ROOT / "src/cuda/args.h").read_text())[1])
 NOTES_DECODE = int(re.search(r"ATTN_DECODE_NOTES = (\d+)", (ROOT / "src/cuda/args.h").read_text())[1])
+NOTES_DECODE90 = int(re.search(r"ATTN_DECODE90_NOTES = (\d+)", (ROOT / "src/cuda/args.h").read_text())[1])
 NOTES_BWD = int(re.search(r"ATTN_BWD90_NOTES = (\d+)", (ROOT / "src/cuda/args.h").read_text())[1])
 BYTES = {"F16": 2, "BF16": 2, "F32": 4}
 
@@ -32,7 +33,7 @@ def read_table():
     """{entry: (image, threads, dynamic shared memory, its limit, blocks on a multiprocessor, arch)} from variants.def."""
     entries = {}
     for line in (ROOT / "src/cuda/variants.def").read_text().splitlines():
-        match = re.match(r"(FWD|FWD90|BWD|BWD90|DECODE|PIECE)\((.*)\)", line)
+        match = re.match(r"(FWD|FWD90|BWD|BWD90|DECODE|DECODE90|PIECE)\((.*)\)", line)
         if not match:
             continue
         words = [word.strip() for word in match[2].split(",")]
@@ -54,6 +55,11 @@ def read_table():
             tiles = stages + 2 if words[2] == "I8" else stages * 2
             shared = tiles * bn * dim + NOTES_DECODE  # ATTN_DECODE_BYTES of cuda.h
             entries[words[0]] = (words[0], 128, shared, SHARED[80], blocks, None)
+            continue
+        if match[1] == "DECODE90":
+            dim, _, bn, stages = map(int, words[2:6])
+            shared = 2 * (64 + stages * bn) * dim + 2 * 64 * bn + NOTES_DECODE90  # ATTN_DECODE90_BYTES of cuda.h
+            entries[words[0]] = (words[0], 384, shared, SHARED[90], 1, "90a")
             continue
         if match[1] == "BWD90":
             dim, rows, keys, blocks, buffers = map(int, words[2:7])

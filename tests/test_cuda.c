@@ -451,8 +451,8 @@ static const attn_cuda_entry *best_decode(attn_dtype dtype, int32_t dim) {
     const attn_cuda_entry *best = NULL;
     for (int n = 0; n < ATTN_ENTRIES; n++) {
         const attn_cuda_entry *e = &attn__cuda_entries[n];
-        const bool fits =
-            e->decode && e->dtype == dtype && e->dim >= dim && e->shared_bytes <= (size_t)stub.shared_bytes[0];
+        const bool fits = e->decode && !e->latent && e->dtype == dtype && e->dim >= dim &&
+                          e->shared_bytes <= (size_t)stub.shared_bytes[0];
         if (fits && (!best || e->dim < best->dim)) best = e;
     }
     return best;

@@ -17,10 +17,10 @@ TEST(hopper_lines_come_in_threes) {
     for (int n = 0; n < ATTN_ENTRIES; n++) {
         const attn_cuda_entry *e = &attn__cuda_entries[n];
         int others = 0, portable = 0;
-        if (!e->hopper || e->op == ATTN_BACKWARD) continue;
+        if (!e->hopper || e->op == ATTN_BACKWARD || e->decode) continue;
         for (int k = 0; k < ATTN_ENTRIES; k++) {
             const attn_cuda_entry *x = &attn__cuda_entries[k];
-            if (x->op != e->op || x->dtype != e->dtype || x->dim != e->dim) continue;
+            if (x->op != e->op || x->decode || x->dtype != e->dtype || x->dim != e->dim) continue;
             portable += !x->hopper;
             if (x->hopper && (x->dim_qk != e->dim_qk || x->most_v != e->most_v)) continue;
             CHECK_SAY(!x->hopper || x->bn == e->bn, "%s has other tiles than %s", x->name, e->name);
@@ -117,6 +117,50 @@ TEST(hopper_serves_its_dims_on_sm_90_alone) {
         attn_context_destroy(context);
         CHECK(stub_live() == 0);
         stub_stop();
+    }
+}
+
+/* ---- latent attention ---- */
+
+/* v is the beginning of k, or lies elsewhere, or rows are odd: known at the run. */
+TEST(hopper_decodes_latent_attention_where_v_is_k) {
+    static const struct {
+        const char *what, *kernel;
+        int32_t rows, keys;
+        uint32_t flags;
+        unsigned blocks; /* 0: any */
+        bool folds;
+    } ways[] = {{"latent", "decode_sm90_bf16_d576_v512", 1, 3000, 0, 3 * 2 * 3, true},
+                {"one span", "decode_sm90_bf16_d576_v512", 2, 700, ATTN_CAUSAL, 3 * 4, false},
+                {"v elsewhere", "fwd_any", 1, 3000, 0, 0, true},
+                {"odd rows", "fwd_any", 1, 3000, 0, 0, true},
+                {"alibi", "fwd_any", 1, 3000, ATTN_ALIBI, 0, true},
+                {"more rows", "fwd_any", 17, 3000, 0, 0, false}};
+    for (int n = 0; n < 6; n++) {
+        rig r = {.p = problem(ATTN_BF16, 3, 128, 1, ways[n].rows, ways[n].keys, 576)};
+        r.p.dim_v = 512;
+        r.p.flags = ways[n].flags;
+        test_context("%s", ways[n].what);
+        stub_start();
+        if (!rig_make_on(&r, 0)) return;
+        attn_context *context = cuda_context();
+        attn_plan *plan;
+        if (!CHECK_OK(attn_plan_create(&plan, context, &r.p))) return;
+        CHECK((strstr(attn_plan_describe(plan), "v that is not the beginning of k: fwd_any") != NULL) == (n < 4));
+        if (n != 2) r.f.v = r.f.k;
+        if (n == 3) r.f.q.stride[0]++, r.f.q.data = stub_memory(STUB_DEVICE, 0, 1 << 20);
+        CHECK_OK(rig_run_plan(plan, &r, 0, NULL));
+        const stub_launch *l = forward_launch(), *last = stub_launch_at(stub_launches() - 1);
+        if (!CHECK(l != NULL)) return;
+        CHECK_SAY(strcmp(l->name, ways[n].kernel) == 0, "%s instead of %s", l->name, ways[n].kernel);
+        CHECK_SAY(!ways[n].blocks || l->grid[0] == ways[n].blocks, "%u blocks", l->grid[0]);
+        CHECK_SAY((strncmp(last->name, "fold", 4) == 0) == ways[n].folds, "%s is the last", last->name);
+        CHECK((strcmp(last->name, "fold_latent") == 0) == (n == 0));
+        attn_plan_destroy(plan);
+        attn_context_destroy(context);
+        CHECK(stub_live() == 0);
+        stub_stop();
+        rig_free(&r);
     }
 }
 

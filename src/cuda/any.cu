@@ -106,6 +106,7 @@ DEVICE void forward(const attn_cuda_args &a, real *memory) {
         if (i >= s.sq && i < a.p.max_q)
             write_empty(a, attn__q_offset(&a.p, &a.f.o, &s, i, h), attn__lse_index(&a.p, &s, i, h));
     }
+    if (a.chunks == ATTN_SHORT_ELSEWHERE && s.sq <= ATTN_CUDA_SPLIT_ROWS) return;
     if (!is_split(a, s)) {
         if (slot < a.row_tiles && slot * ROWS < s.sq) work_rows(a, s, h, slot * ROWS, -1, memory);
     } else if (slot < a.chunks && slot * (int64_t)ATTN_CUDA_CHUNK < s.sk) {

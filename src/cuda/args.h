@@ -9,7 +9,8 @@
  *   ranges     FlashMask        vectors -> minima and maxima per tile of keys              ranges.cu
  *   fwd_...    always           o, lse; or partial results of chunks of keys               fwd.cu, fwd_sm90.cu, any.cu
  *   fold       split            partial results -> o, lse, in the order of the chunks      merge.cu
- *   decode_... few rows         o, lse of sequences of at most ATTN_CUDA_SPLIT_ROWS rows   decode.cu
+ *   decode_... few rows         o, lse of sequences of at most ATTN_CUDA_SPLIT_ROWS rows   decode.cu, decode_sm90.cu
+ *   fold_lat.. split            what decode_sm90.cu leaves of long sequences               fold_latent.cu
  *   probs      probs            recomputed from q and k                                    probs.cu
  *   fill       ATTN_VARLEN_Q    rows of o and lse that no sequence covers                  fill.cu
  *
@@ -40,6 +41,10 @@ enum {
     ATTN_DECODE_ROWS = 16,                       /* rows of an item */
     ATTN_DECODE_WARPS = 4,                       /* of a block */
     ATTN_DECODE_NOTES = 3056,                    /* bytes of its shared memory besides tiles */
+    ATTN_DECODE90_SPAN = 1024, /* decode_sm90.cu: the same. O of 64 rows is a tenth of such a span's keys */
+    ATTN_DECODE90_ROWS = 64,
+    ATTN_DECODE90_WARPS = 12,
+    ATTN_DECODE90_NOTES = 3072,
     ATTN_SHORT_ELSEWHERE = -1,       /* attn_cuda_args.chunks: short sequences are not this kernel's, but decode's */
     ATTN_CUDA_WARPS = 4,             /* warps of a block of the pieces */
     ATTN_ANY_ROWS = ATTN_CUDA_WARPS, /* fwd_any: rows of a block, one warp each ... */
@@ -70,6 +75,9 @@ enum {
  */
 #define ATTN_BWD_SUB(own, others, warps) ((others) < 64 * 16 * (warps) / (own) ? (others) : 64 * 16 * (warps) / (own))
 #define ATTN_BWD_SPLIT(own, warps, dim) ((own) / (warps) / 16 * (dim) > 160)
+
+/* fold_latent: warps that share a row which is split in so many spans. */
+#define ATTN_FOLD_SLICES(spans) ((spans) > 8 ? 4 : 1)
 
 /* Of a BWD90 line of bwd_sm90_wide.cu: buffers of d_o, and dims of d_q that leave at a time. */
 #define ATTN_WIDE_O_STAGES(dim) ((dim) > 192 ? 1 : 2)

@@ -133,6 +133,24 @@ const attn_cuda_entry attn__cuda_entries[ATTN_ENTRIES] = {
                          .takes = ATTN_TAKES_ALL,                                                                          \
                          .ctas = blocks,                                                                                   \
                          .shared_bytes = ATTN_DECODE_BYTES(ATTN_##type, most, n, stages)},
+#define DECODE90(id, type, dims, v, n, stages)                                                                             \
+    [ATTN_ENTRY_##id] = {.name = #id,                                                                                      \
+                         .file = #id,                                                                                      \
+                         .decode = true,                                                                                   \
+                         .latent = true,                                                                                   \
+                         .hopper = true,                                                                                   \
+                         .arch = 90,                                                                                       \
+                         .dtype = ATTN_##type,                                                                             \
+                         .dim_qk = dims,                                                                                   \
+                         .most_v = v,                                                                                      \
+                         .dim = dims,                                                                                      \
+                         .dim_v = v,                                                                                       \
+                         .bm = ATTN_DECODE90_ROWS,                                                                         \
+                         .bn = n,                                                                                          \
+                         .warps = ATTN_DECODE90_WARPS,                                                                     \
+                         .takes = ATTN_TAKES_ALL,                                                                          \
+                         .ctas = 1,                                                                                        \
+                         .shared_bytes = ATTN_DECODE90_BYTES(dims, n, stages)},
 #define PIECE(...)
 #include "variants.def"
 #undef FWD
@@ -194,6 +212,13 @@ static const attn_kernel kernels[] = {
      .op = ATTN_FORWARD,                                                                                                   \
      .impl = &attn__cuda_entries[ATTN_ENTRY_##id],                                                                         \
      .rows = ATTN_DECODE_ROWS,                                                                                             \
+     .cols = n},
+#define DECODE90(id, type, dims, v, n, ...)                                                                                \
+    {.name = #id,                                                                                                          \
+     .needs = "sm_90a",                                                                                                    \
+     .op = ATTN_FORWARD,                                                                                                   \
+     .impl = &attn__cuda_entries[ATTN_ENTRY_##id],                                                                         \
+     .rows = ATTN_DECODE90_ROWS,                                                                                           \
      .cols = n},
 #define PIECE(...)
 #include "variants.def"
@@ -290,6 +315,7 @@ static bool decodes(const attn_cuda_entry *e, const attn_problem *p) {
     if (!e->decode || p->op != ATTN_FORWARD) return false;
     if (narrow ? !half || attn_dtype_size(p->kv_dtype) != 1 : !same) return false;
     if ((p->flags & ATTN_BIAS) || p->dropout > 0 || p->flashmask_vectors) return false;
+    if (e->latent) return e->dim_qk == p->dim_qk && e->dim_v == p->dim_v && !(p->flags & ATTN_ALIBI);
     return e->dim >= p->dim_qk && e->dim >= p->dim_v;
 }
 
@@ -373,7 +399,8 @@ static attn_status choose_kernels(attn_plan *plan, uint32_t *gpus, bool *tuned) 
         const bool all_few = few && plan->problem.max_q <= ATTN_CUDA_SPLIT_ROWS;
         const attn_kernel *k = all_few ? few : choose_tuned(plan, gpu, true, tuned);
         plan->gpu_kernel[n][0] = (int16_t)entry_of(k);
-        plan->gpu_kernel[n][1] = (int16_t)entry_of(all_few ? few : choose_tuned(plan, gpu, false, tuned));
+        const bool takes_all = all_few && !((const attn_cuda_entry *)few->impl)->latent; /* tensors of any kind */
+        plan->gpu_kernel[n][1] = (int16_t)entry_of(takes_all ? few : choose_tuned(plan, gpu, false, tuned));
         if (few) plan->gpu_decode[n] = (int16_t)entry_of(few);
         if (!plan->kernel || gpu->device == device) plan->kernel = k;
     }
@@ -407,7 +434,10 @@ static void describe_kernels(attn_plan *plan, bool tuned) {
                            attn__cuda_entries[choice[0]].name);
         if (choice[0] == entry_of(plan->kernel) && choice[1] != choice[0] && !told) {
             attn__plan_say(plan, "rows that are not 16-byte aligned%s: %s\n",
-                           own->hopper ? ", strides that TMA does not take" : "", attn__cuda_entries[choice[1]].name);
+                           own->latent   ? ", v that is not the beginning of k"
+                           : own->hopper ? ", strides that TMA does not take"
+                                         : "",
+                           attn__cuda_entries[choice[1]].name);
             told = true;
         }
     }
@@ -423,21 +453,29 @@ static bool decodes_everywhere(const attn_plan *plan) {
     return true;
 }
 
+/* Is it on one of them that of latent attention, which leaves parts, and may find tensors that it does not take? */
+static bool decodes_latent(const attn_plan *plan) {
+    for (int32_t n = 0; n < plan->context->cuda->state->gpus; n++)
+        if (plan->gpu_decode[n] >= 0 && attn__cuda_entries[plan->gpu_decode[n]].latent) return true;
+    return false;
+}
+
 /* Whether a sequence is split depends on its own rows only, so that results do not depend on the batch. */
 static void choose_split(attn_plan *plan) {
     const attn_problem *p = &plan->problem;
     int64_t chunks = attn__ceil_div(p->max_kv, ATTN_CUDA_CHUNK);
     if (!may_be_short(p)) return;
-    if (decodes_everywhere(plan)) {
+    const bool everywhere = decodes_everywhere(plan), latent = decodes_latent(plan);
+    if (everywhere) {
         if (p->max_q > ATTN_CUDA_SPLIT_ROWS)
             attn__plan_say(plan, "sequences of at most %d rows: %s\n", ATTN_CUDA_SPLIT_ROWS,
                            attn__cuda_entries[plan->gpu_decode[gpu_of(plan)]].name);
         attn__plan_say(plan, "split: %s in spans of %d keys\n", p->max_q > ATTN_CUDA_SPLIT_ROWS ? "these" : "all sequences",
-                       ATTN_DECODE_SPAN);
-        return;
+                       latent ? ATTN_DECODE90_SPAN : ATTN_DECODE_SPAN);
+        if (!latent) return;
     }
-    plan->chunks = chunks > 1 ? (int32_t)chunks : 0;
-    if (plan->chunks)
+    plan->chunks = chunks > 1 ? (int32_t)chunks : 0; /* latent: more than its spans */
+    if (plan->chunks && !everywhere)
         attn__plan_say(plan, "split: sequences of at most %d rows in chunks of %d keys\n", ATTN_CUDA_SPLIT_ROWS,
                        ATTN_CUDA_CHUNK);
 }
@@ -520,6 +558,7 @@ static bool decode_room(const attn_plan *plan, int64_t *floats, int64_t *counter
     for (int32_t n = 0; n < cuda->state->gpus; n++) {
         if (plan->gpu_kernel[n][0] < 0 || plan->gpu_decode[n] < 0) continue;
         const attn_cuda_entry *e = &attn__cuda_entries[plan->gpu_decode[n]];
+        if (e->latent) continue; /* it has parts */
         attn_cuda_decode c = {0};
         int64_t blocks, slots, some;
         if (!attn__cuda_decode_sizes(e, p, cuda->state->gpu[n].sms, cuda->state->gpu[n].shared_bytes, &c, &blocks))
@@ -605,6 +644,7 @@ static attn_status load_plan(attn_plan *plan, uint32_t gpus) {
         if (p->flags & ATTN_ROTARY) pieces[count++] = ATTN_ENTRY_rotate_q;
         if (p->flashmask_vectors) pieces[count++] = ATTN_ENTRY_ranges;
         if (plan->chunks) pieces[count++] = ATTN_ENTRY_fold;
+        if (plan->chunks && decodes_latent(plan)) pieces[count++] = ATTN_ENTRY_fold_latent;
         if (p->flags & ATTN_VARLEN_Q) pieces[count++] = ATTN_ENTRY_fill;
     }
     RETURN_IF_ERROR(attn__cuda_load(cuda, pieces, count, gpus));
@@ -702,7 +742,10 @@ static attn_status fail_gpu(const attn_gpu *gpu) {
 /* Which of the plan's two kernels these tensors get, and their maps with it. */
 static void choose_here(attn_cuda_run *run, const int16_t choice[2], const attn_plan *plan, const attn_buffers *f) {
     run->vector_ok = attn__cuda_aligned(plan, f);
-    run->forward = choice[run->vector_ok ? 0 : 1];
+    if (run->decode >= 0 && run->entries[run->decode].latent && !(run->vector_ok && attn__cuda_latent(plan, f)))
+        run->decode = -1;
+    const bool is_decode = run->entries[choice[0]].decode;
+    run->forward = choice[run->vector_ok && !(is_decode && run->decode < 0) ? 0 : 1];
     attn__cuda_map(run, plan, f);
     const attn_cuda_entry *e = &run->entries[run->forward];
     const bool wants_maps = e->hopper && (e->takes == ATTN_TAKES_PLAIN || e->op == ATTN_BACKWARD);
@@ -717,7 +760,7 @@ static attn_status run_here(const attn_plan *plan, const attn_buffers *f, void *
     if (choice[0] < 0) return fail_gpu(&cuda->state->gpu[place->gpu]);
     attn_cuda_run run = start(cuda, place, stream);
     run.decode = plan->gpu_decode[place->gpu];
-    if (plan->problem.op != ATTN_KV_APPEND) choose_here(&run, choice, plan, f);
+    if (plan->problem.op != ATTN_KV_APPEND) choose_here(&run, choice, plan, f); /* decode.cu's take any tensors */
     return plan->problem.op == ATTN_BACKWARD ? attn__cuda_backward(&run, plan, f) : attn__cuda_forward(&run, plan, f);
 }
 

@@ -44,6 +44,7 @@ enum {
 #define BWD(name, ...) ATTN_ENTRY_##name,
 #define BWD90(name, ...) ATTN_ENTRY_##name,
 #define DECODE(name, ...) ATTN_ENTRY_##name,
+#define DECODE90(name, ...) ATTN_ENTRY_##name,
 #define PIECE(...)
 #include "variants.def"
 #undef FWD
@@ -65,12 +66,12 @@ typedef struct attn_cuda_entry {
     bool one;         /* backward: d_q, d_k and d_v in one kernel, with turns; otherwise the next entry makes d_q */
     bool by_keys;     /* backward: keeps keys and makes d_k and d_v; otherwise d_q, and bm is of the rows that it keeps */
     bool split;       /* backward: blocks make either d_k or d_v */
-    bool decode;      /* of decode.cu: given attn_cuda_decode */
-    bool
-        waits; /* may begin before the kernel before it has ended, and waits for that itself, if its code is for sm_90 or newer */
-    bool hopper;    /* of fwd_sm90.cu or bwd_sm90.cu: for its arch alone, given attn_cuda_args90 */
-    int32_t blocks; /* backward: that share bn keys, and are a cluster if there are two */
-    int32_t arch;   /* least compute capability, times ten */
+    bool decode;      /* of decode.cu: given attn_cuda_decode; or of decode_sm90.cu */
+    bool latent;      /* of decode_sm90.cu: V is the first columns of K; given attn_cuda_args */
+    bool waits;       /* may begin before the kernel before it has ended, and waits for that itself, if its code is for sm_90 or newer */
+    bool hopper;      /* for its arch alone; of fwd_sm90.cu or bwd_sm90.cu: given attn_cuda_args90 */
+    int32_t blocks;   /* backward: that share bn keys, and are a cluster if there are two */
+    int32_t arch;     /* least compute capability, times ten */
     attn_dtype
         dtype; /* of tiles; ATTN_DTYPE_DEFAULT: every one (fwd_any), or no forward kernel at all; decode, ATTN_I8: any 8 bits */
     int32_t dim_qk; /* largest one */
@@ -114,6 +115,11 @@ extern const attn_cuda_entry attn__cuda_entries[ATTN_ENTRIES];
 /* Of a DECODE line: stages of K or V, notes; of 8 bits also the sums of teams, two stages' room. */
 #define ATTN_DECODE_BYTES(dtype, dim, bn, stages)                                                                          \
     (((dtype) == ATTN_I8 ? (size_t)(stages) + 2 : (size_t)(stages)*2) * (bn) * (dim) + ATTN_DECODE_NOTES)
+
+/* Of a DECODE90 line: Q, stages of K, P that one consumer tells the other, notes. */
+#define ATTN_DECODE90_BYTES(dim, bn, stages)                                                                               \
+    ((size_t)2 * (ATTN_DECODE90_ROWS + (stages) * (bn)) * (dim) + (size_t)2 * ATTN_DECODE90_ROWS * (bn) +                  \
+     ATTN_DECODE90_NOTES)
 
 /* args.scale_log2; 0 where the scale is too small for a float. */
 static inline float attn__scale_log2(const attn_problem *p) { return (float)(p->scale * ATTN_LOG2E); }
@@ -297,6 +303,9 @@ static inline int64_t attn__cuda_slot(const attn_cuda_entry *e, const attn_cuda_
 
 /* Do all rows of q (as the forward kernel sees it), k, v and o, of a backward d_o, start at multiples of 16 bytes? */
 bool attn__cuda_aligned(const attn_plan *plan, const attn_buffers *f);
+
+/* Is every row of v the beginning of that of k? */
+bool attn__cuda_latent(const attn_plan *plan, const attn_buffers *f);
 
 /* Makes the maps that run->forward wants, as far as the tensors can have any: run->tma says which. */
 void attn__cuda_map(attn_cuda_run *run, const attn_plan *plan, const attn_buffers *f);

@@ -30,8 +30,6 @@
 #include "decode_tile.cuh"
 #include "grid.cuh"
 
-#define HUGE_SCORE 4194304.0f /* as in rows.cuh */
-
 /* Two numbers of o. */
 DEVICE uint32_t pack_out(const attn_cuda_args &a, float low, float high) {
     if (!NARROW) return pack(low, high);
@@ -184,15 +182,6 @@ DEVICE state empty_state(const shared_notes &notes) {
 #pragma unroll
     for (int n = 0; n < DT * 4; n++) x.o[n / 4][n % 4] = 0;
     return x;
-}
-
-/* cap * tanh(raw * s / cap), as cap_scores of features.cuh. */
-DEVICE float capped(float s, float cap, float to_y) {
-    const float y = __fmul_rn(s, to_y), t = y * y;
-    if (!(fabsf(y) < 1.8f)) return fmaf(-2 * cap, rcp_approx(1 + ex2_approx(y * (float)ATTN_LOG2E)), cap);
-    const float c[6] = {cap * 0.4999999f,       cap * -0.0416644173f,  cap * 0.00415832574f,
-                        cap * -0.000410048877f, cap * 3.51292659e-05f, cap * -1.79529371e-06f};
-    return __fmul_rn(y, fmaf(t, fmaf(t, fmaf(t, fmaf(t, fmaf(t, c[5], c[4]), c[3]), c[2]), c[1]), c[0]));
 }
 
 /* Semantics 1 to 3, where a product is not a score already. The warp's keys begin with j0; the sequence has so many more keys than rows. */
@@ -672,19 +661,6 @@ DEVICE void fold_slots(const attn_cuda_decode &c, const walk &w, const shared_no
     }
 }
 
-/* o = 0 and lse = -inf for rows that are padding, where no other kernel comes by. */
-static __device__ __noinline__ void fill_padding(const attn_cuda_args &a, int32_t b, int32_t head, int32_t from) {
-    const int32_t group = a.group;
-    attn_seq s = {};
-    s.b = b;
-    for (int32_t i = from; i < a.p.max_q; i++)
-        for (int32_t h = head * group; h < head * group + group; h++) {
-            const int64_t at = attn__q_offset(&a.p, &a.f.o, &s, i, h);
-            for (int32_t x = threadIdx.x; x < a.p.dim_v; x += THREADS) attn__store(a.p.out_dtype, a.f.o.data, at + x, 0);
-            if (threadIdx.x == 0 && a.f.lse) ((float *)a.f.lse)[attn__lse_index(&a.p, &s, i, h)] = -INFINITY;
-        }
-}
-
 /* ---- the block's part of an item ---- */
 
 /* A super of the item, and what the block has of it; spans are counted as w.span. */
@@ -766,9 +742,9 @@ DEVICE void work_part(const attn_cuda_decode &c, const walk &w, desk &d) {
     state x;
 #pragma unroll 1
     for (int32_t super = (w.first + w.span) / SUPER; super * SUPER - w.first < w.span_end; super++) {
-        work_super(c, see_super(c, w, d.notes->mine, super), w, q, d, x);
+        work_super(c, see_super(c, w, d.notes->list.mine, super), w, q, d, x);
         super = here(super); /* where the super is, is found out again: meanwhile registers are scarce */
-        end_super(c, see_super(c, w, d.notes->mine, super), w, x, d, d.notes->rows, super);
+        end_super(c, see_super(c, w, d.notes->list.mine, super), w, x, d, d.notes->rows, super);
     }
 }
 
@@ -778,11 +754,13 @@ KERNEL __launch_bounds__(THREADS, K(CTAS)) VARIANT(const __grid_constant__ attn_
     shared_notes &notes = *(shared_notes *)(shared + AT_NOTES);
     griddepcontrol_launch_dependents();
     if (a.p.flags & ATTN_OWN_LENGTHS) griddepcontrol_wait(); /* else the block's share follows from the arguments alone */
-    const bool has_work = start_walk(a, notes);
+    const int warp = threadIdx.x >> 5;
+    walk first, &w = notes.work[warp];
+    const bool has_work = start_walk(a, notes.list, first);
     griddepcontrol_wait();
     if (!has_work) return;
-    const int warp = threadIdx.x >> 5;
-    walk &w = notes.work[warp];
+    if ((threadIdx.x & 31) == 0) notes.work[warp] = notes.ahead[warp] = first;
+    __syncthreads();
     desk d = {cvta_shared(shared) + warp / TEAM * TEAM_BYTES, 0, &notes, start_fetch(a, notes)};
 #pragma unroll 1
     for (int n = 0; n < STAGES; n++) leave_tile(a, a, d);
@@ -790,7 +768,7 @@ KERNEL __launch_bounds__(THREADS, K(CTAS)) VARIANT(const __grid_constant__ attn_
     do {
         work_part(c, w, d);
         const bool pads = !(a.p.flags & ATTN_VARLEN_Q) && a.p.max_q <= ATTN_CUDA_SPLIT_ROWS;
-        if (pads && w.block == 0 && w.span == 0 && w.s.sq < a.p.max_q) fill_padding(a, w.s.b, w.head, w.s.sq);
-    } while (next_part(a, w, notes.mine));
+        if (pads && w.block == 0 && w.span == 0 && w.s.sq < a.p.max_q) fill_padding(a, w.s.b, w.head, w.s.sq, THREADS);
+    } while (next_part(a, w, notes.list.mine));
     cp_async_wait_all();
 }

@@ -1,6 +1,6 @@
 /*
- * The parts of the decode kernel that are not arithmetic: the list of work and a block's share of it, and how tiles of K and V get into
- * shared memory. Reads the line VARIANT of variants.def.
+ * The parts of the decode kernel that are not arithmetic: what its threads tell each other, and how tiles of K and V get into
+ * shared memory; the list of work is in decode_list.cuh. Reads the line VARIANT of variants.def.
  */
 #ifndef ATTN_DECODE_CUH
 #define ATTN_DECODE_CUH
@@ -81,38 +81,17 @@ DEVICE int turn_of(int row) { return AROUND == 8 ? row & 7 : row >> 1 & 3; }
 DEVICE uint32_t start_of_row(uint32_t base, int row) { return base + row * ROW_BYTES + (turn_of(row) << 4); }
 DEVICE uint32_t piece_at(uint32_t row, int piece) { return (row ^ (piece % AROUND << 4)) + piece / AROUND * AROUND * 16; }
 
-/* ---- the list of work: [sequence][KV head][16 rows][span] ---- */
-
-/* Where a block is in the list: an item, and the spans of it that are the block's. Work is counted in units of a tile. */
-typedef struct walk {
-    attn_seq s;
-    int32_t head, block;    /* KV head; which 16 rows of it */
-    int32_t blocks;         /* of the sequence's rows: 0, and it is none of ours */
-    int32_t from, to;       /* keys that any row sees */
-    int32_t first;          /* the span that they begin in */
-    int32_t tiles;          /* from there on */
-    int32_t span, span_end; /* of the item, counted from `first`, that are this block's */
-    int64_t before;         /* units of the list before the item */
-} walk;
-
-/* What a block has of the list. */
-typedef struct share {
-    int64_t from, to; /* units: the spans that begin there */
-    int64_t all;      /* units of the whole list */
-} share;
+#include "decode_list.cuh"
 
 /* What threads tell each other. */
 typedef struct shared_notes {
     row_notes row[ROWS];
     int32_t rows;             /* of the item at hand */
     int32_t all_from, all_to; /* keys that all of them see */
+    int32_t last;             /* is_last */
     float most[TEAMS][ROWS];  /* of a row: maximum and sum over the team's keys of a span */
     float sum[TEAMS][ROWS];
-    int64_t sums[WARPS]; /* start_walk */
-    int64_t before;      /* start_walk: units before sequence b */
-    int32_t b;
-    int32_t last; /* is_last */
-    share mine;
+    list_notes list;
     walk work[WARPS]; /* where each warp works, */
     walk ahead
         [WARPS]; /* and where it fetches: here, as there is no room in registers, and memory is far while K and V stream in */
@@ -121,157 +100,6 @@ typedef struct shared_notes {
     int8_t fit[ROWS]; /* NARROW: q of a row is multiplied with 2^fit */
 } shared_notes;
 static_assert(sizeof(shared_notes) <= ATTN_DECODE_NOTES, "give the notes more room");
-
-/* x / by, neither of them negative; most often both fit into 32 bits. */
-static __device__ __noinline__ int64_t long_quotient(int64_t x, int64_t by) { return x / by; }
-DEVICE int64_t quotient(int64_t x, int64_t by) {
-    if (((uint64_t)x | (uint64_t)by) >> 32 == 0) return (uint32_t)x / (uint32_t)by;
-    return long_quotient(x, by);
-}
-
-/* Spans of so many units. */
-DEVICE int32_t ceil_spans(int64_t units) { return (int32_t)((uint64_t)(units + SPAN_TILES - 1) / SPAN_TILES); }
-
-/* The first unit of block n. */
-DEVICE int64_t share_of(int64_t all, uint32_t n) { return quotient(all * n + gridDim.x - 1, gridDim.x); }
-
-DEVICE int32_t spans_of(const walk &w) { return attn__max32(1, (w.tiles + SPAN_TILES - 1) / SPAN_TILES); }
-
-/* An item has one unit even without keys: somebody has to write its results. */
-DEVICE int32_t units_of(const walk &w) { return attn__max32(1, w.tiles); }
-
-/* The list's next sequence. The lengths of most batches are in memory; where they are all alike they are not. */
-DEVICE void see_sequence(const attn_cuda_args &a, walk &w, int32_t b) {
-    if (a.p.flags & ATTN_OWN_LENGTHS) {
-        w.s = sequence(a, b);
-    } else {
-        w.s = {};
-        w.s.b = w.s.slot = b;
-        w.s.sq = a.p.max_q;
-        w.s.sk = w.s.used = a.p.max_kv;
-    }
-    w.head = w.block = 0;
-    w.from = w.to = w.first = w.tiles = 0;
-    w.blocks = w.s.sq > ATTN_CUDA_SPLIT_ROWS ? 0 : attn__max32(1, (w.s.sq * a.group + ROWS - 1) / ROWS);
-    if (w.s.sq == 0) return;
-    const attn_mask mask = attn__seq_mask(&a.p, &w.s);
-    attn__mask_rows(&mask, 0, w.s.sq, &w.from, &w.to);
-    if (w.from >= w.to) w.from = w.to = 0;
-    w.first = w.from / SPAN;
-    w.tiles = (w.to - w.first * SPAN + BN - 1) / BN;
-}
-
-/* Units of a sequence. */
-DEVICE int64_t work_of(const attn_cuda_args &a, const walk &w) { return (int64_t)units_of(w) * w.blocks * a.p.heads_kv; }
-
-/* From the item at hand on, the first of which the block has a part. Is there one? */
-DEVICE bool find_part(const attn_cuda_args &a, walk &w, const share &mine) {
-    for (;;) {
-        if (w.blocks) {
-            const int64_t from = mine.from - w.before, to = mine.to - w.before;
-            if (to <= 0) return false;
-            const int32_t spans = spans_of(w);
-            w.span = from <= 0 ? 0 : ceil_spans(from);
-            w.span_end = to >= (int64_t)spans * SPAN_TILES ? spans : ceil_spans(to);
-            if (w.span < w.span_end) return true;
-            w.before += units_of(w);
-            if (++w.block < w.blocks) continue;
-            w.block = 0;
-            if (++w.head < a.p.heads_kv) continue;
-        }
-        if (w.s.b + 1 >= a.p.batch) return false;
-        see_sequence(a, w, w.s.b + 1);
-    }
-}
-
-/* The warp's next part: its first lane finds it. Is there one? */
-DEVICE bool next_part(const attn_cuda_args &a, walk &warps, const share &mine) {
-    bool found = false;
-    __syncwarp(); /* nobody reads the part before any more */
-    if ((threadIdx.x & 31) == 0) {
-        walk w = warps;
-        w.span = w.span_end;
-        if (w.span >= spans_of(w)) { /* otherwise the rest is the next block's */
-            w.before += units_of(w);
-            if (++w.block >= w.blocks) {
-                w.block = 0;
-                if (++w.head >= a.p.heads_kv) w.blocks = 0; /* through with it */
-            }
-            found = find_part(a, w, mine);
-        }
-        warps = w;
-    }
-    __syncwarp();
-    return __any_sync(~0u, found);
-}
-
-/*
- * Counts the work of all sequences, and finds that with which the block begins. A thread has some that follow each other. Is there
- * anything to do?
- */
-DEVICE bool start_walk(const attn_cuda_args &a, shared_notes &notes) {
-    walk w;
-    share mine;
-    const int32_t lane = (int32_t)threadIdx.x & 31, warp = (int32_t)threadIdx.x >> 5, batch = a.p.batch;
-    int64_t before = 0;
-    int32_t b = 0;
-    if ((a.p.flags & ATTN_OWN_LENGTHS) && batch > 1) {
-        const int32_t each = (batch + THREADS - 1) / THREADS, first = attn__min32((int32_t)threadIdx.x * each, batch);
-        const int32_t end = attn__min32(first + each, batch);
-        int64_t own = 0;
-        for (b = first; b < end; b++) {
-            see_sequence(a, w, b);
-            own += work_of(a, w);
-        }
-        uint64_t sum = (uint64_t)own; /* of the lanes up to this one */
-        for (int by = 1; by < 32; by *= 2) {
-            const uint64_t others = __shfl_sync(~0u, sum, (lane - by) & 31);
-            if (lane >= by) sum += others;
-        }
-        if (lane == 31) notes.sums[warp] = (int64_t)sum;
-        __syncthreads();
-        before = (int64_t)sum - own;
-        mine.all = 0;
-        for (int n = 0; n < WARPS; n++) {
-            if (n < warp) before += notes.sums[n];
-            mine.all += notes.sums[n];
-        }
-        mine.from = share_of(mine.all, blockIdx.x);
-        if (before <= mine.from && mine.from < before + own) { /* one thread of the block, if there is work at all */
-            for (b = first; b < end; b++) {
-                see_sequence(a, w, b);
-                if (mine.from < before + work_of(a, w)) break;
-                before += work_of(a, w);
-            }
-            notes.b = b;
-            notes.before = before;
-        }
-        __syncthreads();
-        if (mine.from >= mine.all) return false;
-        b = notes.b;
-        before = notes.before;
-        see_sequence(a, w, b);
-    } else { /* all alike, or one alone: sequences are items of another kind */
-        see_sequence(a, w, 0);
-        const int64_t each = work_of(a, w);
-        mine.all = each * batch;
-        mine.from = share_of(mine.all, blockIdx.x);
-        if (mine.from >= mine.all) return false;
-        b = (int32_t)quotient(mine.from, each);
-        before = b * each;
-        if (batch > 1) w.s.b = w.s.slot = b;
-    }
-    mine.to = share_of(mine.all, blockIdx.x + 1);
-    const uint32_t item = (uint32_t)quotient(mine.from - before, units_of(w));
-    w.before = before + (int64_t)item * units_of(w);
-    w.head = (int32_t)(item / (uint32_t)w.blocks);
-    w.block = (int32_t)(item % (uint32_t)w.blocks);
-    if (!find_part(a, w, mine)) return false;
-    if (lane == 0) notes.work[warp] = notes.ahead[warp] = w;
-    if (threadIdx.x == 0) notes.mine = mine;
-    __syncthreads();
-    return true;
-}
 
 /* ---- tiles of K and V to shared memory, a few ahead of the work ---- */
 
@@ -336,7 +164,7 @@ static __device__ __noinline__ fetcher next_fetch(const attn_cuda_args &a, fetch
     walk &w = notes.ahead[threadIdx.x >> 5];
     while (f.left == 0) {
         f.left = -1; /* no more */
-        if (!next_part(a, w, notes.mine)) break;
+        if (!next_part(a, w, notes.list.mine)) break;
         see_part(a, w, f);
         expect_q(a, w);
     }

@@ -5,6 +5,7 @@
 #define ATTN_DECODE_TILE_CUH
 
 #include "decode.cuh"
+#include "decode_score.cuh"
 
 DEVICE void multiply(float c[4], const uint32_t a[4], uint32_t b0, uint32_t b1) {
     if (BF16)
@@ -12,7 +13,6 @@ DEVICE void multiply(float c[4], const uint32_t a[4], uint32_t b0, uint32_t b1) 
     else
         mma_m16n8k16_f16(c, a, b0, b1);
 }
-DEVICE uint32_t pack(float low, float high) { return BF16 ? cvt_rn_bf16x2(low, high) : cvt_rn_f16x2(low, high); }
 
 /* The warp's dims of Q, K, V and O: all, or every other four pieces. */
 DEVICE int first_piece(void) { return (threadIdx.x >> 5) % TEAM * 4; }
@@ -157,13 +157,6 @@ DEVICE int column_of(int n) {
 }
 
 /* ---- infinities and NaN in V, where some rows do not see a key: 0 * NaN ---- */
-
-DEVICE int nonfinite_word(uint32_t x) { /* bit 0 for the low half, bit 1 for the high one */
-    const uint32_t ones = BF16 ? 0x7f80 : 0x7c00;
-    return ((x & ones) == ones) | ((x >> 16 & ones) == ones) << 1;
-}
-
-DEVICE float number_of(uint16_t x) { return BF16 ? attn__from_bf16(x) : cvt_f32_f16(x); }
 
 /* Of 8 bits: bit n for byte n. */
 DEVICE int nonfinite_bytes(uint32_t x, attn_dtype kind) {

@@ -57,6 +57,13 @@ static int32_t heads_of_hopper(const attn_problem *p, int64_t heads, int64_t row
     return (int32_t)best;
 }
 
+/* Where the parts of sequences that are split are. */
+static void set_parts(const attn_plan *plan, attn_cuda_args *a) {
+    a->part_o = attn__part(plan, &a->f, CUDA_PART_O);
+    a->part_lse = attn__part(plan, &a->f, CUDA_PART_LSE);
+    a->part_rows = attn__min32(a->p.max_q, ATTN_CUDA_SPLIT_ROWS);
+}
+
 static attn_cuda_args make_args(const attn_cuda_run *run, const attn_plan *plan, const attn_buffers *f) {
     const attn_problem *p = &plan->problem;
     attn_cuda_args a;
@@ -74,11 +81,7 @@ static attn_cuda_args make_args(const attn_cuda_run *run, const attn_plan *plan,
         a.range_tiles = (int32_t)attn__ceil_div(p->max_kv, forward->bn);
     }
     a.chunks = run->decode >= 0 ? ATTN_SHORT_ELSEWHERE : plan->chunks;
-    if (a.chunks > 0) {
-        a.part_o = attn__part(plan, f, CUDA_PART_O);
-        a.part_lse = attn__part(plan, f, CUDA_PART_LSE);
-        a.part_rows = attn__min32(p->max_q, ATTN_CUDA_SPLIT_ROWS);
-    }
+    if (a.chunks > 0) set_parts(plan, &a);
     a.row_tiles = (int32_t)attn__ceil_div(p->max_q, forward->bm);
     a.slots = attn__max32(a.row_tiles, a.chunks);
     a.dv_blocks = (int32_t)attn__ceil_div(p->dim_v, forward->dim_v);
@@ -162,13 +165,30 @@ static attn_status launch_decode(const attn_cuda_run *run, const attn_plan *plan
     return attn__cuda_launch(run, run->decode, blocks, 0, 32 * e->warps, e->shared_bytes, &c);
 }
 
+/* The same where V is the beginning of K: one block to a multiprocessor. */
+static attn_status launch_latent(const attn_cuda_run *run, const attn_plan *plan, attn_cuda_args a) {
+    const attn_cuda_entry *e = &run->entries[run->decode];
+    const int64_t spans = attn__ceil_div(a.p.max_kv, ATTN_DECODE90_SPAN), most = blocks_of_hopper(run);
+    a.group = a.p.heads_q / a.p.heads_kv;
+    const int64_t rows = (int64_t)attn__min32(a.p.max_q, ATTN_CUDA_SPLIT_ROWS) * a.group;
+    const int64_t items = (int64_t)a.p.batch * a.p.heads_kv * attn__ceil_div(rows, ATTN_DECODE90_ROWS);
+    a.chunks = spans > 1 ? (int32_t)spans : 0;
+    if (a.chunks) set_parts(plan, &a);
+    const int64_t each = spans > 1 ? spans : 1, blocks = items > most / each ? most : items * each;
+    RETURN_IF_ERROR(attn__cuda_launch(run, run->decode, blocks, 0, 32 * e->warps, e->shared_bytes, &a));
+    if (!a.chunks) return ATTN_OK;
+    const int64_t parts = (int64_t)a.p.batch * a.p.heads_q * a.part_rows;
+    return launch_warps(run, ATTN_ENTRY_fold_latent, parts * ATTN_FOLD_SLICES(a.chunks), &a);
+}
+
 /* Attention itself. */
 static attn_status launch_rows(const attn_cuda_run *run, const attn_plan *plan, const attn_cuda_args *a) {
     const attn_problem *p = &a->p;
     int64_t heads = (int64_t)p->batch * p->heads_q;
     if (!run->entries[run->forward].decode)
         RETURN_IF_ERROR(run->entries[run->forward].hopper ? launch_hopper(run, a) : launch_blocks(run, a));
-    if (run->decode >= 0) RETURN_IF_ERROR(launch_decode(run, plan, a));
+    if (run->decode >= 0)
+        RETURN_IF_ERROR(run->entries[run->decode].latent ? launch_latent(run, plan, *a) : launch_decode(run, plan, a));
     if (a->chunks > 0)
         RETURN_IF_ERROR(launch_warps(run, ATTN_ENTRY_fold, heads * a->part_rows * attn__ceil_div(p->dim_v, 32), a));
     if (!a->f.probs.data) return ATTN_OK;

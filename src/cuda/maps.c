@@ -49,6 +49,14 @@ bool attn__cuda_aligned(const attn_plan *plan, const attn_buffers *f) {
     return aligned;
 }
 
+bool attn__cuda_latent(const attn_plan *plan, const attn_buffers *f) {
+    view views[VIEWS];
+    view_all(plan, f, views);
+    bool same = f->k.data == f->v.data;
+    for (int n = 0; n < 3; n++) same = same && (views[VIEW_K].size[n] <= 1 || f->k.stride[n] == f->v.stride[n]);
+    return same;
+}
+
 /* The map of a tensor, of boxes of so many rows and blocks of columns. False: it can have none. */
 static bool make_map(const attn_driver *driver, const view *v, int32_t rows, int32_t blocks, attn_tensor_map *map) {
     enum { ROW = 1, HEAD = 2, BATCH = 0 }; /* in t.stride and size; a map counts from the innermost dim on */
@@ -97,7 +105,7 @@ void attn__cuda_map(attn_cuda_run *run, const attn_plan *plan, const attn_buffer
     const attn_cuda_entry *e = &run->entries[run->forward];
     view views[VIEWS];
     run->tma = run->whole = 0;
-    if (!e->hopper) return;
+    if (!e->hopper || e->decode) return;
     view_all(plan, f, views);
     bool may_q = views[VIEW_Q].dtype == e->dtype, may_o = views[VIEW_O].dtype == e->dtype;
     run->box = rows_of_box(e->op == ATTN_BACKWARD ? e->bn / e->blocks : e->bn, plan->problem.page_size);

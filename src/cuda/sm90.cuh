@@ -111,6 +111,10 @@ PTX void cp_async_bulk_load(uint32_t to, const void *from, uint32_t bytes, uint3
                  "l"(from), "r"(bytes), "r"(barrier)
                  : "memory");
 }
+/* So many bytes to L2, a multiple of 16. */
+PTX void cp_async_bulk_prefetch_l2(const void *from, uint32_t bytes) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+}
 PTX void cp_async_bulk_commit_group(void) { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 /* Until the stores of this thread have read shared memory; until they are complete. */
 PTX void cp_async_bulk_wait_group_read(void) { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }

@@ -27,8 +27,8 @@ compile() { # object, the rest: adds the command to the list, unless the object 
 }
 : >"$out/commands"
 for source in $(sed -n 's/^PIECE([a-z_]*, \([a-z_]*\.cu\))$/\1/p' src/cuda/variants.def | sort -u); do
-    dynamic= # shared memory
-    if grep -q 'extern __shared__' "src/cuda/$source"; then dynamic=-DVARIANT=none; fi
+    dynamic= # shared memory, or instructions
+    if grep -q 'extern __shared__\|include "ptx.cuh"' "src/cuda/$source"; then dynamic=-DVARIANT=none; fi
     compile "$source.o" -Wno-unknown-pragmas $dynamic -c "src/cuda/$source"
 done
 kernels_of() { sed -n 's/^FWD(\([a-z0-9_]*\),.*/\1/p' "src/cuda/$1"; }
@@ -55,6 +55,9 @@ done
 for kernel in $(sed -n 's/^DECODE(\([a-z0-9_]*\),.*/\1/p' src/cuda/variants.def); do
     compile "$kernel.o" $fwd "-DVARIANT=$kernel" -c src/cuda/decode.cu
 done
+for kernel in $(sed -n 's/^DECODE90(\([a-z0-9_]*\),.*/\1/p' src/cuda/variants.def); do
+    compile "$kernel.o" $fwd "-DVARIANT=$kernel" -c src/cuda/decode_sm90.cu
+done
 kernels=$objects
 compile hopper_test.o $fwd -DVARIANT=none -c tests/emulate/hopper_test.cu
 xargs -r -P "$(nproc)" -d '\n' -n 1 sh -c <"$out/commands"
@@ -73,8 +76,8 @@ fi
 # plain ones.
 export EMULATE_ARCH=90
 EMULATE_ORDER=random "$out/pieces" places
-ATTN_TEST_DTYPE=bf16 ATTN_TEST_BACKEND=cuda "$build/attn-tests" c1_ c2_ c4_empty s01_ s09_inf c5_unused c5_align c5_s03 c5_cache c5_first c5_causal_prefix_of c5_varlen_of s02_softcap_of s09_gradient c5_rows_that c5_chunks
-EMULATE_ORDER=random ATTN_TEST_DTYPE=f16 ATTN_TEST_BACKEND=cuda "$build/attn-tests" c2_nan_in_a c2_nan_in_pa s01_ s09_inf c5_align c5_paged_is
+ATTN_TEST_DTYPE=bf16 ATTN_TEST_BACKEND=cuda "$build/attn-tests" c1_ c2_ c4_empty s01_ s09_inf c5_unused c5_align c5_s03 c5_cache c5_first c5_causal_prefix_of c5_varlen_of s02_softcap_of s09_gradient c5_rows_that c5_chunks latent
+EMULATE_ORDER=random ATTN_TEST_DTYPE=f16 ATTN_TEST_BACKEND=cuda "$build/attn-tests" c2_nan_in_a c2_nan_in_pa s01_ s09_inf c5_align c5_paged_is latent
 EMULATE_ORDER=random "$build/attn" check --backend cuda --op forward --dtype bf16 --cases 300 --seed 9
 EMULATE_ORDER=reverse EMULATE_GUARD=before "$build/attn" check --backend cuda --op forward --dtype f16 --cases 150 --seed 4
 EMULATE_ORDER=random "$build/attn" check --backend cuda --op backward --dtype bf16 --cases 100 --seed 8

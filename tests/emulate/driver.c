@@ -22,7 +22,8 @@
 /* ---- kernels ---- */
 
 /* What each is given: attn_cuda_args, but for two. */
-typedef attn_cuda_args args_append, args_rotate_q, args_ranges, args_fold, args_fill, args_probs, args_fwd_any;
+typedef attn_cuda_args args_append, args_rotate_q, args_ranges, args_fold, args_fill, args_probs, args_fwd_any,
+    args_fold_latent;
 typedef attn_cuda_args args_bwd_delta, args_bwd_fit, args_bwd_sink, args_bwd_cast, args_bwd_fill, args_bwd_any,
     args_bwd_any_q, args_bwd_bias;
 typedef attn_cuda_merge args_merge;
@@ -43,6 +44,7 @@ typedef attn_cuda_rotary args_rotary;
 #define BWD(entry, ...) ENTRY(entry, attn_cuda_args)
 #define BWD90(entry, ...) ENTRY(entry, attn_cuda_args90)
 #define DECODE(entry, ...) ENTRY(entry, attn_cuda_decode)
+#define DECODE90(entry, ...) ENTRY(entry, attn_cuda_args)
 #define PIECE(entry, file) ENTRY(entry, args_##entry)
 #include "cuda/tune.def"
 #include "cuda/variants.def"
@@ -65,6 +67,7 @@ static const struct {
 #define BWD(entry, ...) ROW(entry)
 #define BWD90(entry, type, dim, rows, keys, blocks, buffers) CLUSTERS(entry, blocks ? blocks : 1)
 #define DECODE(entry, ...) ROW(entry)
+#define DECODE90(entry, ...) ROW(entry)
 #define PIECE(entry, file) ROW(entry)
 #include "cuda/tune.def"
 #include "cuda/variants.def"

@@ -53,6 +53,10 @@ PTX void cp_reduce_async_bulk_add_f32(void *to, uint32_t from, uint32_t bytes) {
 PTX void cp_async_bulk_load(uint32_t to, const void *from, uint32_t bytes, uint32_t barrier) {
     emulate_bulk_load(to, from, bytes, barrier);
 }
+PTX void cp_async_bulk_prefetch_l2(const void *from, uint32_t bytes) { /* not past the end */
+    if ((uintptr_t)from % 16 || bytes % 16) emulate_fail("cp.async.bulk.prefetch of %u bytes from %p", bytes, from);
+    (void)((const volatile uint8_t *)from)[0], (void)((const volatile uint8_t *)from)[bytes - 1];
+}
 PTX void cp_async_bulk_commit_group(void) { emulate_bulk_commit(); }
 PTX void cp_async_bulk_wait_group_read(void) { emulate_bulk_wait(1); }
 PTX void cp_async_bulk_wait_group(void) { emulate_bulk_wait(0); }
