@@ -52,8 +52,8 @@ def read_table():
             continue
         if match[1] == "DECODE":
             dim, bn, stages, blocks = map(int, words[3:7])
-            tiles = stages + 2 if words[2] == "I8" else stages * 2
-            shared = tiles * bn * dim + NOTES_DECODE  # ATTN_DECODE_BYTES of cuda.h
+            rows = stages * bn + (128 if dim > 128 else 256) if words[2] == "I8" else stages * 2 * bn
+            shared = rows * dim + NOTES_DECODE  # ATTN_DECODE_BYTES of cuda.h
             entries[words[0]] = (words[0], 128, shared, SHARED[80], blocks, None)
             continue
         if match[1] == "DECODE90":

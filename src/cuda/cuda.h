@@ -68,10 +68,11 @@ typedef struct attn_cuda_entry {
     bool split;       /* backward: blocks make either d_k or d_v */
     bool decode;      /* of decode.cu: given attn_cuda_decode; or of decode_sm90.cu */
     bool latent;      /* of decode_sm90.cu: V is the first columns of K; given attn_cuda_args */
-    bool waits;       /* may begin before the kernel before it has ended, and waits for that itself, if its code is for sm_90 or newer */
-    bool hopper;      /* for its arch alone; of fwd_sm90.cu or bwd_sm90.cu: given attn_cuda_args90 */
-    int32_t blocks;   /* backward: that share bn keys, and are a cluster if there are two */
-    int32_t arch;     /* least compute capability, times ten */
+    bool
+        waits; /* may begin before the kernel before it has ended, and waits for that itself, if its code is for sm_90 or newer */
+    bool hopper;    /* for its arch alone; of fwd_sm90.cu or bwd_sm90.cu: given attn_cuda_args90 */
+    int32_t blocks; /* backward: that share bn keys, and are a cluster if there are two */
+    int32_t arch;   /* least compute capability, times ten */
     attn_dtype
         dtype; /* of tiles; ATTN_DTYPE_DEFAULT: every one (fwd_any), or no forward kernel at all; decode, ATTN_I8: any 8 bits */
     int32_t dim_qk; /* largest one */
@@ -112,9 +113,10 @@ extern const attn_cuda_entry attn__cuda_entries[ATTN_ENTRIES];
                : ATTN_BWD90_NARROW_BYTES(dim, rows, keys, buffers)) +                                                      \
      ATTN_BWD90_NOTES)
 
-/* Of a DECODE line: stages of K or V, notes; of 8 bits also the sums of teams, two stages' room. */
+/* Of a DECODE line: stages of K or V, notes; of 8 bits also the sums of teams, four or two. */
 #define ATTN_DECODE_BYTES(dtype, dim, bn, stages)                                                                          \
-    (((dtype) == ATTN_I8 ? (size_t)(stages) + 2 : (size_t)(stages)*2) * (bn) * (dim) + ATTN_DECODE_NOTES)
+    (((dtype) == ATTN_I8 ? (size_t)(stages) * (bn) + ((dim) > 128 ? 128 : 256) : (size_t)(stages)*2 * (bn)) * (dim) +      \
+     ATTN_DECODE_NOTES)
 
 /* Of a DECODE90 line: Q, stages of K, P that one consumer tells the other, notes. */
 #define ATTN_DECODE90_BYTES(dim, bn, stages)                                                                               \

@@ -38,30 +38,31 @@ enum {
     STAGES = K(STAGES),
     WARPS = ATTN_DECODE_WARPS,
     THREADS = 32 * WARPS,
-    ROWS = 16,                     /* of an item */
-    KEYS = 32,                     /* of a tile that a team has */
-    TEAMS = BN / KEYS,             /* of a block: a warp, or two that share the dims of Q, K, V and O */
-    TEAM = WARPS / TEAMS,          /* warps of one */
-    FETCHED = KEYS / TEAM,         /* rows of a tile that a warp fetches */
-    ROW_BYTES = DIM * BYTES,       /* of K or V */
-    PIECES = ROW_BYTES / 16,       /* of 16 bytes in a row */
-    EACH_PIECE = 16 / BYTES,       /* elements */
-    NT = KEYS / 8,                 /* 8-key tiles of a team's keys */
-    STEPS = DIM / 16 / TEAM,       /* of S = Q K^T that a warp does */
-    DT_TEAM = DIM / 8 / TEAM,      /* 8-column tiles of O that a warp has within a span */
-    DT = DIM / 8 / WARPS,          /* and then, when the teams have met */
-    TEAM_BYTES = KEYS * ROW_BYTES, /* the team's rows of a tile */
+    ROWS = 16,                              /* of an item */
+    TEAM = DIM > 128 ? 2 : 1,               /* warps that share the dims of Q, K, V and O */
+    TEAMS = WARPS / TEAM,                   /* of a block */
+    KEYS = BN / TEAMS,                      /* of a tile that a team has */
+    FETCHED = KEYS / TEAM,                  /* rows of a tile that a warp fetches ... */
+    LOT = FETCHED < 32 ? (int)FETCHED : 32, /* ... and that its lanes find out about at a time, ... */
+    LOTS = FETCHED / LOT,                   /* ... where it is not simply the next one */
+    ROW_BYTES = DIM * BYTES,                /* of K or V */
+    PIECES = ROW_BYTES / 16,                /* of 16 bytes in a row */
+    EACH_PIECE = 16 / BYTES,                /* elements */
+    NT = KEYS / 8,                          /* 8-key tiles of a team's keys */
+    STEPS = DIM / 16 / TEAM,                /* of S = Q K^T that a warp does */
+    DT_TEAM = DIM / 8 / TEAM,               /* 8-column tiles of O that a warp has within a span */
+    DT = DIM / 8 / WARPS,                   /* and then, when the teams have met */
+    TEAM_BYTES = KEYS * ROW_BYTES,          /* the team's rows of a tile */
     TILE_BYTES = BN * ROW_BYTES,
     SUM_BYTES = ROWS * DIM * 4, /* O of a team, where teams meet */
     SPAN = ATTN_DECODE_SPAN,    /* keys */
     SUPER = ATTN_DECODE_SUPER,  /* spans */
     SPAN_TILES = SPAN / BN,
-    STRETCH_TILES = 2,             /* of a stretch, whose scores are in registers at once */
+    STRETCH_TILES = 64 / KEYS,     /* of a stretch, whose scores are in registers at once */
     AT_SUMS = STAGES * TILE_BYTES, /* in shared memory, behind the tiles: NARROW, where teams meet */
     AT_NOTES = AT_SUMS + (NARROW ? TEAMS * SUM_BYTES : 0)
 };
-static_assert(DIM % 32 == 0 && SPAN_TILES % STRETCH_TILES == 0 && BN % KEYS == 0 && WARPS % TEAMS == 0,
-              "want other dim or bn");
+static_assert(DIM % 32 == 0 && (KEYS == 32 || KEYS == 64), "want other dim or bn");
 static_assert(NARROW || TEAM_BYTES == SUM_BYTES, "O of a team goes where its rows of V were");
 static_assert(!NARROW || (PIECES % (4 * TEAM) == 0 && DT % 2 == 0), "four pieces at a time, of each warp");
 
@@ -118,7 +119,7 @@ typedef struct fetcher {
     int32_t how;          /* K and, two bits higher, V: FETCH_... */
     const uint8_t *k, *v; /* of the sequence (of no page) and head */
     const int32_t *table; /* its pages */
-    int32_t page;         /* of the lane's row, as it stands there */
+    int32_t page[LOTS];   /* of the lane's rows, as it stands there */
 } fetcher;
 
 DEVICE const uint8_t *start_of(const attn_cuda_args &a, const attn_tensor &t, const walk &w) {
@@ -155,9 +156,9 @@ DEVICE void expect_q(const attn_cuda_args &a, const walk &w) {
     for (int32_t x = 0; x < a.p.dim_qk; x += 64) prefetch_global_l2(row + x);
 }
 
-/* Of the lane's row: it finds out for all where that is. */
-DEVICE int32_t position_of(const fetcher &f) { return f.at + (int32_t)(threadIdx.x & 31) % FETCHED; }
-DEVICE bool is_read(const fetcher &f) { return position_of(f) >= f.from && position_of(f) < f.to; }
+/* Of the lane's row of a lot: it finds out for all where that is. */
+DEVICE int32_t position_of(const fetcher &f, int lot) { return f.at + lot * LOT + (int32_t)(threadIdx.x & 31) % LOT; }
+DEVICE bool is_read(const fetcher &f, int lot) { return position_of(f, lot) >= f.from && position_of(f, lot) < f.to; }
 
 /* Goes on to a part that has tiles. By itself, and with a copy, as it is seldom called: a fetcher then is in registers. */
 static __device__ __noinline__ fetcher next_fetch(const attn_cuda_args &a, fetcher f, shared_notes &notes) {
@@ -174,7 +175,10 @@ static __device__ __noinline__ fetcher next_fetch(const attn_cuda_args &a, fetch
 /* Asks for the pages of the next tile. `copy` is of a, or the same: for a function that reads it as memory. */
 DEVICE void look_ahead(const attn_cuda_args &a, const attn_cuda_args &copy, fetcher &f, shared_notes &notes) {
     if (f.left == 0) f = next_fetch(copy, f, notes);
-    if (a.p.page_size && f.left > 0 && is_read(f)) f.page = f.table[attn__divide((uint32_t)position_of(f), a.by_page)];
+    if (!a.p.page_size || f.left <= 0) return;
+#pragma unroll
+    for (int lot = 0; lot < LOTS; lot++)
+        if (is_read(f, lot)) f.page[lot] = f.table[attn__divide((uint32_t)position_of(f, lot), a.by_page)];
 }
 
 /* What the kernel is given is far too, unless an instruction has its address in it. */
@@ -185,19 +189,19 @@ DEVICE void copy_args(const attn_cuda_args &a, attn_cuda_args &copy) {
 
 DEVICE fetcher start_fetch(const attn_cuda_args &a, shared_notes &notes) {
     fetcher f;
-    f.page = 0;
+    for (int lot = 0; lot < LOTS; lot++) f.page[lot] = 0;
     f.table = NULL;
     see_part(a, notes.ahead[threadIdx.x >> 5], f);
     look_ahead(a, a, f, notes);
     return f;
 }
 
-/* The warp's rows of one tile, at any address. Rows that nobody sees are not read and become zero, as do columns past the dim. */
+/* A lot of the warp's rows of one tile, at any address. Rows that nobody sees are not read and become zero, as do columns past the dim. */
 static __device__ __noinline__ void copy_rows(const uint8_t *data, int64_t offset, uint32_t there, int32_t dim,
                                               bool vector_ok, uint32_t to) {
     const int lane = threadIdx.x & 31;
 #pragma unroll 1
-    for (int n = lane; n < FETCHED * PIECES; n += 32) {
+    for (int n = lane; n < LOT * PIECES; n += 32) {
         const int row = n / PIECES, piece = n % PIECES;
         const int count = there >> row & 1 ? attn__max32(0, attn__min32(EACH_PIECE, dim - piece * EACH_PIECE)) : 0;
         const uint8_t *from = data + (int64_t)__shfl_sync(~0u, (uint64_t)offset, row) + piece * 16;
@@ -217,20 +221,21 @@ static __device__ __noinline__ void copy_rows(const uint8_t *data, int64_t offse
 }
 
 /*
- * Whole rows. So many requests are whole rows that what a lane fetches begins with them anew. Rows are `step` bytes apart: all, or eight,
- * or none, and lane n says where row n is, in pieces.
+ * Whole rows, all or a lot of them. So many requests are whole rows that what a lane fetches begins with them anew. Rows are `step` bytes apart:
+ * all, or eight, or none, and lane n says where row n is, in pieces.
  */
 template <int HOW> DEVICE void fetch_rows(const uint8_t *data, uint32_t step, uint32_t pieces, uint32_t to) {
     enum { REQUESTS = PIECES % 3 == 0 ? 3 : 1, EACH = REQUESTS * 32 / PIECES, SINGLES = HOW == FETCH_SINGLES };
-    static_assert(8 % EACH == 0 && FETCHED % 8 == 0, "want other dims");
+    enum { COUNT = HOW == FETCH_ROWS ? (int)FETCHED : (int)LOT };
+    static_assert(8 % EACH == 0 && COUNT % 8 == 0, "want other dims");
     const int lane = here(threadIdx.x & 31);
 #pragma unroll
     for (int c = 0; c < REQUESTS; c++) {
         const uint32_t row = (uint32_t)(c * 32 + lane) / PIECES, piece = (uint32_t)(c * 32 + lane) % PIECES;
         const uint32_t at = piece_at(start_of_row(to, (int)row), (int)piece);
         const uint8_t *from = data + piece * 16 + (SINGLES ? 0 : (uint64_t)row * step);
-#pragma unroll HOW == FETCH_ROWS ? FETCHED / 8 : 1
-        for (int eight = 0; eight < FETCHED; eight += 8) {
+#pragma unroll HOW == FETCH_ROWS ? COUNT / 8 : 1
+        for (int eight = 0; eight < COUNT; eight += 8) {
             const uint8_t *x = from;
             if (HOW == FETCH_EIGHTS) x += (uint64_t)__shfl_sync(~0u, pieces, eight) * 16;
 #pragma unroll
@@ -248,6 +253,31 @@ static __device__ __noinline__ void fetch_singles(const uint8_t *data, uint32_t 
     fetch_rows<FETCH_SINGLES>(data, 0, pieces, to);
 }
 
+/* A lot of rows that are not simply one after the other. */
+DEVICE void fetch_lot(const attn_cuda_args &a, const fetcher &f, const shared_notes &notes, int lot, int32_t how, bool is_v,
+                      uint32_t to) {
+    const int64_t stride = is_v ? a.f.v.stride[1] : a.f.k.stride[1];
+    const uint8_t *data = is_v ? f.v : f.k;
+    const bool is_there = is_read(f, lot);
+    int64_t offset = 0; /* bytes */
+    if (is_there) {
+        int32_t page = 0, row = position_of(f, lot);
+        if (a.p.page_size) {
+            row -= (int32_t)attn__divide((uint32_t)row, a.by_page) * a.p.page_size;
+            page = clamped(a, f.page[lot], 0, a.p.num_pages - 1, ATTN_FLAW_PAGE_TABLE, notes.ahead[threadIdx.x >> 5].s.b);
+        }
+        offset = (a.p.page_size ? page * (is_v ? a.f.v.stride[0] : a.f.k.stride[0]) : 0) + row * stride;
+        offset *= BYTES;
+    }
+    const bool is_near = !__any_sync(~0u, (uint64_t)offset >> 36 != 0);
+    if (is_near && how == FETCH_EIGHTS)
+        fetch_rows<FETCH_EIGHTS>(data, (uint32_t)stride * BYTES, (uint32_t)(offset >> 4), to);
+    else if (is_near && how == FETCH_SINGLES)
+        fetch_singles(data, (uint32_t)(offset >> 4), to);
+    else
+        copy_rows(data, offset, __ballot_sync(~0u, is_there), is_v ? a.p.dim_v : a.p.dim_qk, a.vector_ok, to);
+}
+
 /* The next tile, if there is one, to the team's rows at `to`; a group of copies in any case. */
 DEVICE void fetch_tile(const attn_cuda_args &a, const attn_cuda_args &copy, fetcher &f, shared_notes &notes, uint32_t to) {
     if (f.left > 0) {
@@ -261,25 +291,8 @@ DEVICE void fetch_tile(const attn_cuda_args &a, const attn_cuda_args &copy, fetc
             const uint32_t step = (uint32_t)stride * BYTES;
             fetch_rows<FETCH_ROWS>(data + (uint64_t)(uint32_t)f.at * step, step, 0, to);
         } else {
-            const bool is_there = is_read(f);
-            int64_t offset = 0; /* bytes */
-            if (is_there) {
-                int32_t page = 0, row = position_of(f);
-                if (a.p.page_size) {
-                    row -= (int32_t)attn__divide((uint32_t)row, a.by_page) * a.p.page_size;
-                    page =
-                        clamped(a, f.page, 0, a.p.num_pages - 1, ATTN_FLAW_PAGE_TABLE, notes.ahead[threadIdx.x >> 5].s.b);
-                }
-                offset = (a.p.page_size ? page * (is_v ? a.f.v.stride[0] : a.f.k.stride[0]) : 0) + row * stride;
-                offset *= BYTES;
-            }
-            const bool is_near = !__any_sync(~0u, (uint64_t)offset >> 36 != 0);
-            if (is_near && how == FETCH_EIGHTS)
-                fetch_rows<FETCH_EIGHTS>(data, (uint32_t)stride * BYTES, (uint32_t)(offset >> 4), to);
-            else if (is_near && how == FETCH_SINGLES)
-                fetch_singles(data, (uint32_t)(offset >> 4), to);
-            else
-                copy_rows(data, offset, __ballot_sync(~0u, is_there), is_v ? a.p.dim_v : a.p.dim_qk, a.vector_ok, to);
+#pragma unroll
+            for (int lot = 0; lot < LOTS; lot++) fetch_lot(a, f, notes, lot, how, is_v, to + lot * LOT * ROW_BYTES);
         }
         f.at += BN;
         if (++f.step == tiles) f.at -= tiles * BN;

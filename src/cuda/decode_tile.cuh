@@ -41,14 +41,15 @@ DEVICE void product_qk(float s[NT][4], const uint32_t q[STEPS][4], uint32_t shar
 DEVICE void product_pv(float o[DT_TEAM][4], const uint32_t p[NT / 2][4], uint32_t shared_v, int first) {
     const uint32_t row = start_of_row(shared_v, here(threadIdx.x & 31)) ^ first << 4;
 #pragma unroll
-    for (int dt = 0; dt < DT_TEAM; dt++) {
-        uint32_t v[4];
-        ldmatrix_x4_trans(v, piece_at(row, piece_of(dt)));
-        multiply(o[dt], p[0], v[0], v[1]);
-        multiply(o[dt], p[1], v[2], v[3]);
-    }
+    for (int n = 0; n < KEYS / 32; n++)
+#pragma unroll
+        for (int dt = 0; dt < DT_TEAM; dt++) {
+            uint32_t v[4];
+            ldmatrix_x4_trans(v, piece_at(row, piece_of(dt)) + n * 32 * ROW_BYTES);
+            multiply(o[dt], p[2 * n], v[0], v[1]);
+            multiply(o[dt], p[2 * n + 1], v[2], v[3]);
+        }
 }
-static_assert(KEYS == 32, "as the product has it");
 
 /* ---- of 8 bits ---- */
 
@@ -114,17 +115,19 @@ template <int KIND>
 DEVICE void product_pv_of(float o[DT_TEAM][4], const uint32_t p[NT / 2][4], uint32_t shared_v, int first) {
     const uint32_t row = start_of_row(shared_v, here(threadIdx.x & 31)) ^ first << 4;
 #pragma unroll
-    for (int n = 0; n < DT_TEAM / 2; n++) {
-        uint32_t v[4], x[4][2];
-        ldmatrix_x4_trans(v, piece_at(row, piece_of(n)));
+    for (int k = 0; k < KEYS / 32; k++)
 #pragma unroll
-        for (int i = 0; i < 4; i++) widen<KIND, true>(x[i], v[i]);
+        for (int n = 0; n < DT_TEAM / 2; n++) {
+            uint32_t v[4], x[4][2];
+            ldmatrix_x4_trans(v, piece_at(row, piece_of(n)) + k * 32 * ROW_BYTES);
 #pragma unroll
-        for (int odd = 0; odd < 2; odd++) {
-            multiply(o[2 * n + odd], p[0], x[0][odd], x[1][odd]);
-            multiply(o[2 * n + odd], p[1], x[2][odd], x[3][odd]);
+            for (int i = 0; i < 4; i++) widen<KIND, true>(x[i], v[i]);
+#pragma unroll
+            for (int odd = 0; odd < 2; odd++) {
+                multiply(o[2 * n + odd], p[2 * k], x[0][odd], x[1][odd]);
+                multiply(o[2 * n + odd], p[2 * k + 1], x[2][odd], x[3][odd]);
+            }
         }
-    }
 }
 
 DEVICE void product_qk_narrow(float s[NT][4], const uint32_t q[STEPS][4], uint32_t shared_k, attn_dtype kind) {
