@@ -2,7 +2,7 @@
  * The whole backward in one pass, with mma.sync: lines of side BOTH. As bwd.cu with keys in the place of its own, and d_q besides, so
  * that the products of a tile are five instead of seven: S and d_p are not computed a second time.
  *
- * A block keeps OWN keys and walks over tiles of 64 rows. Warps work in pairs, which have 32 keys in common. Per tile:
+ * A block keeps OWN keys and walks over tiles of 64 or 128 rows. Warps work in pairs, which have 32 keys in common. Per tile:
  *
  *     wait for it              barrier 1: Q and d_o are there for all warps, and nobody reads anything of the tile before
  *                              d_q of the tile before is passed on
@@ -33,7 +33,7 @@ enum {
     AT_D_S = AT_P + W_BYTES
 };
 static_assert(PAIRED && STAGES == 2 && WARPS == 8 && BF16, "what this file is written for");
-static_assert(OTHERS == 64 && 2 * SUB == OTHERS && MT == 2, "a warp has one half of the rows");
+static_assert(OTHERS % (2 * SUB) == 0 && OTHERS % 64 == 0 && MT == 2, "a warp has one half of the rows");
 static_assert(QN % 2 == 0 && HALF % 2 == 0, "want another dim");
 
 /* ---- P and d_s in shared memory ---- */
@@ -41,8 +41,8 @@ static_assert(QN % 2 == 0 && HALF % 2 == 0, "want another dim");
 /* A 16-byte piece: rows 8 * chunk, ... of a key. */
 DEVICE uint32_t w_at(uint32_t base, int key, int chunk) { return base + key * OTHERS * 2 + ((chunk ^ (key & 7)) << 4); }
 
-/* From one whose piece of a row has an even number of bits 2 * step in common with none: the one so many pairs of pieces on. */
-DEVICE uint32_t w_step(uint32_t piece, int step) { return piece ^ (2 * step << 4); }
+/* The address of piece c + 2 * step of a key, from that of piece c, as shared_step has it. */
+DEVICE uint32_t w_step(uint32_t piece, int step) { return (piece ^ ((2 * step & 7) << 4)) + ((2 * step & ~7) << 4); }
 
 /*
  * What a thread's lane and warp say of addresses, of P and of the first stage: worked out once. The rest of an address is a constant, or a
@@ -57,14 +57,14 @@ typedef struct corners {
 
 /* Dims that warps share: is a step from a warp's first piece mixed into its address? */
 enum { MIXED_HALF = (HALF & (HALF - 1)) == 0, MIXED_Q = (QN & (QN - 1)) == 0 };
-static_assert(NT == 4 && QM <= 2, "a step is mixed into an address");
+static_assert(NT == 4 && (QM & (QM - 1)) == 0 && QM <= 4, "a step is mixed into an address");
 
 DEVICE corners find_corners(uint32_t base) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2;
     corners c;
     c.left = left_of(base);
-    c.right = right_of(base + AT_TILES, warp % 2 * SUB);
-    c.put = w_at(base + AT_P, warp / 2 * MT * 16 + g, warp % 2 * NT) + (lane & 3) * 4;
+    c.right = right_of(base + AT_TILES, warp % 2 * (OTHERS / 2));
+    c.put = w_at(base + AT_P, warp / 2 * MT * 16 + g, warp % 2 * (OTHERS / 16)) + (lane & 3) * 4;
     c.weights = w_at(base + AT_P, warp / 2 * MT * 16 + (lane & 15), lane >> 4);
     c.others = shared_at(base + AT_TILES, lane & 15, (MIXED_HALF ? warp % 2 * HALF : 0) + (lane >> 4));
     c.across = w_at(base + AT_D_S, (lane & 7) + (lane >> 4) * 8, warp / ACROSS * QM * 2 + (lane >> 3 & 1));
@@ -357,14 +357,16 @@ DEVICE void step(const attn_cuda_args &a, totals &sum, uint32_t base, const corn
     if (waits) waits = ld_acquire_gpu(a.turns + w.index) != (uint32_t)w.before + 1;
     const bool partial = clear_empty_rows(tile, of_stats) || w.partial;
     const bool bad = partial && holds_nonfinite(tile);
-    {
+#pragma unroll 1
+    for (int round = 0; round < OTHERS / 2 / SUB; round++) {
         float s[MT][NT][4], d[MT][NT][4];
-        const int first = (int)(threadIdx.x >> 5) % 2 * SUB;
-        const uint32_t left = (uint32_t)here((int)c.left), right = (uint32_t)here((int)(c.right + stage));
+        const int first = (int)(threadIdx.x >> 5) % 2 * (OTHERS / 2) + round * SUB;
+        const uint32_t left = (uint32_t)here((int)c.left);
+        const uint32_t right = (uint32_t)here((int)(c.right + stage + round * (SUB * CHUNKS * 16)));
         product(s, left, right, 0, 0);
         product(d, left, right, AT_V, TILE_BYTES);
         weigh(a, place_of(base), w.h, s, d, partial, w.n * OTHERS + first, of_stats + first * 8, NULL);
-        const uint32_t put = (uint32_t)here((int)c.put);
+        const uint32_t put = (uint32_t)here((int)c.put) ^ (round * NT << 4);
         put_weights(put, 0, s);
         put_weights(put, W_BYTES, d);
     }
