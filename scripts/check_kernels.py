@@ -44,7 +44,7 @@ def read_table():
             continue
         if match[1] == "BWD":
             dim, own, others, warps, blocks, stages = map(int, words[4:10])
-            rows = stages * others * 8 if words[2] != "ROWS" else 0
+            rows = (2 if words[2] == "BOTH" else stages) * others * 8 if words[2] != "ROWS" else 0
             weights = 4 * own * others if words[2] == "BOTH" else 0
             shared = 2 * (own + stages * others) * dim * 2 + rows + weights + NOTES_BWD80  # ATTN_BWD_BYTES of cuda.h
             limit = SHARED[80] if words[2] != "BOTH" else SHARED_A100  # others have the line before

@@ -87,7 +87,7 @@ DEVICE void add_others(const place &at, totals &sum, float s[MT][NT][4], float d
 
 /* One tile of others. */
 DEVICE void step(const attn_cuda_args &a, totals &sum, uint32_t base, uint32_t count, const stats (*own_stats)[2]) {
-    const uint32_t stage = STAGES == 2 ? count % 2 : 0;
+    const uint32_t stage = count % STAGES;
     const uint32_t tile = base + AT_TILES + stage * STAGE_BYTES, of_stats = base + AT_STATS + stage * STATS_BYTES;
     const note &w = note_of(base, count);
     const place &at = place_of(base);

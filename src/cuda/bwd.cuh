@@ -54,8 +54,7 @@ enum {
     THREADS = 32 * WARPS,
     CHUNKS = DIM / 8,                     /* 16-byte pieces of a row */
     MT = OWN * (1 + PAIRED) / WARPS / 16, /* 16-row tiles of a warp */
-    SUB =
-        ATTN_BWD_SUB(OWN, OTHERS, WARPS / (1 + PAIRED)), /* others that are worked at a time: what has room in registers */
+    SUB = ATTN_BWD_SUB(OWN, OTHERS / (1 + PAIRED), WARPS / (1 + PAIRED)), /* others that are worked at a time: what has room */
     NT = SUB / 8,                                        /* 8-column tiles of these */
     DT = DIM / 8,                                        /* 8-column tiles of the sums */
     ELEMENTS = MT * NT * 4,                              /* of a tile, that a thread has */
@@ -64,14 +63,15 @@ enum {
     TILE_BYTES = OTHERS * DIM * 2,                                 /* of one of the two streamed tensors */
     OWN_BYTES = OWN * DIM * 2,
     STATS_BYTES = BY_KEYS ? OTHERS * 8 : 0,
+    STATS_STAGES = PAIRED ? 2 : STAGES,
     STAGE_BYTES = 2 * TILE_BYTES,
     AT_TILES = 2 * OWN_BYTES, /* shared memory: own ones, stages of the others, P and d_s (PAIRED), lse and delta, notes */
     AT_P = AT_TILES + STAGES * STAGE_BYTES,
     AT_STATS = AT_P + (PAIRED ? 2 * OWN * OTHERS * 2 : 0),
-    AT_NOTES = AT_STATS + STAGES * STATS_BYTES
+    AT_NOTES = AT_STATS + STATS_STAGES * STATS_BYTES
 };
 static_assert(ELEMENTS <= 32, "a word has a bit for each");
-static_assert(OTHERS % SUB == 0 && SUB % 16 == 0 && OWN % (16 * WARPS) == 0, "want other tiles");
+static_assert(OTHERS % SUB == 0 && SUB % 16 == 0 && OWN % (16 * WARPS / (1 + PAIRED)) == 0, "want other tiles");
 static_assert(OWN % ATTN_ANY_COLS == 0 && OTHERS % ATTN_ANY_COLS == 0, "tiles of keys have whole ranges of FlashMask");
 
 /* All elements that a thread has of a tile; x counts them. */
@@ -426,10 +426,9 @@ static_assert(!BY_KEYS || OTHERS <= THREADS, "a thread looks after one row");
 /* Q and d_o, or K and V, of a tile, and lse and delta. */
 DEVICE void fetch(const attn_cuda_args &a, uint32_t base, uint32_t count) {
     const note &x = note_of(base, count);
-    const uint32_t stage = STAGES == 2 ? count % 2 : 0;
     if (x.done) return;
-    load_others(a, place_of(base), x, base + AT_TILES + stage * STAGE_BYTES);
-    if (BY_KEYS) fetch_stats(place_of(base), x, base + AT_STATS + stage * STATS_BYTES);
+    load_others(a, place_of(base), x, base + AT_TILES + count % STAGES * STAGE_BYTES);
+    if (BY_KEYS) fetch_stats(place_of(base), x, base + AT_STATS + count % STATS_STAGES * STATS_BYTES);
 }
 
 /* ---- which pairs count ---- */

@@ -6,7 +6,7 @@
  *
  *     wait for it              barrier 1: Q and d_o are there for all warps, and nobody reads anything of the tile before
  *                              d_q of the tile before is passed on
- *     fetch the next one       into the other buffer
+ *     fetch the next one       into the other buffer; with stages = 1, when d_k is multiplied: barrier 3
  *     S = K Q^T, D = V d_o^T   a warp has its 32 keys and one half of the rows
  *     P, d_s                   as in bwd.cu, then to shared memory, [keys][rows]
  *     wait for the turn        d_q of these rows is there as the blocks of the keys before have left it; most often a look before S has shown that it is
@@ -32,8 +32,8 @@ enum {
     AT_V = OWN_BYTES,
     AT_D_S = AT_P + W_BYTES
 };
-static_assert(PAIRED && STAGES == 2 && WARPS == 8 && BF16, "what this file is written for");
-static_assert(OTHERS % (2 * SUB) == 0 && OTHERS % 64 == 0 && MT == 2, "a warp has one half of the rows");
+static_assert(PAIRED && WARPS == 8 && BF16, "what this file is written for");
+static_assert(OTHERS % (2 * SUB) == 0 && OTHERS % 64 == 0, "a warp has one half of the rows");
 static_assert(QN % 2 == 0 && HALF % 2 == 0, "want another dim");
 
 /* ---- P and d_s in shared memory ---- */
@@ -350,7 +350,7 @@ DEVICE void add_to_q(const attn_cuda_args &a, const note &w, float d_q[QM][QN][4
 }
 
 DEVICE void step(const attn_cuda_args &a, totals &sum, uint32_t base, const corners &c, uint32_t count, bool bad_keys) {
-    const uint32_t stage = count % 2 * STAGE_BYTES;
+    const uint32_t stage = count % STAGES * STAGE_BYTES;
     const uint32_t tile = base + AT_TILES + stage, of_stats = base + AT_STATS + count % 2 * STATS_BYTES;
     const note &w = note_of(base, count);
     bool waits = threadIdx.x == 0 && w.before >= 0;
@@ -385,6 +385,10 @@ DEVICE void step(const attn_cuda_args &a, totals &sum, uint32_t base, const corn
     const uint32_t weights = (uint32_t)here((int)c.weights), others = (uint32_t)here((int)(c.others + stage));
     add_weighted(sum.d_v, weights, others, 0, TILE_BYTES);
     add_weighted(sum.d_k, weights, others, W_BYTES, 0);
+    if (STAGES == 1) {
+        __syncthreads(); /* 3 */
+        fetch(a, base, (uint32_t)here((int)count) + 1);
+    }
     if (a.f.d_q.data) add_to_q(a, again, d_q, base, c, of_stats, bad_keys && partial);
 }
 
@@ -434,7 +438,7 @@ DEVICE void walk_rows(const attn_cuda_args &a, totals &sum, uint32_t base) {
             bad_keys = holds_bad_keys(base);
         else
             pass_turn(a, base, count - 1);
-        fetch(a, base, count + 1);
+        if (STAGES == 2) fetch(a, base, count + 1);
         if (makes_notes()) make_next_note(a, base, count + 2);
         step(a, sum, base, c, count, bad_keys);
         count++;
