@@ -54,10 +54,11 @@ enum {
     THREADS = 32 * WARPS,
     CHUNKS = DIM / 8,                     /* 16-byte pieces of a row */
     MT = OWN * (1 + PAIRED) / WARPS / 16, /* 16-row tiles of a warp */
-    SUB = ATTN_BWD_SUB(OWN, OTHERS / (1 + PAIRED), WARPS / (1 + PAIRED)), /* others that are worked at a time: what has room */
-    NT = SUB / 8,                                        /* 8-column tiles of these */
-    DT = DIM / 8,                                        /* 8-column tiles of the sums */
-    ELEMENTS = MT * NT * 4,                              /* of a tile, that a thread has */
+    SUB = ATTN_BWD_SUB(OWN, OTHERS / (1 + PAIRED),
+                       WARPS / (1 + PAIRED)),                      /* others that are worked at a time: what has room */
+    NT = SUB / 8,                                                  /* 8-column tiles of these */
+    DT = DIM / 8,                                                  /* 8-column tiles of the sums */
+    ELEMENTS = MT * NT * 4,                                        /* of a tile, that a thread has */
     SPLIT = BY_KEYS && !PAIRED && ATTN_BWD_SPLIT(OWN, WARPS, DIM), /* blocks make either d_k or d_v */
     TWO = BY_KEYS && !SPLIT,                                       /* or both */
     TILE_BYTES = OTHERS * DIM * 2,                                 /* of one of the two streamed tensors */
@@ -115,7 +116,7 @@ typedef struct place {
     int32_t all_from, all_to;  /* those of which every pair is seen, before FlashMask */
     bool for_k;                /* SPLIT: d_k, else d_v */
     bool plain;                /* neither softcap, ALiBi, bias nor dropout */
-    bool whole;                /* rows of the others have DIM numbers and begin at multiples of 16 bytes */
+    bool whole;                /* rows have DIM numbers and begin at multiples of 16 bytes */
     bool finds_turns;          /* PAIRED: with FlashMask blocks that take turns have to be looked for */
     int32_t before_to;         /* PAIRED: rows below it have a block before this one that adds to d_q ... */
     int32_t after_from;        /* ... and from here on one after it; without FlashMask */
@@ -285,67 +286,69 @@ static __device__ __noinline__ uint4 gather(const uint8_t *from, int32_t count) 
     return make_uint4(word[0], word[1], word[2], word[3]);
 }
 
-/* Rows [n0, n0 + rows), zeros past the end of the sequence and of its rows. */
-DEVICE void load_tile(const attn_cuda_args &a, const source &from, uint32_t to, int32_t n0, int rows) {
-    const uint8_t *start = from.data + (from.first + n0 * from.row) * 2;
-    const bool whole = n0 + rows <= from.count && from.dim == DIM;
-    if (a.vector_ok && whole) {
-#pragma unroll 4
-        for (int n = threadIdx.x; n < rows * CHUNKS; n += THREADS)
-            cp_async_cg(shared_at(to, n / CHUNKS, n % CHUNKS), start + n / CHUNKS * from.row * 2 + n % CHUNKS * 16);
-        return;
-    }
-#pragma unroll 1
-    for (int n = threadIdx.x; n < rows * CHUNKS; n += THREADS) {
-        const int row = n / CHUNKS, c = n % CHUNKS, left = from.dim - c * 8;
-        const int count = n0 + row >= from.count || left < 0 ? 0 : left < 8 ? left : 8;
-        const uint8_t *piece = start + row * from.row * 2 + c * 16;
-        if (a.vector_ok && count)
-            cp_async_cg_zfill(shared_at(to, row, c), piece, count * 2);
-        else
-            st_shared_v4(shared_at(to, row, c), count ? gather(piece, count) : make_uint4(0, 0, 0, 0));
-    }
-}
-
 /*
- * Of a tensor of the others, a tile whose rows are all there and have DIM numbers. A thread has every LANES-th
- * piece of its rows, so that there is next to nothing to work out for each.
+ * A thread has every LANES-th piece of its rows, so that there is next to nothing to work out for each. A tile of so
+ * many rows, which are all there and have DIM numbers:
  */
 enum { LANES = CHUNKS % 8 == 0 ? 8 : 4, AT_ONCE = THREADS / LANES };
-static_assert(OTHERS % AT_ONCE == 0 && CHUNKS % LANES == 0 && AT_ONCE % 8 == 0, "want other tiles");
-DEVICE void load_whole(const uint8_t *first, int64_t row_bytes, uint32_t to) {
+static_assert(OTHERS % AT_ONCE == 0 && OWN % AT_ONCE == 0 && CHUNKS % LANES == 0 && AT_ONCE % 8 == 0, "want other tiles");
+DEVICE void load_whole(const uint8_t *first, int64_t row_bytes, uint32_t to, int rows) {
     const uint32_t thread = (uint32_t)thread_here(), row = thread / LANES, c = thread % LANES;
     const uint8_t *from = first + row * row_bytes + c * 16;
     const uint32_t piece = shared_at(to, (int)row, (int)c);
 #pragma unroll
-    for (int r = 0; r < OTHERS; r += AT_ONCE) {
+    for (int r = 0; r < rows; r += AT_ONCE) {
 #pragma unroll
         for (int x = 0; x < CHUNKS; x += LANES) cp_async_cg(piece + r * CHUNKS * 16 + x * 16, from + x * 16);
         from += AT_ONCE * row_bytes;
     }
 }
 
+/* Any tile, of so many rows; `count` of them are there, and the others become zeros, as does what is past the dim. */
+DEVICE void load_any(const attn_cuda_args &a, const uint8_t *first, int64_t row_bytes, int32_t count, int32_t dim,
+                     uint32_t to, int rows) {
+    const int row = (int)threadIdx.x / LANES, c = (int)threadIdx.x % LANES;
+#pragma unroll 1
+    for (int r = row; r < rows; r += AT_ONCE)
+#pragma unroll 1
+        for (int x = c; x < CHUNKS; x += LANES) {
+            const int numbers = r < count ? attn__min32(attn__max32(dim - x * 8, 0), 8) : 0;
+            const uint8_t *from = first + r * row_bytes + x * 16;
+            if (a.vector_ok && numbers)
+                cp_async_cg_zfill(shared_at(to, r, x), from, numbers * 2);
+            else
+                st_shared_v4(shared_at(to, r, x), numbers ? gather(from, numbers) : make_uint4(0, 0, 0, 0));
+        }
+}
+/* Own ones. */
+DEVICE void load_from(const attn_cuda_args &a, const place &at, const source &from, uint32_t to) {
+    const uint8_t *first = from.data + (from.first + at.own * from.row) * 2;
+    if (at.whole && at.count == OWN)
+        load_whole(first, from.row * 2, to, OWN);
+    else
+        load_any(a, first, from.row * 2, at.count, from.dim, to, OWN);
+}
+
 /* The others of a tile: q and d_o, or k and v. d_v alone does without the second product, but not without d_o. */
-static __device__ __noinline__ void load_any_others(const attn_cuda_args &a, const place &at, walk w, uint32_t to) {
-    const int32_t n0 = w.n * OTHERS;
-    const source one = BY_KEYS ? rows_of(a, a.f.q, at.s, w.h, a.p.dim_qk) : keys_of(a, a.f.k, at.s, at.kv_head, a.p.dim_qk);
-    const source two = BY_KEYS ? rows_of(a, a.f.d_o, at.s, w.h, a.p.dim_v) : keys_of(a, a.f.v, at.s, at.kv_head, a.p.dim_v);
-    load_tile(a, one, to, n0, OTHERS);
-    load_tile(a, two, to + TILE_BYTES, n0, OTHERS);
+static __device__ __noinline__ void load_any_others(const attn_cuda_args &a, const place &at, const note &x, uint32_t to) {
+    const attn_tensor &one = BY_KEYS ? a.f.q : a.f.k, &two = BY_KEYS ? a.f.d_o : a.f.v;
+    const int32_t count = (BY_KEYS ? at.s.sq : at.s.sk) - x.n * OTHERS;
+    load_any(a, x.one, one.stride[1] * 2, count, a.p.dim_qk, to, OTHERS);
+    load_any(a, x.two, two.stride[1] * 2, count, a.p.dim_v, to + TILE_BYTES, OTHERS);
 }
 DEVICE void load_others(const attn_cuda_args &a, const place &at, const note &x, uint32_t to) {
-    if (!x.whole) return load_any_others(a, at, {x.h, x.n, x.partial, false}, to);
+    if (!x.whole) return load_any_others(a, at, x, to);
     const attn_tensor &one = BY_KEYS ? a.f.q : a.f.k, &two = BY_KEYS ? a.f.d_o : a.f.v;
-    load_whole(x.one, one.stride[1] * 2, to);
-    load_whole(x.two, two.stride[1] * 2, to + TILE_BYTES);
+    load_whole(x.one, one.stride[1] * 2, to, OTHERS);
+    load_whole(x.two, two.stride[1] * 2, to + TILE_BYTES, OTHERS);
 }
 DEVICE void load_own(const attn_cuda_args &a, const place &at, uint32_t to) {
     const source one =
         BY_KEYS ? keys_of(a, a.f.k, at.s, at.kv_head, a.p.dim_qk) : rows_of(a, a.f.q, at.s, at.h, a.p.dim_qk);
     const source two =
         BY_KEYS ? keys_of(a, a.f.v, at.s, at.kv_head, a.p.dim_v) : rows_of(a, a.f.d_o, at.s, at.h, a.p.dim_v);
-    load_tile(a, one, to, at.own, OWN);
-    load_tile(a, two, to + OWN_BYTES, at.own, OWN);
+    load_from(a, at, one, to);
+    load_from(a, at, two, to + OWN_BYTES);
 }
 
 /* What find_place leaves open: where the others are. */
@@ -417,11 +420,11 @@ DEVICE bool clear_empty_rows(uint32_t tile, uint32_t of_stats) {
 
 /* BY_KEYS: lse and delta of a tile's rows, on their way to shared memory: a thread to each. */
 DEVICE void fetch_stats(const place &at, const note &x, uint32_t to) {
-    const int32_t thread = thread_here();
-    if (thread < OTHERS)
+    const int32_t thread = thread_here() - (PAIRED ? 64 : 0); /* the first two warps have turns to look after */
+    if ((uint32_t)thread < OTHERS)
         cp_async_ca_8_zfill(to + thread * 8, x.stats + 2 * thread, x.n * OTHERS + thread < at.s.sq ? 8 : 0);
 }
-static_assert(!BY_KEYS || OTHERS <= THREADS, "a thread looks after one row");
+static_assert(!BY_KEYS || OTHERS <= THREADS - (PAIRED ? 64 : 0), "a thread looks after one row");
 
 /* Q and d_o, or K and V, of a tile, and lse and delta. */
 DEVICE void fetch(const attn_cuda_args &a, uint32_t base, uint32_t count) {
@@ -644,8 +647,8 @@ DEVICE void weigh_scored(const attn_cuda_args &a, const place &at, int32_t h, fl
     }
 }
 
-DEVICE void weigh(const attn_cuda_args &a, const place &at, int32_t h, float s[MT][NT][4], float d[MT][NT][4],
-                  bool partial, int32_t n0, uint32_t of_stats, const stats (*own_stats)[2]) {
+DEVICE void weigh(const attn_cuda_args &a, const place &at, int32_t h, float s[MT][NT][4], float d[MT][NT][4], bool partial,
+                  int32_t n0, uint32_t of_stats, const stats (*own_stats)[2]) {
     pairs x = {~0u, ~0u, 1};
     if (at.plain && !partial) return weigh_plain(a, s, d, x, true, of_stats, own_stats);
     const bool has_bias = a.p.flags & ATTN_BIAS; /* which is not read for own rows that are not there */

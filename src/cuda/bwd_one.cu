@@ -188,7 +188,7 @@ static __device__ __noinline__ void add_bad_keys(float *d_q, uint32_t d_s, uint3
 }
 
 static __device__ __noinline__ void load_keys_again(const attn_cuda_args &a, const place &at, uint32_t keys) {
-    load_tile(a, keys_of(a, a.f.k, at.s, at.kv_head, a.p.dim_qk), keys, at.own, OWN);
+    load_from(a, at, keys_of(a, a.f.k, at.s, at.kv_head, a.p.dim_qk), keys);
 }
 
 /* d_q += d_s^T . K where K holds such numbers: they are taken out of it for the product, and then K is fetched again. */
@@ -269,7 +269,8 @@ DEVICE uint32_t tile_index(const attn_cuda_args &a, const place &at, int32_t h, 
 
 /* What find_place leaves open: the turns of a block without FlashMask, and where d_q of its rows is. */
 DEVICE void find_turns(const attn_cuda_args &a, place &at) {
-    const bool ordered = a.f.d_q.data && !*a.overlap; /* lengths that make no sense: results do not either, but nobody waits for ever */
+    const bool ordered =
+        a.f.d_q.data && !*a.overlap; /* lengths that make no sense: results do not either, but nobody waits for ever */
     int32_t unused;
     at.finds_turns = ordered && a.ranges;
     at.before_to = 0;
@@ -443,6 +444,7 @@ DEVICE void walk_rows(const attn_cuda_args &a, totals &sum, uint32_t base) {
         step(a, sum, base, c, count, bad_keys);
         count++;
     } while (!note_of(base, count).done);
+    cp_async_wait_all(); /* K, where it was fetched again */
     __syncthreads();
     pass_turn(a, base, count - 1);
 }
