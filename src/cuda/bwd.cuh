@@ -287,13 +287,24 @@ static __device__ __noinline__ uint4 gather(const uint8_t *from, int32_t count) 
 }
 
 /*
- * A thread has every LANES-th piece of its rows, so that there is next to nothing to work out for each. A tile of so
- * many rows, which are all there and have DIM numbers:
+ * Who fetches. PAIRED: the first two warps look after turns, which takes them as long, and the last one makes notes; so the four after the
+ * first two fetch tiles, and the next one lse and delta. A thread has every LANES-th piece of its rows, so that there is next to nothing to work
+ * out for each.
  */
-enum { LANES = CHUNKS % 8 == 0 ? 8 : 4, AT_ONCE = THREADS / LANES };
+enum {
+    LANES = CHUNKS % 8 == 0 ? 8 : 4,
+    FETCHERS = PAIRED ? 128 : (int)THREADS,
+    FETCHER = PAIRED ? 64 : 0, /* the first */
+    AT_ONCE = FETCHERS / LANES,
+    STATS_FETCHERS = PAIRED ? 32 : (int)THREADS,
+    STATS_FETCHER = PAIRED ? FETCHER + FETCHERS : 0
+};
 static_assert(OTHERS % AT_ONCE == 0 && OWN % AT_ONCE == 0 && CHUNKS % LANES == 0 && AT_ONCE % 8 == 0, "want other tiles");
+
+/* A tile of so many rows, which are all there and have DIM numbers. */
 DEVICE void load_whole(const uint8_t *first, int64_t row_bytes, uint32_t to, int rows) {
-    const uint32_t thread = (uint32_t)thread_here(), row = thread / LANES, c = thread % LANES;
+    const uint32_t thread = (uint32_t)thread_here() - FETCHER, row = thread / LANES, c = thread % LANES;
+    if (PAIRED && thread >= FETCHERS) return;
     const uint8_t *from = first + row * row_bytes + c * 16;
     const uint32_t piece = shared_at(to, (int)row, (int)c);
 #pragma unroll
@@ -309,7 +320,7 @@ DEVICE void load_any(const attn_cuda_args &a, const uint8_t *first, int64_t row_
                      uint32_t to, int rows) {
     const int row = (int)threadIdx.x / LANES, c = (int)threadIdx.x % LANES;
 #pragma unroll 1
-    for (int r = row; r < rows; r += AT_ONCE)
+    for (int r = row; r < rows; r += THREADS / LANES)
 #pragma unroll 1
         for (int x = c; x < CHUNKS; x += LANES) {
             const int numbers = r < count ? attn__min32(attn__max32(dim - x * 8, 0), 8) : 0;
@@ -418,13 +429,17 @@ DEVICE bool clear_empty_rows(uint32_t tile, uint32_t of_stats) {
     return true;
 }
 
-/* BY_KEYS: lse and delta of a tile's rows, on their way to shared memory: a thread to each. */
+/* BY_KEYS: lse and delta of a tile's rows, on their way to shared memory. */
 DEVICE void fetch_stats(const place &at, const note &x, uint32_t to) {
-    const int32_t thread = thread_here() - (PAIRED ? 64 : 0); /* the first two warps have turns to look after */
-    if ((uint32_t)thread < OTHERS)
-        cp_async_ca_8_zfill(to + thread * 8, x.stats + 2 * thread, x.n * OTHERS + thread < at.s.sq ? 8 : 0);
+    const int32_t thread = thread_here() - STATS_FETCHER;
+    if ((uint32_t)thread >= STATS_FETCHERS) return;
+#pragma unroll
+    for (int r = 0; r < OTHERS; r += STATS_FETCHERS) {
+        const int32_t row = r + thread;
+        if (STATS_FETCHERS <= OTHERS || row < OTHERS)
+            cp_async_ca_8_zfill(to + row * 8, x.stats + 2 * row, x.n * OTHERS + row < at.s.sq ? 8 : 0);
+    }
 }
-static_assert(!BY_KEYS || OTHERS <= THREADS - (PAIRED ? 64 : 0), "a thread looks after one row");
 
 /* Q and d_o, or K and V, of a tile, and lse and delta. */
 DEVICE void fetch(const attn_cuda_args &a, uint32_t base, uint32_t count) {
