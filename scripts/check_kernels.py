@@ -25,6 +25,7 @@ ANY_REALS = 4 * 4 * 576 + 32 * 33  # ATTN_BWD_ANY_REALS of src/cuda/args.h
 NOTES = int(re.search(r"ATTN_HOPPER_NOTES = (\d+)", (ROOT / "src/cuda/args.h").read_text())[1])
 NOTES_DECODE = int(re.search(r"ATTN_DECODE_NOTES = (\d+)", (ROOT / "src/cuda/args.h").read_text())[1])
 NOTES_DECODE90 = int(re.search(r"ATTN_DECODE90_NOTES = (\d+)", (ROOT / "src/cuda/args.h").read_text())[1])
+NOTES_BWD80 = int(re.search(r"ATTN_BWD_NOTES = (\d+)", (ROOT / "src/cuda/args.h").read_text())[1])
 NOTES_BWD = int(re.search(r"ATTN_BWD90_NOTES = (\d+)", (ROOT / "src/cuda/args.h").read_text())[1])
 BYTES = {"F16": 2, "BF16": 2, "F32": 4}
 
@@ -44,9 +45,9 @@ def read_table():
             continue
         if match[1] == "BWD":
             dim, own, others, warps, blocks, stages = map(int, words[4:10])
-            rows = stages * others * 8 if words[2] != "ROWS" else 0
+            rows = (2 if words[2] == "BOTH" else stages) * others * 8 if words[2] != "ROWS" else 0
             weights = 4 * own * others if words[2] == "BOTH" else 0
-            shared = 2 * (own + stages * others) * dim * 2 + rows + weights  # ATTN_BWD_BYTES of cuda.h
+            shared = 2 * (own + stages * others) * dim * 2 + rows + weights + NOTES_BWD80  # ATTN_BWD_BYTES of cuda.h
             limit = SHARED[80] if words[2] != "BOTH" else SHARED_A100  # others have the line before
             entries[words[0]] = (words[0], 32 * warps, shared, limit, blocks, None)
             continue

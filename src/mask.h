@@ -85,6 +85,13 @@ ATTN_HD void attn__mask_cols(const attn_mask *m, int32_t j0, int32_t j1, int32_t
     *end = m->left >= ATTN_OPEN ? m->sq : attn__min32(j1 - 1 - offset + m->left, m->sq - 1) + 1;
 }
 
+/* Rows that may see all of the keys [j0, j1), which are all there, before FlashMask. */
+ATTN_HD void attn__mask_cols_all(const attn_mask *m, int32_t j0, int32_t j1, int32_t *first, int32_t *end) {
+    int32_t unused;
+    attn__mask_cols(m, j1 - 1, j1, first, &unused);
+    attn__mask_cols(m, j0, j0 + 1, &unused, end);
+}
+
 /* The vectors of one key in their common form; p points to m->vectors numbers. */
 ATTN_HD attn_flash attn__flash_load(const attn_mask *m, const int32_t *p) {
     attn_flash f = {{0, 0, 0, 0}};

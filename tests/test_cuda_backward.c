@@ -115,11 +115,12 @@ TEST(cuda_backward_chooses_the_kernel_by_dtype_and_dim) {
         const char *large, *small; /* with much shared memory, and with little */
     } rows[] = {
         {ATTN_BF16, 1, "bwd_sm80_bf16_d32", "bwd_sm80_bf16_d32"},
-        {ATTN_BF16, 33, "bwd_sm80_bf16_d64", "bwd_sm80_bf16_d64"},
-        {ATTN_BF16, 96, "bwd_sm80_bf16_d96", "bwd_sm80_bf16_d96"},
+        {ATTN_BF16, 33, "bwd_sm80_bf16_d64_one", "bwd_sm80_bf16_d64"},
+        {ATTN_BF16, 96, "bwd_sm80_bf16_d96_one", "bwd_sm80_bf16_d96"},
         {ATTN_BF16, 97, "bwd_sm80_bf16_d128_one", "bwd_sm80_bf16_d128"},
         {ATTN_BF16, 128, "bwd_sm80_bf16_d128_one", "bwd_sm80_bf16_d128"},
-        {ATTN_BF16, 129, "bwd_sm80_bf16_d192", "bwd_sm80_bf16_d192"},
+        {ATTN_BF16, 129, "bwd_sm80_bf16_d192_one", "bwd_sm80_bf16_d192"},
+        {ATTN_BF16, 256, "bwd_sm80_bf16_d256_one", "bwd_sm80_bf16_d256"},
         {ATTN_F16, 128, "bwd_sm80_f16_d128", "bwd_sm80_f16_d128"},
         {ATTN_F16, 256, "bwd_sm80_f16_d256", "bwd_sm80_f16_d256"},
         {ATTN_F16, 257, "bwd_any", "bwd_any"},
@@ -166,11 +167,11 @@ TEST(cuda_backward_on_hopper) {
         const char *plain, *other; /* other: with a feature, or without maps */
     } rows[] = {
         {ATTN_BF16, 8, "bwd_sm90_bf16_d64", "bwd_sm80_bf16_d32"},
-        {ATTN_BF16, 64, "bwd_sm90_bf16_d64", "bwd_sm80_bf16_d64"},
-        {ATTN_BF16, 72, "bwd_sm90_bf16_d128", "bwd_sm80_bf16_d96"},
+        {ATTN_BF16, 64, "bwd_sm90_bf16_d64", "bwd_sm80_bf16_d64_one"},
+        {ATTN_BF16, 72, "bwd_sm90_bf16_d128", "bwd_sm80_bf16_d96_one"},
         {ATTN_BF16, 128, "bwd_sm90_bf16_d128", "bwd_sm80_bf16_d128_one"},
-        {ATTN_BF16, 136, "bwd_sm90_bf16_d192", "bwd_sm80_bf16_d192"},
-        {ATTN_BF16, 256, "bwd_sm90_bf16_d256", "bwd_sm80_bf16_d256"},
+        {ATTN_BF16, 136, "bwd_sm90_bf16_d192", "bwd_sm80_bf16_d192_one"},
+        {ATTN_BF16, 256, "bwd_sm90_bf16_d256", "bwd_sm80_bf16_d256_one"},
         {ATTN_BF16, 264, "bwd_any", "bwd_any"},
         {ATTN_F16, 56, "bwd_sm90_f16_d64", "bwd_sm80_f16_d64"},
         {ATTN_F16, 128, "bwd_sm90_f16_d128", "bwd_sm80_f16_d128"},
@@ -337,7 +338,7 @@ TEST(cuda_backward_workspace_is_d_q_in_float_and_two_numbers_a_row) {
     } lines[] = {
         {90, ATTN_BF16, 64, 128, 1}, {90, ATTN_BF16, 128, 64, 1}, {90, ATTN_BF16, 192, 64, 1}, {90, ATTN_BF16, 256, 64, 2},
         {90, ATTN_F16, 64, 64, 1},   {90, ATTN_F16, 128, 64, 2},  {90, ATTN_F16, 192, 64, 1},  {90, ATTN_F16, 256, 64, 2},
-        {80, ATTN_BF16, 128, 64, 1}, {80, ATTN_BF16, 64, 0, 0},   {80, ATTN_BF16, 96, 0, 0},   {80, ATTN_BF16, 256, 0, 0},
+        {80, ATTN_BF16, 128, 64, 1}, {80, ATTN_BF16, 64, 128, 1}, {80, ATTN_BF16, 96, 64, 1},  {80, ATTN_BF16, 256, 64, 1},
         {80, ATTN_F16, 128, 0, 0},   {80, ATTN_F32, 128, 0, 0},
     };
     for (size_t n = 0; n < sizeof lines / sizeof lines[0]; n++) {

@@ -50,7 +50,7 @@ enum {
     ATTN_ANY_ROWS = ATTN_CUDA_WARPS, /* fwd_any: rows of a block, one warp each ... */
     ATTN_ANY_COLS = 32,              /* ... and keys that are masked or skipped together */
     ATTN_BWD_ANY_REALS = 4 * ATTN_ANY_ROWS * 576 + ATTN_ANY_COLS * 33, /* bwd_any: shared memory of a block */
-    ATTN_ONE_ROWS = 64,                                                /* bwd_one.cu: rows of a tile */
+    ATTN_BWD_NOTES = 512,     /* bwd.cuh: bytes of its shared memory besides tiles */
     ATTN_BWD90_NOTES = 3072,  /* bwd_sm90.cu: bytes of its shared memory besides tiles */
     ATTN_CAST_THREADS = 128,  /* bwd_cast: of a block */
     ATTN_DELTA_ROWS = 32,     /* bwd_delta and bwd_fit: of a warp */

@@ -21,10 +21,14 @@
 
 /* ---- products ---- */
 
-/* sums += w . others, with the SUB rows of a tile from `first` on. */
-DEVICE void add_product(float sums[MT][DT][4], const float w[MT][NT][4], uint32_t others, int first) {
-    const int lane = here(threadIdx.x & 31);
-    const uint32_t right = shared_at(others, first + (lane & 15), lane >> 4);
+/* Where the right operand of the product below begins, the rows of a tile from `first` on. */
+DEVICE uint32_t rows_from(uint32_t others, int first) {
+    const int lane = threadIdx.x & 31;
+    return shared_at(others, first + (lane & 15), lane >> 4);
+}
+
+/* sums += w . others, with SUB rows of a tensor so many bytes behind `right`. */
+DEVICE void add_product(float sums[MT][DT][4], const float w[MT][NT][4], uint32_t right, int bytes) {
 #pragma unroll
     for (int step = 0; step < NT / 2; step++) {
         uint32_t x[MT][4], y[4];
@@ -38,7 +42,7 @@ DEVICE void add_product(float sums[MT][DT][4], const float w[MT][NT][4], uint32_
             }
 #pragma unroll
         for (int n = 0; n < DIM / 16; n++) {
-            ldmatrix_x4_trans(y, shared_step(right, n) + step * 16 * CHUNKS * 16);
+            ldmatrix_x4_trans(y, shared_step(right, n) + bytes + step * 16 * CHUNKS * 16);
 #pragma unroll
             for (int mt = 0; mt < MT; mt++) multiply(sums[mt][2 * n], sums[mt][2 * n + 1], x[mt], y);
         }
@@ -73,67 +77,86 @@ DEVICE void add_others(const place &at, totals &sum, float s[MT][NT][4], float d
         if (TWO) clear_nonfinite(two, first);
         __syncthreads();
     }
-    if (TWO) add_product(sum.two, s, two, first);
-    add_product(sum.one, w, one, first);
+    const uint32_t right = (uint32_t)here((int)rows_from(tile, first));
+    if (TWO) add_product(sum.two, s, right, TILE_BYTES);
+    if (SPLIT)
+        add_product(sum.one, w, right + (at.for_k ? 0 : (int)TILE_BYTES), 0);
+    else
+        add_product(sum.one, w, right, 0);
 }
 
 /* One tile of others. */
-DEVICE void step(const attn_cuda_args &a, const place &at, const walk &w, totals &sum, uint32_t own, uint32_t tile,
-                 uint32_t of_stats, const stats (*own_stats)[2]) {
+DEVICE void step(const attn_cuda_args &a, totals &sum, uint32_t base, uint32_t count, const stats (*own_stats)[2]) {
+    const uint32_t stage = count % STAGES;
+    const uint32_t tile = base + AT_TILES + stage * STAGE_BYTES, of_stats = base + AT_STATS + stage * STATS_BYTES;
+    const note &w = note_of(base, count);
+    const place &at = place_of(base);
     const bool partial = (BY_KEYS && clear_empty_rows(tile, of_stats)) || w.partial;
     const bool bad = partial && holds_nonfinite(tile);
 #pragma unroll 1
     for (int first = 0; first < OTHERS; first += SUB) {
         float s[MT][NT][4], d[MT][NT][4];
-        product(s, own, tile, first);
+        const uint32_t left = (uint32_t)here((int)left_of(base)), right = (uint32_t)here((int)right_of(tile, first));
+        product(s, left, right, 0, 0);
         if (!SPLIT || at.for_k) {
-            product(d, own + OWN_BYTES, tile + TILE_BYTES, first);
+            product(d, left, right, OWN_BYTES, TILE_BYTES);
         } else {
             EACH(mt, nt, e) d[mt][nt][e] = 0;
         }
-        weigh(a, at, s, d, partial, w.n * OTHERS + first, of_stats + first * 8, own_stats);
+        weigh(a, at, w.h, s, d, partial, w.n * OTHERS + first, of_stats + first * 8, own_stats);
         add_others(at, sum, s, d, tile, first, bad);
     }
 }
 
 /* ---- the walk ---- */
 
-DEVICE void walk_others(const attn_cuda_args &a, place &at, totals &sum, uint32_t own, const stats (*own_stats)[2]) {
-    const uint32_t tiles = own + 2 * OWN_BYTES, of_stats = tiles + STAGES * STAGE_BYTES;
-    walk w = {at.h, first_tile(at), false, false};
-    uint32_t stage = 0;
+/* The note of the first tile from here on. The last warp. */
+DEVICE void make_note(const attn_cuda_args &a, const place &at, walk w, note &to) {
     find_tile(a, at, w);
-    if (w.done) return;
-    load_own(a, at, own);
-    load_others(a, at, w, tiles);
-    cp_async_commit_group();
-    if (BY_KEYS) put_stats(of_stats, fetch_stats(a, at, w));
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) write_note(a, at, w, to);
+    __syncwarp();
+}
+DEVICE void make_next_note(const attn_cuda_args &a, uint32_t base, uint32_t count) {
+    const note &last = note_of(base, count - 1);
+    make_note(a, place_of(base), next_tile({last.h, last.n, false, last.done}), note_of(base, count));
+}
+
+DEVICE void walk_others(const attn_cuda_args &a, totals &sum, uint32_t base, const stats (*own_stats)[2]) {
+    uint32_t count = 0;
+    if (makes_notes()) {
+        const place &at = place_of(base);
+        make_note(a, at, {at.h, first_tile(at), false, false}, note_of(base, 0));
+        make_next_note(a, base, 1);
+    }
+    __syncthreads();
+    if (note_of(base, 0).done) return;
+    load_own(a, place_of(base), base);
+    fetch(a, base, 0);
 #pragma unroll 1
-    while (!w.done) {
-        walk next = next_tile(w);
-        find_tile(a, at, next);
-        const uint32_t then = STAGES == 2 ? stage ^ 1 : 0;
-        stats of_next = {};
+    do {
         cp_async_wait_all();
         __syncthreads(); /* 1 */
-        if (BY_KEYS && !next.done) of_next = fetch_stats(a, at, next);
-        if (STAGES == 2 && !next.done) load_others(a, at, next, tiles + then * STAGE_BYTES);
-        cp_async_commit_group();
-        at.h = w.h;
-        step(a, at, w, sum, own, tiles + stage * STAGE_BYTES, of_stats + stage * STATS_BYTES, own_stats);
+        if (STAGES == 2) fetch(a, base, count + 1);
+        if (makes_notes()) make_next_note(a, base, count + 2);
+        step(a, sum, base, count, own_stats);
         if (STAGES == 1) __syncthreads(); /* 2 */
-        if (STAGES == 1 && !next.done) load_others(a, at, next, tiles);
-        cp_async_commit_group();
-        if (BY_KEYS) put_stats(of_stats + then * STATS_BYTES, of_next);
-        stage = then;
-        w = next;
-    }
+        if (STAGES == 1) fetch(a, base, count + 1);
+        count++;
+    } while (!note_of(base, count).done);
 }
 
 KERNEL __launch_bounds__(THREADS, CTAS) VARIANT(const __grid_constant__ attn_cuda_args a) {
     extern __shared__ __align__(128) uint8_t shared[];
-    place at;
-    if (!find_place(a, at)) return;
+    const uint32_t base = (uint32_t)here((int)cvta_shared(shared));
+    {
+        place found;
+        if (!find_place(a, found)) return;
+        find_others(a, found);
+        if (threadIdx.x == 0) notes_of(base).at = found;
+    }
+    __syncthreads();
+    const place &at = place_of(base);
     totals sum = {};
     stats own_stats[MT][2];
     bool empty[MT][2];
@@ -146,7 +169,7 @@ KERNEL __launch_bounds__(THREADS, CTAS) VARIANT(const __grid_constant__ attn_cud
         empty[r / 2][r % 2] = own_stats[r / 2][r % 2].lse == -INFINITY;
         own_stats[r / 2][r % 2].lse = safe_lse(own_stats[r / 2][r % 2].lse);
     }
-    walk_others(a, at, sum, cvta_shared(shared), own_stats);
+    walk_others(a, sum, base, own_stats);
     const float scale = (float)a.p.scale, keep = (float)(1 / (1 - a.p.dropout)) / P_FACTOR;
     if (!BY_KEYS) {
         store_sums(a, at, a.f.d_q, sum.one, a.p.dim_qk, scale, sum.factor, empty);

@@ -54,20 +54,25 @@ enum {
     THREADS = 32 * WARPS,
     CHUNKS = DIM / 8,                     /* 16-byte pieces of a row */
     MT = OWN * (1 + PAIRED) / WARPS / 16, /* 16-row tiles of a warp */
-    SUB =
-        ATTN_BWD_SUB(OWN, OTHERS, WARPS / (1 + PAIRED)), /* others that are worked at a time: what has room in registers */
-    NT = SUB / 8,                                        /* 8-column tiles of these */
-    DT = DIM / 8,                                        /* 8-column tiles of the sums */
-    ELEMENTS = MT * NT * 4,                              /* of a tile, that a thread has */
+    SUB = ATTN_BWD_SUB(OWN, OTHERS / (1 + PAIRED),
+                       WARPS / (1 + PAIRED)),                      /* others that are worked at a time: what has room */
+    NT = SUB / 8,                                                  /* 8-column tiles of these */
+    DT = DIM / 8,                                                  /* 8-column tiles of the sums */
+    ELEMENTS = MT * NT * 4,                                        /* of a tile, that a thread has */
     SPLIT = BY_KEYS && !PAIRED && ATTN_BWD_SPLIT(OWN, WARPS, DIM), /* blocks make either d_k or d_v */
     TWO = BY_KEYS && !SPLIT,                                       /* or both */
     TILE_BYTES = OTHERS * DIM * 2,                                 /* of one of the two streamed tensors */
     OWN_BYTES = OWN * DIM * 2,
     STATS_BYTES = BY_KEYS ? OTHERS * 8 : 0,
-    STAGE_BYTES = 2 * TILE_BYTES
+    STATS_STAGES = PAIRED ? 2 : STAGES,
+    STAGE_BYTES = 2 * TILE_BYTES,
+    AT_TILES = 2 * OWN_BYTES, /* shared memory: own ones, stages of the others, P and d_s (PAIRED), lse and delta, notes */
+    AT_P = AT_TILES + STAGES * STAGE_BYTES,
+    AT_STATS = AT_P + (PAIRED ? 2 * OWN * OTHERS * 2 : 0),
+    AT_NOTES = AT_STATS + STATS_STAGES * STATS_BYTES
 };
 static_assert(ELEMENTS <= 32, "a word has a bit for each");
-static_assert(OTHERS % SUB == 0 && SUB % 16 == 0 && OWN % (16 * WARPS) == 0, "want other tiles");
+static_assert(OTHERS % SUB == 0 && SUB % 16 == 0 && OWN % (16 * WARPS / (1 + PAIRED)) == 0, "want other tiles");
 static_assert(OWN % ATTN_ANY_COLS == 0 && OTHERS % ATTN_ANY_COLS == 0, "tiles of keys have whole ranges of FlashMask");
 
 /* All elements that a thread has of a tile; x counts them. */
@@ -97,16 +102,52 @@ DEVICE uint32_t shared_step(uint32_t piece, int step) {
 
 /* ---- where a block works ---- */
 
+/*
+ * In shared memory, where it takes no registers. What does not change from tile to tile is found once, so that a tile without a mask
+ * has little to do besides its products; and what does is worked out by one warp for all, a tile ahead (note).
+ */
 typedef struct place {
     attn_seq s;
     attn_mask mask;
-    int32_t h; /* query head at hand */
+    int32_t h, h_end; /* query heads: one, or, of keys, their group */
     int32_t kv_head;
-    int32_t own, count;     /* the first own key or row, and how many there are */
-    int32_t first, last;    /* tiles of others that may be seen, before FlashMask */
-    bool for_k;             /* SPLIT: d_k, else d_v */
-    attn_flash_range range; /* BY_KEYS: FlashMask's, of the own keys */
+    int32_t own, count;        /* the first own key or row, and how many there are */
+    int32_t first, last;       /* tiles of others that may be seen, before FlashMask */
+    int32_t all_from, all_to;  /* those of which every pair is seen, before FlashMask */
+    bool for_k;                /* SPLIT: d_k, else d_v */
+    bool plain;                /* neither softcap, ALiBi, bias nor dropout */
+    bool whole;                /* rows have DIM numbers and begin at multiples of 16 bytes */
+    bool finds_turns;          /* PAIRED: with FlashMask blocks that take turns have to be looked for */
+    int32_t before_to;         /* PAIRED: rows below it have a block before this one that adds to d_q ... */
+    int32_t after_from;        /* ... and from here on one after it; without FlashMask */
+    uint32_t tile;             /* PAIRED: number of the sequence's first tile of rows */
+    int64_t stats, stats_step; /* BY_KEYS: where lse and delta of row 0 are, and from one head to the next */
+    const uint8_t *others[2];  /* BY_KEYS: row 0 of head 0 of q and d_o; otherwise key 0 of k and v */
+    attn_flash_range range;    /* BY_KEYS: FlashMask's, of the own keys */
 } place;
+
+/* A tile of the walk. */
+typedef struct note {
+    alignas(16) const uint8_t *one, *two; /* where the others of the tile begin */
+    const float *stats;                   /* BY_KEYS: their lse and delta */
+    int32_t h, n;
+    int32_t before, after; /* PAIRED: key tiles that add to d_q before and after this block; -1: none */
+    uint32_t index;        /* PAIRED: of the tile in `turns` */
+    bool partial;          /* is the mask to be looked at? */
+    bool whole;            /* are there OTHERS rows of DIM numbers? */
+    bool done;             /* there is none */
+} note;
+
+typedef struct notes {
+    note tiles[4]; /* of the tile that is worked, the one before, and two after it */
+    place at;
+} notes;
+static_assert(sizeof(notes) <= ATTN_BWD_NOTES, "the host has room for no more");
+
+DEVICE notes &notes_of(uint32_t base) { return *(notes *)shared_pointer(base + AT_NOTES); }
+DEVICE const place &place_of(uint32_t base) { return notes_of(base).at; }
+/* Of the tile that comes after so many others. */
+DEVICE note &note_of(uint32_t base, uint32_t count) { return notes_of(base).tiles[count % 4]; }
 
 DEVICE int32_t heads_of(const attn_cuda_args &a) { return BY_KEYS ? a.p.heads_kv : a.p.heads_q; }
 DEVICE int32_t group_of(const attn_cuda_args &a) { return a.p.heads_q / a.p.heads_kv; }
@@ -140,17 +181,25 @@ DEVICE bool find_place(const attn_cuda_args &a, place &at) {
     at.s = sequence(a, head / heads_of(a));
     at.kv_head = BY_KEYS ? head % heads_of(a) : head % heads_of(a) / group_of(a);
     at.h = BY_KEYS ? at.kv_head * group_of(a) : head % heads_of(a);
+    at.h_end = at.h + (BY_KEYS ? group_of(a) : 1);
     at.own = (BY_KEYS ? slot / (SPLIT ? 2 : 1) : a.row_tiles - 1 - slot) * OWN;
     at.count = attn__min32(OWN, (BY_KEYS ? at.s.sk : at.s.sq) - at.own);
     if (at.count <= 0) return false;
     at.mask = attn__seq_mask(&a.p, &at.s);
-    int32_t from, to;
-    if (BY_KEYS)
+    int32_t from, to, all_from, all_to;
+    if (BY_KEYS) {
         attn__mask_cols(&at.mask, at.own, at.own + at.count, &from, &to);
-    else
+        attn__mask_cols_all(&at.mask, at.own, at.own + OWN, &all_from, &all_to);
+        if (at.count < OWN) all_to = 0;
+    } else {
         attn__mask_rows(&at.mask, at.own, at.own + at.count, &from, &to);
+        attn__mask_rows_all(&at.mask, at.own, at.own + at.count, &all_from, &all_to);
+    }
     at.first = from / OTHERS;
     at.last = to > from ? (to - 1) / OTHERS : -1;
+    at.all_from = (all_from + OTHERS - 1) / OTHERS;
+    at.all_to = all_to / OTHERS;
+    at.plain = !(a.p.flags & (ATTN_ALIBI | ATTN_BIAS)) && !(a.p.softcap > 0) && a.philox.threshold == 0;
     if (BY_KEYS && a.ranges) at.range = range_over(a, at, at.own, OWN);
     return true;
 }
@@ -172,27 +221,36 @@ DEVICE walk next_tile(walk w) {
     return w;
 }
 
-/* The first tile from here on that is not skipped. */
-DEVICE void find_tile(const attn_cuda_args &a, const place &at, walk &w) {
+/* The others of the next head, if there is one. */
+DEVICE void next_head(const place &at, walk &w) {
+    w.h++;
+    w.n = first_tile(at);
+    w.done = at.last < at.first || w.h >= at.h_end;
+}
+DEVICE bool is_past(const place &at, const walk &w) { return PAIRED ? w.n < at.first : w.n > at.last; }
+
+/* The same with FlashMask, of which tiles may be skipped. */
+static __device__ __noinline__ walk find_flash_tile(const attn_cuda_args &a, const place &at, walk w) {
     for (;; w = next_tile(w)) {
-        if (PAIRED ? w.n < at.first : w.n > at.last) {
-            w.h++;
-            w.n = first_tile(at);
-            w.done = !BY_KEYS || at.last < at.first || w.h >= (at.kv_head + 1) * group_of(a);
-            if (w.done) return;
-        }
+        if (is_past(at, w)) next_head(at, w);
+        if (w.done) return w;
         const int32_t n0 = w.n * OTHERS;
         const int32_t i0 = BY_KEYS ? n0 : at.own, i1 = BY_KEYS ? attn__min32(n0 + OTHERS, at.s.sq) : at.own + at.count;
         const int32_t j0 = BY_KEYS ? at.own : n0, j1 = j0 + (BY_KEYS ? (int)OWN : (int)OTHERS);
-        int tile_class;
-        if (a.ranges) {
-            const attn_flash_range range = BY_KEYS ? at.range : range_over(a, at, n0, OTHERS);
-            tile_class = attn__mask_tile(&at.mask, i0, i1, j0, j1, &range);
-        } else {
-            tile_class = attn__mask_tile(&at.mask, i0, i1, j0, j1, NULL);
-        }
+        const attn_flash_range range = BY_KEYS ? at.range : range_over(a, at, n0, OTHERS);
+        const int tile_class = attn__mask_tile(&at.mask, i0, i1, j0, j1, &range);
         w.partial = tile_class == ATTN_TILE_PARTIAL || (BY_KEYS && n0 + OTHERS > at.s.sq); /* K may hold infinities */
-        if (tile_class != ATTN_TILE_SKIP) return;
+        if (tile_class != ATTN_TILE_SKIP) return w;
+    }
+}
+
+/* The first tile from here on that is not skipped. */
+DEVICE void find_tile(const attn_cuda_args &a, const place &at, walk &w) {
+    if (a.ranges) {
+        w = find_flash_tile(a, at, w);
+    } else {
+        if (is_past(at, w)) next_head(at, w);
+        w.partial = w.n < at.all_from || w.n >= at.all_to;
     }
 }
 
@@ -228,43 +286,108 @@ static __device__ __noinline__ uint4 gather(const uint8_t *from, int32_t count) 
     return make_uint4(word[0], word[1], word[2], word[3]);
 }
 
-/* Rows [n0, n0 + rows), zeros past the end of the sequence and of its rows. */
-DEVICE void load_tile(const attn_cuda_args &a, const source &from, uint32_t to, int32_t n0, int rows) {
-    const uint8_t *start = from.data + (from.first + n0 * from.row) * 2;
-    const bool whole = n0 + rows <= from.count && from.dim == DIM;
-    if (a.vector_ok && whole) {
-#pragma unroll 4
-        for (int n = threadIdx.x; n < rows * CHUNKS; n += THREADS)
-            cp_async_cg(shared_at(to, n / CHUNKS, n % CHUNKS), start + n / CHUNKS * from.row * 2 + n % CHUNKS * 16);
-        return;
-    }
-#pragma unroll 1
-    for (int n = threadIdx.x; n < rows * CHUNKS; n += THREADS) {
-        const int row = n / CHUNKS, c = n % CHUNKS, left = from.dim - c * 8;
-        const int count = n0 + row >= from.count || left < 0 ? 0 : left < 8 ? left : 8;
-        const uint8_t *piece = start + row * from.row * 2 + c * 16;
-        if (a.vector_ok && count)
-            cp_async_cg_zfill(shared_at(to, row, c), piece, count * 2);
-        else
-            st_shared_v4(shared_at(to, row, c), count ? gather(piece, count) : make_uint4(0, 0, 0, 0));
+/*
+ * Who fetches. PAIRED: the first two warps look after turns, which takes them as long, and the last one makes notes; so the four after the
+ * first two fetch tiles, and the next one lse and delta. A thread has every LANES-th piece of its rows, so that there is next to nothing to work
+ * out for each.
+ */
+enum {
+    LANES = CHUNKS % 8 == 0 ? 8 : 4,
+    FETCHERS = PAIRED ? 128 : (int)THREADS,
+    FETCHER = PAIRED ? 64 : 0, /* the first */
+    AT_ONCE = FETCHERS / LANES,
+    STATS_FETCHERS = PAIRED ? 32 : (int)THREADS,
+    STATS_FETCHER = PAIRED ? FETCHER + FETCHERS : 0
+};
+static_assert(OTHERS % AT_ONCE == 0 && OWN % AT_ONCE == 0 && CHUNKS % LANES == 0 && AT_ONCE % 8 == 0, "want other tiles");
+
+/* A tile of so many rows, which are all there and have DIM numbers. */
+DEVICE void load_whole(const uint8_t *first, int64_t row_bytes, uint32_t to, int rows) {
+    const uint32_t thread = (uint32_t)thread_here() - FETCHER, row = thread / LANES, c = thread % LANES;
+    if (PAIRED && thread >= FETCHERS) return;
+    const uint8_t *from = first + row * row_bytes + c * 16;
+    const uint32_t piece = shared_at(to, (int)row, (int)c);
+#pragma unroll
+    for (int r = 0; r < rows; r += AT_ONCE) {
+#pragma unroll
+        for (int x = 0; x < CHUNKS; x += LANES) cp_async_cg(piece + r * CHUNKS * 16 + x * 16, from + x * 16);
+        from += AT_ONCE * row_bytes;
     }
 }
 
+/* Any tile, of so many rows; `count` of them are there, and the others become zeros, as does what is past the dim. */
+DEVICE void load_any(const attn_cuda_args &a, const uint8_t *first, int64_t row_bytes, int32_t count, int32_t dim,
+                     uint32_t to, int rows) {
+    const int row = (int)threadIdx.x / LANES, c = (int)threadIdx.x % LANES;
+#pragma unroll 1
+    for (int r = row; r < rows; r += THREADS / LANES)
+#pragma unroll 1
+        for (int x = c; x < CHUNKS; x += LANES) {
+            const int numbers = r < count ? attn__min32(attn__max32(dim - x * 8, 0), 8) : 0;
+            const uint8_t *from = first + r * row_bytes + x * 16;
+            if (a.vector_ok && numbers)
+                cp_async_cg_zfill(shared_at(to, r, x), from, numbers * 2);
+            else
+                st_shared_v4(shared_at(to, r, x), numbers ? gather(from, numbers) : make_uint4(0, 0, 0, 0));
+        }
+}
+/* Own ones. */
+DEVICE void load_from(const attn_cuda_args &a, const place &at, const source &from, uint32_t to) {
+    const uint8_t *first = from.data + (from.first + at.own * from.row) * 2;
+    if (at.whole && at.count == OWN)
+        load_whole(first, from.row * 2, to, OWN);
+    else
+        load_any(a, first, from.row * 2, at.count, from.dim, to, OWN);
+}
+
 /* The others of a tile: q and d_o, or k and v. d_v alone does without the second product, but not without d_o. */
-DEVICE void load_others(const attn_cuda_args &a, const place &at, const walk &w, uint32_t to) {
-    const int32_t n0 = w.n * OTHERS;
-    const source one = BY_KEYS ? rows_of(a, a.f.q, at.s, w.h, a.p.dim_qk) : keys_of(a, a.f.k, at.s, at.kv_head, a.p.dim_qk);
-    const source two = BY_KEYS ? rows_of(a, a.f.d_o, at.s, w.h, a.p.dim_v) : keys_of(a, a.f.v, at.s, at.kv_head, a.p.dim_v);
-    load_tile(a, one, to, n0, OTHERS);
-    load_tile(a, two, to + TILE_BYTES, n0, OTHERS);
+static __device__ __noinline__ void load_any_others(const attn_cuda_args &a, const place &at, const note &x, uint32_t to) {
+    const attn_tensor &one = BY_KEYS ? a.f.q : a.f.k, &two = BY_KEYS ? a.f.d_o : a.f.v;
+    const int32_t count = (BY_KEYS ? at.s.sq : at.s.sk) - x.n * OTHERS;
+    load_any(a, x.one, one.stride[1] * 2, count, a.p.dim_qk, to, OTHERS);
+    load_any(a, x.two, two.stride[1] * 2, count, a.p.dim_v, to + TILE_BYTES, OTHERS);
+}
+DEVICE void load_others(const attn_cuda_args &a, const place &at, const note &x, uint32_t to) {
+    if (!x.whole) return load_any_others(a, at, x, to);
+    const attn_tensor &one = BY_KEYS ? a.f.q : a.f.k, &two = BY_KEYS ? a.f.d_o : a.f.v;
+    load_whole(x.one, one.stride[1] * 2, to, OTHERS);
+    load_whole(x.two, two.stride[1] * 2, to + TILE_BYTES, OTHERS);
 }
 DEVICE void load_own(const attn_cuda_args &a, const place &at, uint32_t to) {
     const source one =
         BY_KEYS ? keys_of(a, a.f.k, at.s, at.kv_head, a.p.dim_qk) : rows_of(a, a.f.q, at.s, at.h, a.p.dim_qk);
     const source two =
         BY_KEYS ? keys_of(a, a.f.v, at.s, at.kv_head, a.p.dim_v) : rows_of(a, a.f.d_o, at.s, at.h, a.p.dim_v);
-    load_tile(a, one, to, at.own, OWN);
-    load_tile(a, two, to + OWN_BYTES, at.own, OWN);
+    load_from(a, at, one, to);
+    load_from(a, at, two, to + OWN_BYTES);
+}
+
+/* What find_place leaves open: where the others are. */
+DEVICE void find_others(const attn_cuda_args &a, place &at) {
+    const source one = BY_KEYS ? rows_of(a, a.f.q, at.s, 0, a.p.dim_qk) : keys_of(a, a.f.k, at.s, at.kv_head, a.p.dim_qk);
+    const source two = BY_KEYS ? rows_of(a, a.f.d_o, at.s, 0, a.p.dim_v) : keys_of(a, a.f.v, at.s, at.kv_head, a.p.dim_v);
+    at.whole = a.vector_ok && a.p.dim_qk == DIM && a.p.dim_v == DIM;
+    at.others[0] = one.data + one.first * 2;
+    at.others[1] = two.data + two.first * 2;
+    at.stats = attn__lse_index(&a.p, &at.s, 0, 0);
+    at.stats_step = attn__lse_index(&a.p, &at.s, 0, 1) - at.stats;
+}
+
+/* The last warp has the least to do besides, and makes the notes. */
+DEVICE bool makes_notes(void) { return threadIdx.x >= THREADS - 32; }
+
+/* What there is to know of a tile, besides turns. */
+DEVICE void write_note(const attn_cuda_args &a, const place &at, const walk &w, note &to) {
+    const attn_tensor &one = BY_KEYS ? a.f.q : a.f.k, &two = BY_KEYS ? a.f.d_o : a.f.v;
+    const int64_t n0 = w.n * OTHERS;
+    to.h = w.h;
+    to.n = w.n;
+    to.partial = w.partial;
+    to.done = w.done;
+    to.whole = at.whole && n0 + OTHERS <= (BY_KEYS ? at.s.sq : at.s.sk);
+    to.one = at.others[0] + (n0 * one.stride[1] + (BY_KEYS ? w.h * one.stride[2] : 0)) * 2;
+    to.two = at.others[1] + (n0 * two.stride[1] + (BY_KEYS ? w.h * two.stride[2] : 0)) * 2;
+    to.stats = (const float *)a.row_stats + 2 * (at.stats + w.h * at.stats_step + n0);
 }
 
 /* ---- lse and delta ---- */
@@ -287,32 +410,44 @@ DEVICE float safe_lse(float lse) { return lse == -INFINITY ? INFINITY : lse; }
  * BY_KEYS: are there rows in the tile that have no keys? Whatever their q and d_o hold, zeros take their place, or 0 * NaN would reach
  * keys; and weigh_plain has to know of them. Rare. All warps see the same.
  */
-DEVICE bool clear_empty_rows(uint32_t tile, uint32_t of_stats) {
-    bool any = false;
-#pragma unroll
-    for (int n = threadIdx.x & 31; n < OTHERS; n += 32)
-        any |= __uint_as_float(ld_shared_b32(of_stats + n * 8)) == -INFINITY;
-    if (!__any_sync(~0u, any)) return false;
+static __device__ __noinline__ void clear_rows_of(uint32_t tile, uint32_t of_stats) {
+#pragma unroll 1
     for (int n = threadIdx.x; n < OTHERS * CHUNKS; n += THREADS) {
         if (__uint_as_float(ld_shared_b32(of_stats + n / CHUNKS * 8)) != -INFINITY) continue;
         st_shared_v4(tile + n * 16, make_uint4(0, 0, 0, 0));
         st_shared_v4(tile + TILE_BYTES + n * 16, make_uint4(0, 0, 0, 0));
     }
     __syncthreads();
+}
+DEVICE bool clear_empty_rows(uint32_t tile, uint32_t of_stats) {
+    bool any = false;
+#pragma unroll
+    for (int n = 0; n < OTHERS; n += 32)
+        any |= __uint_as_float(ld_shared_b32(of_stats + (n + (threadIdx.x & 31)) * 8)) == -INFINITY;
+    if (!__any_sync(~0u, any)) return false;
+    clear_rows_of(tile, of_stats);
     return true;
 }
 
-/* BY_KEYS: lse and delta of the row of the tile that this thread looks after. */
-DEVICE stats fetch_stats(const attn_cuda_args &a, const place &at, const walk &w) {
-    if ((int)threadIdx.x >= OTHERS) return {0, 0};
-    return row_stats(a, at, w.h, w.n * OTHERS + (int32_t)threadIdx.x);
+/* BY_KEYS: lse and delta of a tile's rows, on their way to shared memory. */
+DEVICE void fetch_stats(const place &at, const note &x, uint32_t to) {
+    const int32_t thread = thread_here() - STATS_FETCHER;
+    if ((uint32_t)thread >= STATS_FETCHERS) return;
+#pragma unroll
+    for (int r = 0; r < OTHERS; r += STATS_FETCHERS) {
+        const int32_t row = r + thread;
+        if (STATS_FETCHERS <= OTHERS || row < OTHERS)
+            cp_async_ca_8_zfill(to + row * 8, x.stats + 2 * row, x.n * OTHERS + row < at.s.sq ? 8 : 0);
+    }
 }
-DEVICE void put_stats(uint32_t to, stats x) {
-    if ((int)threadIdx.x >= OTHERS) return;
-    st_shared_b32(to + threadIdx.x * 8, __float_as_uint(x.lse));
-    st_shared_b32(to + threadIdx.x * 8 + 4, __float_as_uint(x.delta));
+
+/* Q and d_o, or K and V, of a tile, and lse and delta. */
+DEVICE void fetch(const attn_cuda_args &a, uint32_t base, uint32_t count) {
+    const note &x = note_of(base, count);
+    if (x.done) return;
+    load_others(a, place_of(base), x, base + AT_TILES + count % STAGES * STAGE_BYTES);
+    if (BY_KEYS) fetch_stats(place_of(base), x, base + AT_STATS + count % STATS_STAGES * STATS_BYTES);
 }
-static_assert(!BY_KEYS || OTHERS <= THREADS, "a thread looks after one row");
 
 /* ---- which pairs count ---- */
 
@@ -358,8 +493,7 @@ DEVICE uint32_t seen_pairs(const attn_cuda_args &a, const place &at, int32_t n0)
                     if (from + (nt * 8 + c) < count) seen |= 1u << NUMBER(mt, nt, 2 * half + c);
         }
     if (!a.ranges) return seen;
-    const place copy = at; /* whose address may be taken */
-    return flash_seen(a, copy, n0, seen);
+    return flash_seen(a, at, n0, seen);
 }
 
 /*
@@ -367,11 +501,11 @@ DEVICE uint32_t seen_pairs(const attn_cuda_args &a, const place &at, int32_t n0)
  * keys of eight lanes (BY_KEYS), or those of one 8-column tile, which a quad shares. So each lane makes one call in eight, or in four, eight bits
  * of each, and they exchange them.
  */
-DEVICE uint32_t kept_pairs(const attn_cuda_args &a, const place &at, int32_t n0) {
+DEVICE uint32_t kept_pairs(const attn_cuda_args &a, const place &at, int32_t h, int32_t n0) {
     enum { CALLS = BY_KEYS ? MT * 2 * NT * 2 : MT * 2 * NT, SHARE = BY_KEYS ? 8 : 4, BYTES = (CALLS + SHARE - 1) / SHARE };
     static_assert(BYTES <= 4, "a word has room for them");
     const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, mine = BY_KEYS ? g : t;
-    const uint32_t head = (uint32_t)at.s.b * (uint32_t)a.p.heads_q + (uint32_t)at.h;
+    const uint32_t head = (uint32_t)at.s.b * (uint32_t)a.p.heads_q + (uint32_t)h;
     uint32_t bytes = 0, kept = 0;
 #pragma unroll 1
     for (int n = 0; n < BYTES; n++) {
@@ -405,28 +539,39 @@ typedef struct pairs {
     float keep;          /* 1 / (1 - dropout) */
 } pairs;
 
-/* The bias of the pairs that are seen; of others nothing is read. The dtype is one for all: this branches once. */
-DEVICE void load_bias(const attn_cuda_args &a, const place &at, float bias[MT][NT][4], uint32_t seen, int32_t n0) {
-    const attn_matrix &m = a.f.bias;
-    const int64_t of_own = m.stride[BY_KEYS ? 3 : 2], along = m.stride[BY_KEYS ? 2 : 3];
-    const int64_t first = attn__matrix_at(&m, at.s.b, at.h, 0, 0) + other_at(n0, 0, 0) * along;
-    const int bytes = a.p.bias_dtype == ATTN_F64 ? 8 : a.p.bias_dtype == ATTN_F32 ? 4 : 2;
+/* Where the bias of the thread's own ones begins, with the first of the others from n0 on. */
+typedef struct bias_rows {
     const uint8_t *row[MT][2];
+    int64_t along; /* numbers between others */
+} bias_rows;
+DEVICE bias_rows find_bias(const attn_cuda_args &a, const place &at, int32_t h, int32_t n0) {
+    const attn_matrix &m = a.f.bias;
+    const int64_t of_own = m.stride[BY_KEYS ? 3 : 2];
+    const int bytes = a.p.bias_dtype == ATTN_F64 ? 8 : a.p.bias_dtype == ATTN_F32 ? 4 : 2;
+    bias_rows x;
+    x.along = m.stride[BY_KEYS ? 2 : 3];
+    const int64_t first = attn__matrix_at(&m, at.s.b, h, 0, 0) + other_at(n0, 0, 0) * x.along;
 #pragma unroll
     for (int r = 0; r < 2 * MT; r++)
-        row[r / 2][r % 2] = (const uint8_t *)m.data + (first + own_at(at, r / 2, r % 2) * of_own) * bytes;
-    EACH(mt, nt, e) bias[mt][nt][e] = 0;
+        x.row[r / 2][r % 2] = (const uint8_t *)m.data + (first + own_at(at, r / 2, r % 2) * of_own) * bytes;
+    return x;
+}
+
+/* The bias of 8-column tile nt, of the pairs that are seen; of others nothing is read. The dtype is one for all: this branches once. */
+#define EACH_OF(mt, e) _Pragma("unroll") for (int mt = 0; mt < MT; mt++) _Pragma("unroll") for (int e = 0; e < 4; e++)
+DEVICE void load_bias(const attn_cuda_args &a, const bias_rows &x, float bias[MT][4], uint32_t seen, int nt) {
+    EACH_OF(mt, e) bias[mt][e] = 0;
     if (a.p.bias_dtype == ATTN_F32) {
-        EACH(mt, nt, e)
-        if (seen >> NUMBER(mt, nt, e) & 1) bias[mt][nt][e] = ((const float *)row[mt][e >> 1])[(nt * 8 + (e & 1)) * along];
+        EACH_OF(mt, e)
+        if (seen >> NUMBER(mt, nt, e) & 1) bias[mt][e] = ((const float *)x.row[mt][e >> 1])[(nt * 8 + (e & 1)) * x.along];
     } else if (a.p.bias_dtype == ATTN_F64) {
-        EACH(mt, nt, e)
+        EACH_OF(mt, e)
         if (seen >> NUMBER(mt, nt, e) & 1)
-            bias[mt][nt][e] = (float)((const double *)row[mt][e >> 1])[(nt * 8 + (e & 1)) * along];
+            bias[mt][e] = (float)((const double *)x.row[mt][e >> 1])[(nt * 8 + (e & 1)) * x.along];
     } else {
-        EACH(mt, nt, e) if (seen >> NUMBER(mt, nt, e) & 1) {
-            const uint16_t x = ((const uint16_t *)row[mt][e >> 1])[(nt * 8 + (e & 1)) * along];
-            bias[mt][nt][e] = a.p.bias_dtype == ATTN_BF16 ? attn__from_bf16(x) : cvt_f32_f16(x);
+        EACH_OF(mt, e) if (seen >> NUMBER(mt, nt, e) & 1) {
+            const uint16_t number = ((const uint16_t *)x.row[mt][e >> 1])[(nt * 8 + (e & 1)) * x.along];
+            bias[mt][e] = a.p.bias_dtype == ATTN_BF16 ? attn__from_bf16(number) : cvt_f32_f16(number);
         }
     }
 }
@@ -434,8 +579,13 @@ DEVICE void load_bias(const attn_cuda_args &a, const place &at, float bias[MT][N
 /* BY_KEYS: of the two rows of 8 that this thread has. */
 DEVICE void load_stats(stats of_tile[2], uint32_t of_stats, int nt) {
     const uint4 two = ld_shared_v4(of_stats + (nt * 8 + (threadIdx.x & 3) * 2) * 8);
-    of_tile[0] = {safe_lse(__uint_as_float(two.x)), __uint_as_float(two.y)};
-    of_tile[1] = {safe_lse(__uint_as_float(two.z)), __uint_as_float(two.w)};
+    of_tile[0] = {__uint_as_float(two.x), __uint_as_float(two.y)};
+    of_tile[1] = {__uint_as_float(two.z), __uint_as_float(two.w)};
+}
+DEVICE void load_safe_stats(stats of_tile[2], uint32_t of_stats, int nt) {
+    load_stats(of_tile, of_stats, nt);
+    of_tile[0].lse = safe_lse(of_tile[0].lse);
+    of_tile[1].lse = safe_lse(of_tile[1].lse);
 }
 
 /* Lse and delta of the rows of this thread's elements: of the others, or its own. */
@@ -451,7 +601,8 @@ DEVICE void weigh_plain(const attn_cuda_args &a, float s[MT][NT][4], float d[MT]
 #pragma unroll
     for (int nt = 0; nt < NT; nt++) {
         stats of_tile[2] = {};
-        if (BY_KEYS) load_stats(of_tile, of_stats, nt);
+        if (BY_KEYS && all) load_stats(of_tile, of_stats, nt); /* no row without keys */
+        if (BY_KEYS && !all) load_safe_stats(of_tile, of_stats, nt);
 #pragma unroll
         for (int mt = 0; mt < MT; mt++)
 #pragma unroll
@@ -473,17 +624,19 @@ DEVICE void weigh_plain(const attn_cuda_args &a, float s[MT][NT][4], float d[MT]
 }
 
 /* The same with softcap, ALiBi or bias, which score() of score.cuh defines: of all elements, in base e. with_bias: a constant. */
-DEVICE void weigh_scored(const attn_cuda_args &a, const place &at, float s[MT][NT][4], float d[MT][NT][4], const pairs &x,
-                         bool with_bias, int32_t n0, uint32_t of_stats, const stats (*own_stats)[2]) {
+DEVICE void weigh_scored(const attn_cuda_args &a, const place &at, int32_t h, float s[MT][NT][4], float d[MT][NT][4],
+                         const pairs &x, bool with_bias, int32_t n0, uint32_t of_stats, const stats (*own_stats)[2]) {
     const float scale = (float)a.p.scale, cap = (float)a.p.softcap, by_cap = cap > 0 ? 1 / cap : 0;
-    const float slope_h = a.p.flags & ATTN_ALIBI ? a.f.alibi[at.s.b * a.f.alibi_stride + at.h] : 0;
+    const float slope_h = a.p.flags & ATTN_ALIBI ? a.f.alibi[at.s.b * a.f.alibi_stride + h] : 0;
     const int32_t offset = at.s.sk - at.s.sq; /* distances are whole numbers: below 2^24 exact in float */
-    float bias[MT][NT][4];
-    if (with_bias) load_bias(a, at, bias, x.seen, n0);
+    bias_rows biases;
+    if (with_bias) biases = find_bias(a, at, h, n0);
 #pragma unroll
     for (int nt = 0; nt < NT; nt++) {
         stats of_tile[2] = {};
-        if (BY_KEYS) load_stats(of_tile, of_stats, nt);
+        if (BY_KEYS) load_safe_stats(of_tile, of_stats, nt);
+        float bias[MT][4];
+        if (with_bias) load_bias(a, biases, bias, x.seen, nt);
 #pragma unroll
         for (int mt = 0; mt < MT; mt++)
 #pragma unroll
@@ -498,7 +651,7 @@ DEVICE void weigh_scored(const attn_cuda_args &a, const place &at, float s[MT][N
                     slope = 1 - part * part;
                 }
                 y = fmaf(-slope_h, fabsf(distance), y);
-                if (with_bias) y += bias[mt][nt][e];
+                if (with_bias) y += bias[mt][e];
                 const float p = ex2_approx(__fmul_rn(y - row.lse, (float)ATTN_LOG2E));
                 const int bit = NUMBER(mt, nt, e);
                 const bool seen = (x.seen >> bit & 1) && row.lse != INFINITY, kept = x.kept >> bit & 1;
@@ -509,24 +662,22 @@ DEVICE void weigh_scored(const attn_cuda_args &a, const place &at, float s[MT][N
     }
 }
 
-DEVICE void weigh(const attn_cuda_args &a, const place &at, float s[MT][NT][4], float d[MT][NT][4], bool partial,
+DEVICE void weigh(const attn_cuda_args &a, const place &at, int32_t h, float s[MT][NT][4], float d[MT][NT][4], bool partial,
                   int32_t n0, uint32_t of_stats, const stats (*own_stats)[2]) {
-    const bool drops = a.philox.threshold > 0;
     pairs x = {~0u, ~0u, 1};
+    if (at.plain && !partial) return weigh_plain(a, s, d, x, true, of_stats, own_stats);
     const bool has_bias = a.p.flags & ATTN_BIAS; /* which is not read for own rows that are not there */
     if (partial || (has_bias && at.count < OWN)) x.seen = seen_pairs(a, at, n0);
-    if (drops) {
-        x.kept = kept_pairs(a, at, n0);
+    if (a.philox.threshold > 0) {
+        x.kept = kept_pairs(a, at, h, n0);
         x.keep = (float)(1 / (1 - a.p.dropout));
     }
     if (has_bias)
-        weigh_scored(a, at, s, d, x, true, n0, of_stats, own_stats);
+        weigh_scored(a, at, h, s, d, x, true, n0, of_stats, own_stats);
     else if ((a.p.flags & ATTN_ALIBI) || a.p.softcap > 0)
-        weigh_scored(a, at, s, d, x, false, n0, of_stats, own_stats);
-    else if (partial || drops)
-        weigh_plain(a, s, d, x, false, of_stats, own_stats);
+        weigh_scored(a, at, h, s, d, x, false, n0, of_stats, own_stats);
     else
-        weigh_plain(a, s, d, x, true, of_stats, own_stats);
+        weigh_plain(a, s, d, x, false, of_stats, own_stats);
 }
 
 /* ---- float16: numbers that are small ---- */
@@ -584,7 +735,7 @@ DEVICE int nonfinite_word(uint32_t x) {
 }
 
 /* Does any thread see one in the tile? Of keys only the first tensor is summed up. A barrier of the whole block. */
-DEVICE bool holds_nonfinite(uint32_t tile) {
+static __device__ __noinline__ bool holds_nonfinite(uint32_t tile) {
     uint32_t most = 0;
 #pragma unroll 4
     for (int n = threadIdx.x; n < OTHERS * CHUNKS * (BY_KEYS ? 2 : 1); n += THREADS) {
@@ -653,20 +804,27 @@ DEVICE void multiply(float c0[4], float c1[4], const uint32_t a[4], const uint32
     }
 }
 
-/* c = own . others, of the warp's own rows of a tile and the SUB rows of another from `first` on. */
-DEVICE void product(float c[MT][NT][4], uint32_t own, uint32_t others, int first) {
-    const int lane = here(threadIdx.x & 31), warp = threadIdx.x >> 5;
-    const uint32_t left = shared_at(own, warp / (1 + PAIRED) * MT * 16 + (lane & 15), lane >> 4);
-    const uint32_t right = shared_at(others, first + (lane & 7) + (lane >> 4) * 8, lane >> 3 & 1);
+/* Where a warp's left and right operands of the product below begin: its own rows of a tile, and of another those from `first` on. */
+DEVICE uint32_t left_of(uint32_t own) {
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    return shared_at(own, warp / (1 + PAIRED) * MT * 16 + (lane & 15), lane >> 4);
+}
+DEVICE uint32_t right_of(uint32_t others, int first) {
+    const int lane = threadIdx.x & 31;
+    return shared_at(others, first + (lane & 7) + (lane >> 4) * 8, lane >> 3 & 1);
+}
+
+/* c = own . others, of the warp's own rows and SUB rows of the others: those of the tensors so many bytes behind left and right. */
+DEVICE void product(float c[MT][NT][4], uint32_t left, uint32_t right, int left_bytes, int right_bytes) {
     EACH(mt, nt, e) c[mt][nt][e] = 0;
 #pragma unroll
     for (int step = 0; step < DIM / 16; step++) {
         uint32_t x[MT][4], y[4];
 #pragma unroll
-        for (int mt = 0; mt < MT; mt++) ldmatrix_x4(x[mt], shared_step(left, step) + mt * 16 * CHUNKS * 16);
+        for (int mt = 0; mt < MT; mt++) ldmatrix_x4(x[mt], shared_step(left, step) + left_bytes + mt * 16 * CHUNKS * 16);
 #pragma unroll
         for (int n = 0; n < NT / 2; n++) {
-            ldmatrix_x4(y, shared_step(right, step) + n * 16 * CHUNKS * 16);
+            ldmatrix_x4(y, shared_step(right, step) + right_bytes + n * 16 * CHUNKS * 16);
 #pragma unroll
             for (int mt = 0; mt < MT; mt++) multiply(c[mt][2 * n], c[mt][2 * n + 1], x[mt], y);
         }

@@ -2,11 +2,11 @@
  * The whole backward in one pass, with mma.sync: lines of side BOTH. As bwd.cu with keys in the place of its own, and d_q besides, so
  * that the products of a tile are five instead of seven: S and d_p are not computed a second time.
  *
- * A block keeps OWN keys and walks over tiles of 64 rows. Warps work in pairs, which have 32 keys in common. Per tile:
+ * A block keeps OWN keys and walks over tiles of 64 or 128 rows. Warps work in pairs, which have 32 keys in common. Per tile:
  *
  *     wait for it              barrier 1: Q and d_o are there for all warps, and nobody reads anything of the tile before
  *                              d_q of the tile before is passed on
- *     fetch the next one       into the other buffer
+ *     fetch the next one       into the other buffer; with stages = 1, when d_k is multiplied: barrier 3
  *     S = K Q^T, D = V d_o^T   a warp has its 32 keys and one half of the rows
  *     P, d_s                   as in bwd.cu, then to shared memory, [keys][rows]
  *     wait for the turn        d_q of these rows is there as the blocks of the keys before have left it; most often a look before S has shown that it is
@@ -29,14 +29,11 @@ enum {
     DOWN = WARPS / ACROSS,          /* ... and the rows */
     QM = OTHERS / DOWN / 16,        /* d_q: 16-row tiles of a warp */
     QN = DT / ACROSS,               /* d_q: 8-column tiles of a warp */
-    AT_V = OWN_BYTES,               /* shared memory: K, V, stages of Q and d_o, P, d_s, lse and delta */
-    AT_TILES = 2 * OWN_BYTES,
-    AT_P = AT_TILES + STAGES * STAGE_BYTES,
-    AT_D_S = AT_P + W_BYTES,
-    AT_STATS = AT_D_S + W_BYTES
+    AT_V = OWN_BYTES,
+    AT_D_S = AT_P + W_BYTES
 };
-static_assert(PAIRED && STAGES == 2 && WARPS == 8 && BF16, "what this file is written for");
-static_assert(OTHERS == 64 && 2 * SUB == OTHERS && MT == 2, "a warp has one half of the rows");
+static_assert(PAIRED && WARPS == 8 && BF16, "what this file is written for");
+static_assert(OTHERS % (2 * SUB) == 0 && OTHERS % 64 == 0, "a warp has one half of the rows");
 static_assert(QN % 2 == 0 && HALF % 2 == 0, "want another dim");
 
 /* ---- P and d_s in shared memory ---- */
@@ -44,18 +41,53 @@ static_assert(QN % 2 == 0 && HALF % 2 == 0, "want another dim");
 /* A 16-byte piece: rows 8 * chunk, ... of a key. */
 DEVICE uint32_t w_at(uint32_t base, int key, int chunk) { return base + key * OTHERS * 2 + ((chunk ^ (key & 7)) << 4); }
 
-DEVICE void put_weights(uint32_t base, const float w[MT][NT][4]) {
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+/* The address of piece c + 2 * step of a key, from that of piece c, as shared_step has it. */
+DEVICE uint32_t w_step(uint32_t piece, int step) { return (piece ^ ((2 * step & 7) << 4)) + ((2 * step & ~7) << 4); }
+
+/*
+ * What a thread's lane and warp say of addresses, of P and of the first stage: worked out once. The rest of an address is a constant, or a
+ * piece's number that is mixed into it.
+ */
+typedef struct corners {
+    uint32_t left, right;     /* S: of K and Q */
+    uint32_t put;             /* P, from the thread's first element on */
+    uint32_t weights, others; /* d_k: P as the left operand, Q as the right one */
+    uint32_t across, keys;    /* d_q: d_s from across, K */
+} corners;
+
+/* Dims that warps share: is a step from a warp's first piece mixed into its address? */
+enum { MIXED_HALF = (HALF & (HALF - 1)) == 0, MIXED_Q = (QN & (QN - 1)) == 0 };
+static_assert(NT == 4 && (QM & (QM - 1)) == 0 && QM <= 4, "a step is mixed into an address");
+
+DEVICE corners find_corners(uint32_t base) {
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2;
+    corners c;
+    c.left = left_of(base);
+    c.right = right_of(base + AT_TILES, warp % 2 * (OTHERS / 2));
+    c.put = w_at(base + AT_P, warp / 2 * MT * 16 + g, warp % 2 * (OTHERS / 16)) + (lane & 3) * 4;
+    c.weights = w_at(base + AT_P, warp / 2 * MT * 16 + (lane & 15), lane >> 4);
+    c.others = shared_at(base + AT_TILES, lane & 15, (MIXED_HALF ? warp % 2 * HALF : 0) + (lane >> 4));
+    c.across = w_at(base + AT_D_S, (lane & 7) + (lane >> 4) * 8, warp / ACROSS * QM * 2 + (lane >> 3 & 1));
+    c.keys = shared_at(base, lane & 15, (MIXED_Q ? warp % ACROSS * QN : 0) + (lane >> 4));
+    return c;
+}
+DEVICE uint32_t others_step(uint32_t others, int n) {
+    return shared_step(others, MIXED_HALF ? n : (int)(threadIdx.x >> 5) % 2 * (HALF / 2) + n);
+}
+DEVICE uint32_t keys_step(uint32_t keys, int n) {
+    return shared_step(keys, MIXED_Q ? n : (int)(threadIdx.x >> 5) % ACROSS * (QN / 2) + n);
+}
+
+/* To P, or so many bytes behind it. */
+DEVICE void put_weights(uint32_t put, int bytes, const float w[MT][NT][4]) {
 #pragma unroll
     for (int mt = 0; mt < MT; mt++)
 #pragma unroll
-        for (int half = 0; half < 2; half++) {
-            const int key = (warp / 2 * MT + mt) * 16 + half * 8 + (lane >> 2);
+        for (int half = 0; half < 2; half++)
 #pragma unroll
             for (int nt = 0; nt < NT; nt++)
-                st_shared_b32(w_at(base, key, warp % 2 * NT + nt) + (lane & 3) * 4,
+                st_shared_b32((put ^ (nt << 4)) + bytes + (mt * 16 + half * 8) * OTHERS * 2,
                               pack(w[mt][nt][2 * half], w[mt][nt][2 * half + 1]));
-        }
 }
 
 DEVICE float weight_at(uint32_t base, int key, int row) {
@@ -65,19 +97,19 @@ DEVICE float weight_at(uint32_t base, int key, int row) {
 
 /* ---- products ---- */
 
-/* sums += w . others: of the pair's keys, all rows of the tile, and the warp's half of the dims. */
-DEVICE void add_weighted(float sums[MT][HALF][4], uint32_t w, uint32_t others) {
-    const int lane = here(threadIdx.x & 31), warp = threadIdx.x >> 5;
-    const uint32_t right = shared_at(others, lane & 15, lane >> 4);
+/*
+ * sums += w . others: of the pair's keys, all rows of the tile, and the warp's half of the dims; with the weights and the others so many bytes
+ * behind these.
+ */
+DEVICE void add_weighted(float sums[MT][HALF][4], uint32_t weights, uint32_t others, int w_bytes, int bytes) {
 #pragma unroll
     for (int step = 0; step < OTHERS / 16; step++) {
         uint32_t x[MT][4], y[4];
 #pragma unroll
-        for (int mt = 0; mt < MT; mt++)
-            ldmatrix_x4(x[mt], w_at(w, (warp / 2 * MT + mt) * 16 + (lane & 15), 2 * step + (lane >> 4)));
+        for (int mt = 0; mt < MT; mt++) ldmatrix_x4(x[mt], w_step(weights, step) + w_bytes + mt * 16 * OTHERS * 2);
 #pragma unroll
         for (int n = 0; n < HALF / 2; n++) {
-            ldmatrix_x4_trans(y, shared_step(right, warp % 2 * (HALF / 2) + n) + step * 16 * CHUNKS * 16);
+            ldmatrix_x4_trans(y, others_step(others, n) + bytes + step * 16 * CHUNKS * 16);
 #pragma unroll
             for (int mt = 0; mt < MT; mt++) multiply(sums[mt][2 * n], sums[mt][2 * n + 1], x[mt], y);
         }
@@ -85,19 +117,15 @@ DEVICE void add_weighted(float sums[MT][HALF][4], uint32_t w, uint32_t others) {
 }
 
 /* d_q += d_s^T . K: of all keys, the warp's part of the rows and of the dims. */
-DEVICE void add_queries(float d_q[QM][QN][4], uint32_t d_s, uint32_t keys) {
-    const int lane = here(threadIdx.x & 31), warp = threadIdx.x >> 5;
-    const uint32_t right = shared_at(keys, lane & 15, lane >> 4);
+DEVICE void add_queries(float d_q[QM][QN][4], uint32_t across, uint32_t keys) {
 #pragma unroll
     for (int step = 0; step < OWN / 16; step++) {
         uint32_t x[QM][4], y[4];
 #pragma unroll
-        for (int mt = 0; mt < QM; mt++)
-            ldmatrix_x4_trans(x[mt], w_at(d_s, step * 16 + (lane & 7) + (lane >> 4) * 8,
-                                          (warp / ACROSS * QM + mt) * 2 + (lane >> 3 & 1)));
+        for (int mt = 0; mt < QM; mt++) ldmatrix_x4_trans(x[mt], w_step(across, mt) + step * 16 * OTHERS * 2);
 #pragma unroll
         for (int n = 0; n < QN / 2; n++) {
-            ldmatrix_x4_trans(y, shared_step(right, warp % ACROSS * (QN / 2) + n) + step * 16 * CHUNKS * 16);
+            ldmatrix_x4_trans(y, keys_step(keys, n) + step * 16 * CHUNKS * 16);
 #pragma unroll
             for (int mt = 0; mt < QM; mt++) multiply(d_q[mt][2 * n], d_q[mt][2 * n + 1], x[mt], y);
         }
@@ -107,7 +135,8 @@ DEVICE void add_queries(float d_q[QM][QN][4], uint32_t d_s, uint32_t keys) {
 /* ---- infinities and NaN, where some pairs are masked: rare, so slow ---- */
 
 /* They become zeros, in so many words. */
-DEVICE void clear_bad(uint32_t from, int words) {
+static __device__ __noinline__ void clear_bad(uint32_t from, int words) {
+#pragma unroll 1
     for (int n = threadIdx.x; n < words; n += THREADS) {
         const uint32_t word = ld_shared_b32(from + n * 4);
         const int which = nonfinite_word(word);
@@ -158,9 +187,14 @@ static __device__ __noinline__ void add_bad_keys(float *d_q, uint32_t d_s, uint3
     }
 }
 
+static __device__ __noinline__ void load_keys_again(const attn_cuda_args &a, const place &at, uint32_t keys) {
+    load_from(a, at, keys_of(a, a.f.k, at.s, at.kv_head, a.p.dim_qk), keys);
+}
+
 /* d_q += d_s^T . K where K holds such numbers: they are taken out of it for the product, and then K is fetched again. */
-DEVICE void add_queries_of_bad(const attn_cuda_args &a, const place &at, float d_q[QM][QN][4], uint32_t d_s,
-                               uint32_t keys) {
+DEVICE void add_queries_of_bad(const attn_cuda_args &a, const place &at, float d_q[QM][QN][4], uint32_t base,
+                               const corners &c) {
+    const uint32_t d_s = base + AT_D_S, keys = base;
     float copy[QM * QN * 4];
 #pragma unroll
     for (int n = 0; n < QM * QN * 4; n++) copy[n] = d_q[n / (QN * 4)][n / 4 % QN][n % 4];
@@ -170,13 +204,13 @@ DEVICE void add_queries_of_bad(const attn_cuda_args &a, const place &at, float d
     __syncthreads();
     clear_bad(keys, OWN * CHUNKS * 4);
     __syncthreads();
-    add_queries(d_q, d_s, keys);
+    add_queries(d_q, c.across, c.keys);
     __syncthreads();
-    load_tile(a, keys_of(a, a.f.k, at.s, at.kv_head, a.p.dim_qk), keys, at.own, OWN);
+    load_keys_again(a, at, keys);
 }
 
 /* Is any number among the own keys not finite? A barrier of the whole block. */
-DEVICE bool holds_bad_keys(uint32_t keys) {
+static __device__ __noinline__ bool holds_bad_keys(uint32_t keys) {
     uint32_t most = 0;
     for (int n = threadIdx.x; n < OWN * CHUNKS; n += THREADS) {
         const uint4 x = ld_shared_v4(keys + n * 16);
@@ -201,14 +235,12 @@ typedef struct turn {
     int32_t before, after;
 } turn;
 
-/* With FlashMask a warp looks at 32 key tiles at a time. */
-DEVICE turn find_turn(const attn_cuda_args &a, const place &at, int32_t n) {
+/* With FlashMask: a warp looks at 32 key tiles at a time. */
+static __device__ __noinline__ turn find_flash_turn(const attn_cuda_args &a, const place &at, int32_t n) {
     const int32_t i0 = n * OTHERS, i1 = attn__min32(i0 + OTHERS, at.s.sq), m = at.own / OWN, lane = threadIdx.x & 31;
     int32_t from, to;
     attn__mask_rows(&at.mask, i0, i1, &from, &to);
     const int32_t first = from / OWN, last = (to - 1) / OWN;
-    if (*a.overlap) return {-1, -1}; /* lengths that make no sense: results do not either, but nobody waits for ever */
-    if (!a.ranges) return {m > first ? m - 1 : -1, m < last ? m + 1 : -1};
     turn t = {-1, -1};
     for (int32_t x = m - 1; x >= first && t.before < 0; x -= 32) {
         const uint32_t found = __ballot_sync(~0u, x - lane >= first && meets(a, at, n, x - lane));
@@ -221,22 +253,43 @@ DEVICE turn find_turn(const attn_cuda_args &a, const place &at, int32_t n) {
     return t;
 }
 
+DEVICE turn find_turn(const attn_cuda_args &a, const place &at, int32_t n) {
+    if (at.finds_turns) return find_flash_turn(a, at, n);
+    const int32_t m = at.own / OWN;
+    return {n * OTHERS < at.before_to ? m - 1 : -1, n * OTHERS + OTHERS > at.after_from ? m + 1 : -1};
+}
+
 /*
  * Tiles of rows are counted over all sequences and heads: [tile of the sequence][head]. Packed ones have as many as their rows can
- * touch: each begins with a tile of its own.
+ * touch: each begins with a tile of its own. There are fewer than 2^32, as each has d_q in the workspace.
  */
-DEVICE int64_t tile_index(const attn_cuda_args &a, const place &at, int32_t h, int32_t n) {
-    const int64_t first =
-        a.p.flags & ATTN_VARLEN_Q ? at.s.q_row / OTHERS + at.s.b : (int64_t)at.s.b * ((a.p.max_q + OTHERS - 1) / OTHERS);
-    return (first + n) * a.p.heads_q + h;
+DEVICE uint32_t tile_index(const attn_cuda_args &a, const place &at, int32_t h, int32_t n) {
+    return (at.tile + (uint32_t)n) * (uint32_t)a.p.heads_q + (uint32_t)h;
+}
+
+/* What find_place leaves open: the turns of a block without FlashMask, and where d_q of its rows is. */
+DEVICE void find_turns(const attn_cuda_args &a, place &at) {
+    const bool ordered =
+        a.f.d_q.data && !*a.overlap; /* lengths that make no sense: results do not either, but nobody waits for ever */
+    int32_t unused;
+    at.finds_turns = ordered && a.ranges;
+    at.before_to = 0;
+    at.after_from = INT32_MAX;
+    if (ordered && at.own > 0) attn__mask_cols(&at.mask, at.own - 1, at.own, &unused, &at.before_to);
+    if (ordered && at.own + OWN < at.s.sk) {
+        attn__mask_cols(&at.mask, at.own + OWN, at.own + OWN + 1, &at.after_from, &unused);
+        if (at.after_from >= at.s.sq) at.after_from = INT32_MAX;
+    }
+    at.tile = (uint32_t)(a.p.flags & ATTN_VARLEN_Q ? at.s.q_row / OTHERS + at.s.b
+                                                   : (int64_t)at.s.b * ((a.p.max_q + OTHERS - 1) / OTHERS));
 }
 
 /* d_q of a tile as threads hold it, 16 bytes at a time side by side. */
-DEVICE float4 *part_of_q(const attn_cuda_args &a, int64_t tile) {
-    return (float4 *)((float *)a.part_o + tile * (OTHERS * DIM)) + threadIdx.x;
+DEVICE float4 *part_of_q(const attn_cuda_args &a, uint32_t tile) {
+    return (float4 *)((float *)a.part_o + (uint64_t)tile * (OTHERS * DIM)) + threadIdx.x;
 }
 
-DEVICE void fetch_q(const attn_cuda_args &a, int64_t tile, float d_q[QM][QN][4]) {
+DEVICE void fetch_q(const attn_cuda_args &a, uint32_t tile, float d_q[QM][QN][4]) {
     const float4 *from = part_of_q(a, tile);
 #pragma unroll
     for (int n = 0; n < QM * QN; n++) {
@@ -245,7 +298,7 @@ DEVICE void fetch_q(const attn_cuda_args &a, int64_t tile, float d_q[QM][QN][4])
         to[0] = x.x, to[1] = x.y, to[2] = x.z, to[3] = x.w;
     }
 }
-DEVICE void keep_q(const attn_cuda_args &a, int64_t tile, const float d_q[QM][QN][4]) {
+DEVICE void keep_q(const attn_cuda_args &a, uint32_t tile, const float d_q[QM][QN][4]) {
     float4 *to = part_of_q(a, tile);
 #pragma unroll
     for (int n = 0; n < QM * QN; n++) {
@@ -255,7 +308,7 @@ DEVICE void keep_q(const attn_cuda_args &a, int64_t tile, const float d_q[QM][QN
 }
 
 /* The result. Rows without keys have zeros, whatever the keys hold. */
-DEVICE void store_q(const attn_cuda_args &a, const place &at, const walk &w, const float d_q[QM][QN][4],
+DEVICE void store_q(const attn_cuda_args &a, const place &at, const note &w, const float d_q[QM][QN][4],
                     uint32_t of_stats) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     const float scale = (float)a.p.scale;
@@ -279,47 +332,50 @@ DEVICE void store_q(const attn_cuda_args &a, const place &at, const walk &w, con
 
 /* ---- a tile ---- */
 
-/* The sums of a warp, of one half of the dims; and the tile of d_q that this block has added to and not yet passed on. */
+/* The sums of a warp, of one half of the dims. */
 typedef struct totals {
     float d_k[MT][HALF][4], d_v[MT][HALF][4];
-    uint32_t *turn; /* NULL: none */
 } totals;
 
 /* d_q of the tile, from where the block before has left it to the one after. */
-DEVICE void add_to_q(const attn_cuda_args &a, const place &at, const walk &w, const turn &t, float d_q[QM][QN][4],
-                     uint32_t base, uint32_t of_stats, bool bad) {
+DEVICE void add_to_q(const attn_cuda_args &a, const note &w, float d_q[QM][QN][4], uint32_t base, const corners &c,
+                     uint32_t of_stats, bool bad) {
     if (bad)
-        add_queries_of_bad(a, at, d_q, base + AT_D_S, base);
+        add_queries_of_bad(a, place_of(base), d_q, base, c);
     else
-        add_queries(d_q, base + AT_D_S, base);
-    if (t.after < 0)
-        store_q(a, at, w, d_q, of_stats);
+        add_queries(d_q, (uint32_t)here((int)c.across), (uint32_t)here((int)c.keys));
+    if (w.after < 0)
+        store_q(a, place_of(base), w, d_q, of_stats);
     else
-        keep_q(a, tile_index(a, at, w.h, w.n), d_q);
+        keep_q(a, w.index, d_q);
 }
 
-DEVICE void step(const attn_cuda_args &a, const place &at, const walk &w, totals &sum, uint32_t base, uint32_t tile,
-                 uint32_t of_stats, bool bad_keys) {
-    const int first = (int)(threadIdx.x >> 5) % 2 * SUB;
-    const bool with_q = a.f.d_q.data != NULL;
-    const turn t = with_q ? find_turn(a, at, w.n) : turn{-1, -1};
-    const int64_t index = with_q ? tile_index(a, at, w.h, w.n) : 0;
-    const bool waits = t.before >= 0 && threadIdx.x == 0;
-    const bool ready = waits && ld_acquire_gpu(a.turns + index) == (uint32_t)t.before + 1;
+DEVICE void step(const attn_cuda_args &a, totals &sum, uint32_t base, const corners &c, uint32_t count, bool bad_keys) {
+    const uint32_t stage = count % STAGES * STAGE_BYTES;
+    const uint32_t tile = base + AT_TILES + stage, of_stats = base + AT_STATS + count % 2 * STATS_BYTES;
+    const note &w = note_of(base, count);
+    bool waits = threadIdx.x == 0 && w.before >= 0;
+    if (waits) waits = ld_acquire_gpu(a.turns + w.index) != (uint32_t)w.before + 1;
     const bool partial = clear_empty_rows(tile, of_stats) || w.partial;
     const bool bad = partial && holds_nonfinite(tile);
-    {
+#pragma unroll 1
+    for (int round = 0; round < OTHERS / 2 / SUB; round++) {
         float s[MT][NT][4], d[MT][NT][4];
-        product(s, base, tile, first);
-        product(d, base + AT_V, tile + TILE_BYTES, first);
-        weigh(a, at, s, d, partial, w.n * OTHERS + first, of_stats + first * 8, NULL);
-        put_weights(base + AT_P, s);
-        put_weights(base + AT_D_S, d);
+        const int first = (int)(threadIdx.x >> 5) % 2 * (OTHERS / 2) + round * SUB;
+        const uint32_t left = (uint32_t)here((int)c.left);
+        const uint32_t right = (uint32_t)here((int)(c.right + stage + round * (SUB * CHUNKS * 16)));
+        product(s, left, right, 0, 0);
+        product(d, left, right, AT_V, TILE_BYTES);
+        weigh(a, place_of(base), w.h, s, d, partial, w.n * OTHERS + first, of_stats + first * 8, NULL);
+        const uint32_t put = (uint32_t)here((int)c.put) ^ (round * NT << 4);
+        put_weights(put, 0, s);
+        put_weights(put, W_BYTES, d);
     }
-    if (waits && !ready) wait_acquire_gpu(a.turns + index, (uint32_t)t.before + 1);
+    const note &again = note_of(base, (uint32_t)here((int)count)); /* an address less to keep */
+    if (waits) wait_acquire_gpu(a.turns + again.index, (uint32_t)again.before + 1);
     __syncthreads(); /* 2 */
     float d_q[QM][QN][4] = {};
-    if (t.before >= 0) fetch_q(a, index, d_q);
+    if (again.before >= 0) fetch_q(a, again.index, d_q);
     if (bad) {
         add_bad(sum.d_v, base + AT_P, tile + TILE_BYTES);
         add_bad(sum.d_k, base + AT_D_S, tile);
@@ -327,52 +383,70 @@ DEVICE void step(const attn_cuda_args &a, const place &at, const walk &w, totals
         clear_bad(tile, 2 * OTHERS * CHUNKS * 4);
         __syncthreads();
     }
-    add_weighted(sum.d_v, base + AT_P, tile + TILE_BYTES);
-    add_weighted(sum.d_k, base + AT_D_S, tile);
-    if (with_q) add_to_q(a, at, w, t, d_q, base, of_stats, bad_keys && partial);
-    sum.turn = with_q && t.after >= 0 ? a.turns + index : NULL;
+    const uint32_t weights = (uint32_t)here((int)c.weights), others = (uint32_t)here((int)(c.others + stage));
+    add_weighted(sum.d_v, weights, others, 0, TILE_BYTES);
+    add_weighted(sum.d_k, weights, others, W_BYTES, 0);
+    if (STAGES == 1) {
+        __syncthreads(); /* 3 */
+        fetch(a, base, (uint32_t)here((int)count) + 1);
+    }
+    if (a.f.d_q.data) add_to_q(a, again, d_q, base, c, of_stats, bad_keys && partial);
 }
 
 /* After a barrier: all threads have written their part. Not the warp that looks for the next turn: both take their time. */
-DEVICE void pass_turn(const place &at, const totals &sum) {
-    if (sum.turn && threadIdx.x == 32) st_release_gpu(sum.turn, (uint32_t)(at.own / OWN) + 1);
+DEVICE void pass_turn(const attn_cuda_args &a, uint32_t base, uint32_t count) {
+    if (threadIdx.x != 32) return;
+    const note &w = note_of(base, count);
+    if (w.after >= 0) st_release_gpu(a.turns + w.index, (uint32_t)(place_of(base).own / OWN) + 1);
 }
 
-DEVICE void walk_rows(const attn_cuda_args &a, place &at, totals &sum, uint32_t base) {
-    walk w = {at.h, first_tile(at), false, false};
-    uint32_t stage = 0;
-    bool bad_keys = false, is_first = true;
+/* The note of the first tile from here on. The last warp. */
+DEVICE void make_note(const attn_cuda_args &a, const place &at, walk w, note &to) {
     find_tile(a, at, w);
-    if (w.done) return;
-    load_own(a, at, base);
-    load_others(a, at, w, base + AT_TILES);
-    cp_async_commit_group();
-    put_stats(base + AT_STATS, fetch_stats(a, at, w));
+    const turn t = w.done ? turn{-1, -1} : find_turn(a, at, w.n);
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) {
+        write_note(a, at, w, to);
+        to.before = t.before;
+        to.after = t.after;
+        to.index = tile_index(a, at, w.h, w.n);
+    }
+    __syncwarp();
+}
+DEVICE void make_next_note(const attn_cuda_args &a, uint32_t base, uint32_t count) {
+    const note &last = note_of(base, count - 1);
+    make_note(a, place_of(base), next_tile({last.h, last.n, false, last.done}), note_of(base, count));
+}
+
+DEVICE void walk_rows(const attn_cuda_args &a, totals &sum, uint32_t base) {
+    uint32_t count = 0;
+    bool bad_keys = false;
+    if (makes_notes()) {
+        const place &at = place_of(base);
+        make_note(a, at, {at.h, first_tile(at), false, false}, note_of(base, 0));
+        make_next_note(a, base, 1);
+    }
+    __syncthreads();
+    if (note_of(base, 0).done) return;
+    load_own(a, place_of(base), base);
+    fetch(a, base, 0);
+    const corners c = find_corners(base);
 #pragma unroll 1
-    while (!w.done) {
-        walk next = next_tile(w);
-        find_tile(a, at, next);
-        const uint32_t then = stage ^ 1;
-        stats of_next = {};
+    do {
         cp_async_wait_all();
         __syncthreads(); /* 1 */
-        pass_turn(at, sum);
-        if (!next.done) {
-            of_next = fetch_stats(a, at, next);
-            load_others(a, at, next, base + AT_TILES + then * STAGE_BYTES);
-        }
-        cp_async_commit_group();
-        if (is_first) bad_keys = holds_bad_keys(base);
-        is_first = false;
-        at.h = w.h;
-        step(a, at, w, sum, base, base + AT_TILES + stage * STAGE_BYTES, base + AT_STATS + stage * STATS_BYTES, bad_keys);
-        put_stats(base + AT_STATS + then * STATS_BYTES, of_next);
-        stage = then;
-        w = next;
-    }
-    cp_async_wait_all();
+        if (count == 0)
+            bad_keys = holds_bad_keys(base);
+        else
+            pass_turn(a, base, count - 1);
+        if (STAGES == 2) fetch(a, base, count + 1);
+        if (makes_notes()) make_next_note(a, base, count + 2);
+        step(a, sum, base, c, count, bad_keys);
+        count++;
+    } while (!note_of(base, count).done);
+    cp_async_wait_all(); /* K, where it was fetched again */
     __syncthreads();
-    pass_turn(at, sum);
+    pass_turn(a, base, count - 1);
 }
 
 /* The warp's half of the dims of its keys. */
@@ -397,10 +471,17 @@ DEVICE void store_keys(const attn_cuda_args &a, const place &at, const attn_tens
 
 KERNEL __launch_bounds__(THREADS, CTAS) VARIANT(const __grid_constant__ attn_cuda_args a) {
     extern __shared__ __align__(128) uint8_t shared[];
-    place at;
-    if (!find_place(a, at)) return;
+    const uint32_t base = (uint32_t)here((int)cvta_shared(shared));
+    {
+        place found;
+        if (!find_place(a, found)) return;
+        find_others(a, found);
+        find_turns(a, found);
+        if (threadIdx.x == 0) notes_of(base).at = found;
+    }
+    __syncthreads();
     totals sum = {};
-    walk_rows(a, at, sum, cvta_shared(shared));
-    store_keys(a, at, a.f.d_k, sum.d_k, a.p.dim_qk, (float)a.p.scale);
-    store_keys(a, at, a.f.d_v, sum.d_v, a.p.dim_v, (float)(1 / (1 - a.p.dropout)));
+    walk_rows(a, sum, base);
+    store_keys(a, place_of(base), a.f.d_k, sum.d_k, a.p.dim_qk, (float)a.p.scale);
+    store_keys(a, place_of(base), a.f.d_v, sum.d_v, a.p.dim_v, (float)(1 / (1 - a.p.dropout)));
 }

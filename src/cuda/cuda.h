@@ -94,8 +94,9 @@ extern const attn_cuda_entry attn__cuda_entries[ATTN_ENTRIES];
 
 /* Of a BWD line: the two tensors that are kept, tiles of the two others, lse and delta of rows where these are the others; P, d_s. */
 #define ATTN_BWD_BYTES(is_keys, is_one, dim, own, others, stages)                                                          \
-    (2 * ((size_t)(own) + (size_t)(stages) * (others)) * (dim)*2 + ((is_keys) ? (size_t)(stages) * (others)*8 : 0) +       \
-     ((is_one) ? (size_t)4 * (own) * (others) : 0))
+    (2 * ((size_t)(own) + (size_t)(stages) * (others)) * (dim)*2 +                                                         \
+     ((is_keys) ? (size_t)((is_one) ? 2 : (stages)) * (others)*8 : 0) + ((is_one) ? (size_t)4 * (own) * (others) : 0) +    \
+     ATTN_BWD_NOTES)
 
 /*
  * Of a BWD90 line: K and V, two stages of Q and d_o, d_s, buffers of d_q in float; notes. In bwd_sm90_wide.cu (blocks > 0): two stages of Q

@@ -41,6 +41,7 @@ static inline uint8_t *shared_bytes_at(uint32_t at, uint32_t bytes) {
 
 typedef struct pending_copy {
     uint8_t *to;
+    uint32_t size;
     uint8_t data[16];
 } pending_copy;
 
@@ -49,18 +50,21 @@ static int pending_count[MOST_THREADS];
 static int group_end[MOST_THREADS][MOST_COPIES]; /* copies in a group under way and in those before it */
 static int group_count[MOST_THREADS];
 
-static inline void cp_async_cg_zfill(uint32_t to, const void *from, int bytes) {
+static inline void cp_async(uint32_t to, const void *from, int bytes, uint32_t size) {
     int *count = &pending_count[threadIdx.x];
     if (*count == MOST_COPIES) emulate_fail("more copies under way than there is room for");
-    if ((uintptr_t)from % 16) emulate_fail("cp.async from an address that is not a multiple of 16");
-    if (bytes < 0 || bytes > 16) emulate_fail("cp.async of more than 16 bytes");
+    if ((uintptr_t)from % size) emulate_fail("cp.async from an address that is not a multiple of its size");
+    if (bytes < 0 || bytes > (int)size) emulate_fail("cp.async of more bytes than its size");
     pending_copy *copy = &pending[threadIdx.x][(*count)++];
-    copy->to = shared_bytes_at(to, 16);
-    memset(copy->data, 0, 16);
+    copy->to = shared_bytes_at(to, size);
+    copy->size = size;
+    memset(copy->data, 0, sizeof copy->data);
     memcpy(copy->data, from, (size_t)bytes);
-    memset(copy->to, 0xff, 16);
-    note_write(copy->to, 16);
+    memset(copy->to, 0xff, size);
+    note_write(copy->to, size);
 }
+static inline void cp_async_cg_zfill(uint32_t to, const void *from, int bytes) { cp_async(to, from, bytes, 16); }
+static inline void cp_async_ca_8_zfill(uint32_t to, const void *from, int bytes) { cp_async(to, from, bytes, 8); }
 static inline void cp_async_cg(uint32_t to, const void *from) { cp_async_cg_zfill(to, from, 16); }
 static inline void cp_async_cg_if(uint32_t to, const void *from, bool wanted) {
     if (wanted) cp_async_cg(to, from);
@@ -75,8 +79,8 @@ static inline void finish_copies(int done, int groups) {
     pending_copy *copies = pending[threadIdx.x];
     int *ends = group_end[threadIdx.x];
     for (int n = 0; n < done; n++) {
-        memcpy(copies[n].to, copies[n].data, 16);
-        note_write(copies[n].to, 16);
+        memcpy(copies[n].to, copies[n].data, copies[n].size);
+        note_write(copies[n].to, copies[n].size);
     }
     pending_count[threadIdx.x] -= done;
     group_count[threadIdx.x] -= groups;
