@@ -136,7 +136,7 @@ function(attn_archs_of name result)
         list(FILTER archs EXCLUDE REGEX "code=sm_86$")
     endif()
     # From sm_90 on a kernel can begin before the one before it has ended, and wait for it; decode's of 8 bits have an instruction for e4m3.
-    if(attn_line_${name} MATCHES "^DECODE" OR name MATCHES "^(append|rotary)$")
+    if(attn_line_${name} MATCHES "^DECODE\\(")
         list(TRANSFORM archs REPLACE "^arch=compute_80,code=sm_90$" "arch=compute_90,code=sm_90")
         list(TRANSFORM archs REPLACE "^arch=compute_80,code=compute_80$" "arch=compute_90,code=compute_90")
     endif()

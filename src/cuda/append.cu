@@ -3,7 +3,6 @@
  * One warp has one row of one KV head. This moves bytes and is not hot beside attention; rows that do not change are copied
  * in pieces as large as their addresses allow, the others number by number.
  */
-#include "grid.cuh"
 #include "rotate.cuh"
 
 DEVICE void copy_row(char *to, const char *from, int32_t bytes) {
@@ -37,8 +36,6 @@ DEVICE void append_row(const attn_cuda_args &a, const attn_seq &s, int32_t row, 
 /* Warps: [batch][max_new][heads_kv]. */
 KERNEL append(const __grid_constant__ attn_cuda_args a) {
     int64_t n = warp_index();
-    griddepcontrol_launch_dependents();
-    griddepcontrol_wait();
     if (n >= (int64_t)a.p.batch * a.p.max_new * a.p.heads_kv) return;
     int32_t h = (int32_t)(n % a.p.heads_kv), row = (int32_t)(n / a.p.heads_kv % a.p.max_new);
     attn_seq s = sequence(a, (int32_t)(n / a.p.heads_kv / a.p.max_new));

@@ -36,8 +36,10 @@ DEVICE stand stand_of(const attn_cuda_args &a) {
     return {lane_index() & (lanes - 1), lanes};
 }
 
-/* Of 16-bit numbers o and d_o the sum is taken in float: S and D of the same rows are no better. */
-DEVICE bool is_halves(const attn_cuda_args &a) { return a.p.out_dtype == ATTN_BF16 || a.p.out_dtype == ATTN_F16; }
+/* Of 16-bit numbers o and d_o the sum is taken in float: S and D of the same rows are no better. Not where all of it is to be in double. */
+DEVICE bool is_halves(const attn_cuda_args &a) {
+    return (a.p.out_dtype == ATTN_BF16 || a.p.out_dtype == ATTN_F16) && !attn__wide_problem(&a.p);
+}
 
 /* sum, and the products of a piece. */
 DEVICE float add_piece(float sum, const uint4 &one, const uint4 &two, bool bf16) {

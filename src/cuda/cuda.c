@@ -27,7 +27,6 @@ const attn_cuda_entry attn__cuda_entries[ATTN_ENTRIES] = {
     [ATTN_ENTRY_##entry] = {.name = #entry,                                                                                \
                             .file = #source,                                                                               \
                             .arch = ATTN_LEAST_ARCH,                                                                       \
-                            .waits = ATTN_ENTRY_##entry == ATTN_ENTRY_append || ATTN_ENTRY_##entry == ATTN_ENTRY_rotate_q, \
                             .dim_qk = ONLY_ANY(entry, ATTN_MAX_DIM),                                                       \
                             .most_v = ONLY_ANY(entry, ATTN_MAX_DIM),                                                       \
                             .dim = EITHER_ANY(entry, ATTN_MAX_DIM),                                                        \

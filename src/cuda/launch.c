@@ -348,9 +348,12 @@ attn_status attn__cuda_backward(const attn_cuda_run *run, const attn_plan *plan,
     const attn_problem *p = &a.p;
     const bool packed = p->flags & ATTN_VARLEN_Q;
     const int64_t rows = packed ? p->total_q : p->max_q, heads = packed ? 1 : p->batch;
+    const attn_cuda_entry *e = &run->entries[run->forward];
+    attn_cuda_args first = a;
+    if (e->hopper && !a.finishes) first.turns = NULL; /* bwd_cast writes all rows of d_q */
     if (a.turns) RETURN_IF_ERROR(clear_turns(run, &a));
     RETURN_IF_ERROR(
-        launch_warps(run, ATTN_ENTRY_bwd_delta, heads * p->heads_q * attn__ceil_div(rows, ATTN_DELTA_ROWS), &a));
+        launch_warps(run, ATTN_ENTRY_bwd_delta, heads * p->heads_q * attn__ceil_div(rows, ATTN_DELTA_ROWS), &first));
     if (a.ranges)
         RETURN_IF_ERROR(launch_warps(run, ATTN_ENTRY_ranges, (int64_t)p->batch * p->flashmask_heads * a.range_tiles, &a));
     if (a.fits) RETURN_IF_ERROR(launch_fit(run, &a));

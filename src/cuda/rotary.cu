@@ -2,15 +2,12 @@
  * Rotary embedding: of q before attention, into the workspace, and attn_rotary. One warp has one row of one head. Positions come
  * from device memory: one that is outside of the tables is brought into them and reported.
  */
-#include "grid.cuh"
 #include "rotate.cuh"
 
 /* Warps: [batch][max_q][heads_q]. The rotated q is dense and in the dtype of q. */
 KERNEL rotate_q(const __grid_constant__ attn_cuda_args a) {
     const attn_problem &p = a.p;
     int64_t n = warp_index();
-    griddepcontrol_launch_dependents();
-    griddepcontrol_wait();
     if (n >= (int64_t)p.batch * p.max_q * p.heads_q) return;
     int32_t h = (int32_t)(n % p.heads_q), i = (int32_t)(n / p.heads_q % p.max_q);
     attn_seq s = sequence(a, (int32_t)(n / p.heads_q / p.max_q));
