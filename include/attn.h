@@ -112,10 +112,9 @@ typedef enum attn_backend_id {
  * file can only choose among kernels with the same tiles of keys; attn_plan_describe says "tuned: FILE". A bad file is an error
  * that names the file and the line.
  *
- * From compute capability 9.0 on, kernels for few rows, with the append and the rotation of q before them, may begin while the
- * kernel before them in the stream ends (programmatic dependent launch); they read and write nothing before it has. That counts on
- * it that such a kernel, if it is launched so itself, waits for those before it; ATTN_CUDA_SERIAL=1 in the environment, when a
- * context is made, leaves it off.
+ * From compute capability 9.0 on, kernels for few rows may begin while the kernel before them in the stream ends (programmatic
+ * dependent launch); they read and write nothing before it has. That counts on it that such a kernel, if it is launched so itself,
+ * waits for those before it; ATTN_CUDA_SERIAL=1 in the environment, when a context is made, leaves it off.
  *
  * Calls return when the work is queued. What a kernel meets (a fault of the device) shows in a later call as ATTN_DEVICE; see
  * attn_device_status for values out of range. After fork a child cannot use CUDA.
