@@ -146,9 +146,12 @@ static inline bool attn__cuda_runs_on(const attn_cuda_entry *e, const attn_gpu *
     return attn__cuda_is_for(e, gpu->arch) && e->shared_bytes <= (size_t)gpu->shared_bytes;
 }
 
-/* Does the last block of Hopper's backward that adds to a tile of d_q know that it is? Then it writes d_q, otherwise bwd_cast does. */
+/*
+ * Does the last block of Hopper's backward that adds to a tile of d_q write it? Otherwise bwd_cast does: where a block does not know that it is the
+ * last one; and where all tiles of many blocks have the same last one, which would wait for the others all along.
+ */
 static inline bool attn__cuda_finishes(const attn_problem *p) {
-    return !p->flashmask_vectors && !(p->flags & ATTN_UNORDERED);
+    return !p->flashmask_vectors && !(p->flags & ATTN_UNORDERED) && ((p->flags & ATTN_CAUSAL) || p->max_kv <= 2048);
 }
 
 /* Do blocks of Hopper's kernels take their work from a counter, the plan's CUDA_COUNTER? */
