@@ -9,7 +9,7 @@ import pytest
 from conftest import ROOT
 
 HOPPER = "fwd_sm90_bf16_"
-LINES = [re.match(r"(FWD|FWD90|BWD|BWD90|DECODE|PIECE)\(\s*(\w+)\s*,\s*(?:(\w+)\.cu)?", line)
+LINES = [re.match(r"(FWD|FWD90|BWD|BWD90|DECODE|DECODE90|PIECE)\(\s*(\w+)\s*,\s*(?:(\w+)\.cu)?", line)
          for line in (ROOT / "src/cuda/variants.def").read_text().splitlines()]
 ENTRIES = {match[2]: match[3] or match[2] for match in LINES if match}  # entry: its image
 
