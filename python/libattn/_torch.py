@@ -105,6 +105,10 @@ def _or_empty(x, like):
     schema=f"(Tensor q, Tensor k, Tensor v, {_OPTIONS}, bool want_probs) -> (Tensor, Tensor, Tensor)",
 )
 def _forward(q, k, v, *rest):
+    return _run_forward(q, k, v, *rest)
+
+
+def _run_forward(q, k, v, *rest):
     *options, want_probs = rest
     options = Options(*options)
     same_device(q, k, v, *options._replace(seed=None))  # which C takes by value
@@ -170,6 +174,40 @@ def _forward_gradient(ctx, d_o, d_lse, _):
 
 
 _forward.register_autograd(_forward_gradient, setup_context=_forward_setup)
+
+
+class _Eager(torch.autograd.Function):
+    """The operator without torch's dispatcher, which takes longer than all the rest of a small call."""
+
+    @staticmethod
+    def forward(ctx, *inputs):
+        output = _run_forward(*inputs)
+        ctx.set_materialize_grads(False)
+        _forward_setup(ctx, inputs, output)
+        return output
+
+    @staticmethod
+    def backward(ctx, d_o, d_lse, _):
+        if d_o is None:
+            if d_lse is None:
+                return (None,) * (len(Options._fields) + 4)
+            d_o = torch.zeros_like(ctx.saved_tensors[3])
+        if torch.is_grad_enabled():  # somebody wants a second derivative: the operator says that there is none
+            return _forward_gradient(ctx, d_o, d_lse, None)
+        q, k, v, o, lse, *tables = ctx.saved_tensors
+        wanted = ctx.needs_input_grad[:5]
+        found = _core.backward(_this, d_o, d_lse, q, k, v, o, lse, Options(*tables, *ctx.numbers), list(wanted))
+        return (*found, *(None,) * (len(Options._fields) - 2 + 1))
+
+
+_modes, _transforms = torch._C._len_torch_dispatch_stack, torch._C._functorch.peek_interpreter_stack
+
+
+def _is_eager(*tensors):
+    """Do plain tensors come here, and nobody who looks on: no compiler, tracer, mode or transform?"""
+    if torch.compiler.is_compiling() or torch.jit.is_tracing() or _modes() or _transforms():
+        return False
+    return all(x is None or type(x) in (torch.Tensor, torch.nn.Parameter) for x in tensors)
 
 
 def _no_gradient(name):
@@ -323,7 +361,8 @@ def _autocast(*tensors):
 
 def attention(q, k, v, options: Options, want_probs: bool = False):
     q, k, v = _autocast(q, k, v)
-    o, lse, probs = torch.ops.libattn.forward(q, k, v, *options, want_probs)
+    attend = _Eager.apply if _is_eager(q, k, v, *options[: len(_TENSORS)]) else torch.ops.libattn.forward
+    o, lse, probs = attend(q, k, v, *options, want_probs)
     return o, lse, probs if want_probs else None
 
 
