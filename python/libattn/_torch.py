@@ -207,7 +207,7 @@ def _is_eager(*tensors):
     """Do plain tensors come here, and nobody who looks on: no compiler, tracer, mode or transform?"""
     if torch.compiler.is_compiling() or torch.jit.is_tracing() or _modes() or _transforms():
         return False
-    return all(x is None or type(x) in (torch.Tensor, torch.nn.Parameter) for x in tensors)
+    return all(x is None or type(x) in (torch.Tensor, torch.nn.Parameter) and not x.is_meta for x in tensors)
 
 
 def _no_gradient(name):

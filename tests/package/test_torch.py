@@ -261,6 +261,12 @@ def test_nothing_to_do(shape):
     assert out.shape == q.grad.shape == shape
 
 
+def test_meta_tensors():
+    q = torch.empty(2, 5, 4, 8, device="meta", dtype=torch.bfloat16)
+    o = libattn.flash_attn_func(q, q, q)
+    assert o.is_meta and o.shape == q.shape and o.dtype == q.dtype
+
+
 def test_no_keys():
     q, k = torch.randn(2, 5, 2, 8, requires_grad=True), torch.randn(2, 0, 2, 8, requires_grad=True)
     out = libattn.flash_attn_func(q, k, k)
