@@ -353,7 +353,7 @@ def bias_of_mask(mask, like):
 def _autocast(*tensors):
     """Under autocast attention is done in its dtype, as torch's own is; float64 and 8-bit dtypes are left alone."""
     device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
+    if device == "meta" or not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
     return tuple(x.to(dtype) if x.dtype in (torch.float32, torch.float16, torch.bfloat16) else x for x in tensors)
