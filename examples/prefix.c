@@ -10,7 +10,7 @@
  * the same ones, by a stride of 0.
  *
  * Chunks are of a fixed size, and there are never fewer than PAD sequences, the last ones nobody's: how a row is worked may depend on how
- * many its "sequence" has, 16 or more, and so would on the others of the batch. Checked: the result is what attention to all keys in one
+ * many its "sequence" has, more than 16 or not, and so would on the others of the batch. Checked: the result is what attention to all keys in one
  * go gives, and a sequence has the same bits alone.
  */
 #include <attn.h>

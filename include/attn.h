@@ -37,9 +37,10 @@
  *       however many threads there are.
  *   C6  Extra memory is O(sq + sk): nothing of size sq x sk is ever stored, except where you ask for it (probs, d_bias).
  *
- * F32 is computed in float; with ATTN_PRECISE all of it in double. With ATTN_PRECISE_FEW, on a CPU, a row whose largest p is more than a 16th
- * of their sum, and d_v of keys of which one row has more than an 8th of all p, are computed again in double, as float would be
- * less exact for them than for others; how long a call takes depends on the data then.
+ * F32 is computed in float; with ATTN_PRECISE all of it in double. With ATTN_PRECISE_FEW, on a CPU, sequences of at most 4 query rows (decoding) are
+ * computed in double, and a row whose largest p is more than a 16th of their sum, and d_v of keys of which one row has more than an 8th of all p, once
+ * more in double, as float would be less exact for them than for others; the backward takes lse for more exact than it can be stored. How long
+ * a call takes depends on the data then.
  *
  * Strides are counted in elements. A struct that you fill in begins with its size, so that it can grow: set it to sizeof, zero
  * the rest (a zero field is a default), then fill in what you need. Thread safety: one context and one plan may be used from
@@ -335,7 +336,9 @@ typedef struct attn_buffers {
     int64_t descale_stride[2];  /* batch, KV head, of all three; zeros: one number for the tensor */
     uint64_t seed;              /* dropout generator */
     uint64_t offset;            /* dropout generator */
-    void *workspace;       /* attn_run: at least attn_plan_workspace() bytes, 64-byte aligned; contents do not matter */
+    void *
+        workspace; /* attn_run: at least attn_plan_workspace() bytes, 64-byte aligned; contents do not matter, but on a GPU clear
+                              it if lengths changed while a run used it: that run left nothing of use */
     size_t workspace_size; /* bytes */
 } attn_buffers;
 

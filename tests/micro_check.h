@@ -60,7 +60,7 @@ static attn_panel panel_of(attn_dtype dtype, int32_t rows, int32_t dim) {
         attn__store(dtype, narrow, n, (double)b[n]);
         b[n] = (real)attn__load(dtype, narrow, n);
     }
-    return (attn_panel){narrow, dim, dtype};
+    return (attn_panel){narrow, dim, dtype, 0, dim};
 }
 
 /* What narrow_dots of q in a and keys in b should give: the products of rows that are not there are zero. */
@@ -75,7 +75,7 @@ static void check_narrow(attn_dtype dtype, int32_t rows, int32_t keys, int32_t d
     const int32_t width = ATTN_LANES;
     if (!micro->readable(dtype)) return;
     fill(b, keys * dim, random);
-    attn_panel panel = panel_of(dtype, keys, dim), plain = {b, dim, REAL_DTYPE};
+    attn_panel panel = panel_of(dtype, keys, dim), plain = {b, dim, REAL_DTYPE, 0, dim};
     memset(want, 0, sizeof want);
     memset(have, 0, sizeof have);
     micro->narrow_dots(have, width, &panel, a, dim, rows, keys, dim);

@@ -91,6 +91,30 @@ static void keys_masked_by_flashmask(attn_context *context, attn_dtype dtype) {
 }
 TEST(c1_flashmask_row_and_key_without_partner_give_zero) { each_cpu(keys_masked_by_flashmask); }
 
+/* FlashMask hides rows, some or all, but their lse is of other keys, too, and finite: zero gradients nevertheless. */
+static void hidden_rows_with_an_lse(attn_context *context, attn_dtype dtype) {
+    enum { S = 300 };
+    for (int32_t n = 0, dim; (dim = wide_dim(n)) != 0; n++) {
+        for (int32_t seen = 0; seen <= 140; seen += 140) {
+            rig r = {.p = problem(dtype, 1, 2, 1, S, S, dim), .backward = true};
+            int32_t flash[S];
+            for (int j = 0; j < S; j++) flash[j] = seen; /* rows from there on are masked */
+            r.p.flags = ATTN_CAUSAL;
+            r.p.flashmask_vectors = 1;
+            r.f.flashmask = flash;
+            CHECK(rig_make(&r, 16));
+            CHECK_OK(rig_run(&r, context));
+            for (int32_t i = 0; i < 2 * S; i++) attn__store(dtype == ATTN_F64 ? ATTN_F64 : ATTN_F32, r.f.lse, i, 3);
+            CHECK_OK(rig_run_op(&r, context, ATTN_BACKWARD, rig_backward_buffers(&r)));
+            for (int32_t i = seen; i < S; i++)
+                for (int32_t h = 0; h < 2; h++) CHECK(all_zero(dtype, rig_row(&r, &r.f.d_q, dtype, 0, i, h), dim));
+            check_finite_gradients(&r);
+            rig_free(&r);
+        }
+    }
+}
+TEST(c1_rows_hidden_by_flashmask_give_zero_gradients_whatever_lse_is) { each_cpu(hidden_rows_with_an_lse); }
+
 static void window_past_the_end(attn_context *context, attn_dtype dtype) {
     rig r = {.p = problem(dtype, 1, 1, 1, 40, 90, 8), .backward = true};
     r.p.flags = ATTN_WINDOW | ATTN_SINK;

@@ -157,7 +157,7 @@ static void bias_of_the_smallest_float(attn_context *context, attn_dtype dtype) 
 }
 TEST(s04_bias_of_the_smallest_float_for_a_whole_row) { each_cpu(bias_of_the_smallest_float); }
 
-/* An lse of +inf, from elsewhere, makes every p 0, and so the gradients; few rows, whose lse is improved, and many. */
+/* An lse of +inf, from elsewhere, makes every p 0, and so the gradients; few rows, and many. */
 static void infinite_lse(attn_context *context, attn_dtype dtype) {
     for (int32_t rows = 3; rows < 80; rows += 70) {
         rig r = {.p = problem(dtype, 1, 2, 1, rows, 70, 16), .backward = true};

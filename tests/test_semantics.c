@@ -398,7 +398,7 @@ static void split_and_merge(attn_context *context, attn_dtype dtype, double tole
 }
 TEST(property_split_by_keys_and_attn_merge) { each_host(split_and_merge); }
 
-/* Ring attention: o and lse of all keys, the backward of a part of them; few rows, worked in double, and more. */
+/* Ring attention: o and lse of all keys, the backward of a part of them; few rows, worked by other loops, and more. */
 static void backward_by_parts(attn_context *context, attn_dtype dtype, double tolerance) {
     enum { H = 2, SK = 150, D = 12, PARTS = 3 };
     static const int32_t cuts[PARTS + 1] = {0, 64, 101, SK}, row_counts[] = {3, 20};

@@ -167,7 +167,10 @@ def _forward_setup(ctx, inputs, output):
 
 
 def _forward_gradient(ctx, d_o, d_lse, _):
-    q, k, v, o, lse, *tables = ctx.saved_tensors
+    return _gradient(ctx, d_o, d_lse, *ctx.saved_tensors)
+
+
+def _gradient(ctx, d_o, d_lse, q, k, v, o, lse, *tables):
     wanted = list(ctx.needs_input_grad[:5])
     found = torch.ops.libattn.backward(d_o, d_lse, q, k, v, o, lse, *tables, *ctx.numbers, wanted)
     return (*(x if want else None for x, want in zip(found, wanted)), *(None,) * (len(Options._fields) - 2 + 1))
@@ -188,26 +191,27 @@ class _Eager(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, d_o, d_lse, _):
-        if d_o is None:
-            if d_lse is None:
-                return (None,) * (len(Options._fields) + 4)
-            d_o = torch.zeros_like(ctx.saved_tensors[3])
-        if torch.is_grad_enabled():  # somebody wants a second derivative: the operator says that there is none
-            return _forward_gradient(ctx, d_o, d_lse, None)
-        q, k, v, o, lse, *tables = ctx.saved_tensors
+        if d_o is None and d_lse is None:
+            return (None,) * (len(Options._fields) + 4)
+        saved = q, k, v, o, lse, *tables = ctx.saved_tensors  # once: a checkpoint gives them out but once
+        d_o = torch.zeros_like(o) if d_o is None else d_o
+        if torch.is_grad_enabled() or not _is_eager(d_o, d_lse):  # a second derivative, which the operator refuses; vmap, ...
+            return _gradient(ctx, d_o, d_lse, *saved)
         wanted = ctx.needs_input_grad[:5]
         found = _core.backward(_this, d_o, d_lse, q, k, v, o, lse, Options(*tables, *ctx.numbers), list(wanted))
         return (*found, *(None,) * (len(Options._fields) - 2 + 1))
 
 
 _modes, _transforms = torch._C._len_torch_dispatch_stack, torch._C._functorch.peek_interpreter_stack
+_is_batched = torch._C._functorch.is_legacy_batchedtensor  # by autograd's own vmap, which is no transform
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def _is_eager(*tensors):
     """Do plain tensors come here, and nobody who looks on: no compiler, tracer, mode or transform?"""
     if torch.compiler.is_compiling() or torch.jit.is_tracing() or _modes() or _transforms():
         return False
-    return all(x is None or type(x) in (torch.Tensor, torch.nn.Parameter) and not x.is_meta for x in tensors)
+    return all(x is None or type(x) in _PLAIN and not x.is_meta and not _is_batched(x) for x in tensors)
 
 
 def _no_gradient(name):

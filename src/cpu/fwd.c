@@ -96,11 +96,16 @@ static void fold(const attn_rows *t, state *to, const state *part) {
     }
 }
 
-/* One tile of keys, which are loaded; a narrow tile sees to that by itself. */
-static void work_tile(const member *x, scratch *m, int32_t j0, int32_t keys, int class) {
+/* Where the values of tile t, or its keys, from j0 on begin; NULL: there are none. */
+static const void *begin_of(const attn_rows *t, const attn_tensor *of, int32_t j0) {
+    return j0 < t->s.sk ? REAL(tile_kv_row)(t, of, t->s.leftpad + j0, NULL) : NULL;
+}
+
+/* One tile of keys, which are loaded; a narrow tile sees to that by itself, and asks for what is at `next` in the end. */
+static void work_tile(const member *x, scratch *m, int32_t j0, int32_t keys, int class, const void *next) {
     const attn_rows *t = &x->t;
     if (t->narrow)
-        REAL(tile_narrow_scores)(t, m->s, x->q, j0, keys, class, m->k, m->row);
+        REAL(tile_narrow_scores)(t, m->s, x->q, j0, keys, class, begin_of(t, &t->f->v, j0), m->k, m->row);
     else
         REAL(tile_scores)(t, m->s, NULL, NULL, x->q, m->k, j0, keys, class, m->row);
     t->micro->softmax(m->s, keys, t->width, t->rows, x->now.max, x->now.sum, m->alpha);
@@ -109,7 +114,7 @@ static void work_tile(const member *x, scratch *m, int32_t j0, int32_t keys, int
         if (m->alpha[r] != 1) t->micro->scale(x->now.o + (int64_t)r * t->dim_v, t->dim_v, m->alpha[r]);
     }
     if (t->narrow)
-        REAL(tile_narrow_gemm)(t, x->now.o, m->s, j0, keys, class, m->v);
+        REAL(tile_narrow_gemm)(t, x->now.o, m->s, j0, keys, class, next, m->v);
     else
         REAL(tile_gemm)(t, x->now.o, t->dim_v, m->s, m->v, t->dim_v, t->dim_v, j0, keys, false, class);
 }
@@ -128,7 +133,9 @@ static void work_keys(const member *strip, int32_t count, scratch *m, int32_t fi
                 REAL(tile_load_v)(&strip[n].t, m->v, j0, keys);
                 loaded = strip[n].t.kv_head;
             }
-            work_tile(&strip[n], m, j0, keys, class);
+            const attn_rows *after = n + 1 < count ? &strip[n + 1].t : &strip->t; /* whose keys come next */
+            work_tile(&strip[n], m, j0, keys, class,
+                      strip->t.narrow ? begin_of(after, &after->f->k, n + 1 < count ? j0 : j0 + ATTN_TILE_COLS) : NULL);
         }
     }
 }

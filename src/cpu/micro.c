@@ -178,38 +178,31 @@ static void micro_dots(real *s, int32_t width, const real *k, int64_t ldk, const
 
 /* ---- products of few rows ---- */
 
+/*
+ * Rows of v that are worked at once. Rows that are 4 KiB apart share the same lines of the first cache: a Neoverse-N1's has room for 16 of
+ * them, and some are asked for ahead.
+ */
+enum { KEYS_AT_ONCE = 8 };
+
 #if defined(ATTN_NEON)
 #include "narrow_neon.h"
 #endif
 
 /*
- * Rows of v that are worked, and so many are asked for ahead. Rows that are 4 KiB apart share the same lines of the first cache: a
- * Neoverse-N1's has room for 16 of them.
+ * Asks for some bytes of rows. Where heads lie side by side the rows of one can be pages apart, and then the hardware does not look ahead
+ * by itself. An address past the end does no harm: nothing is read.
  */
-#if defined(ATTN_NEON) || defined(ATTN_SVE)
-enum { AHEAD = 8, KEYS_AT_ONCE = 8 };
-#else
-enum { AHEAD = 16, KEYS_AT_ONCE = 16 };
-#endif
-
-/*
- * Asks for the rows AHEAD of rows [j, j + rows). Where heads lie side by side the rows of one can be pages apart, and then the
- * hardware does not look ahead by itself. An address past the end does no harm: nothing is read.
- */
-INLINE void ask_ahead(const void *from, int64_t size, int32_t j, int32_t rows, int64_t row, int32_t dim) {
+INLINE void ask_for(const void *from, int32_t rows, int64_t row, int64_t bytes) {
     enum { LINE = 64 };
-    for (int32_t i = 0; i < rows; i++) {
-        uintptr_t at = (uintptr_t)from + (uintptr_t)((j + i + AHEAD) * row * size);
-        for (int64_t byte = 0; byte < dim * size; byte += LINE) __builtin_prefetch((const void *)(at + (uintptr_t)byte));
+    uintptr_t at = (uintptr_t)from;
+    for (int32_t i = 0; i < rows; i++, at += (uintptr_t)row) {
+        for (int64_t byte = 0; byte < bytes; byte += LINE) __builtin_prefetch((const void *)(at + (uintptr_t)byte));
     }
 }
 
 /* The sums of mr rows and nv vectors of columns go on with so many keys. */
 INLINE void narrow_block(const int mr, const int nv, const attn_dtype of, real *sum, int64_t lds, const real *p,
                          int32_t width, const void *v, int64_t at, int64_t ldv, int32_t keys) {
-#if defined(ATTN_NEON)
-    if (sums_by_hand_narrow(mr, nv, of, sum, lds, p, width, v, at, ldv, keys)) return;
-#endif
     vreal acc[MR][NV];
     UNROLL for (int i = 0; i < mr; i++) { UNROLL for (int x = 0; x < nv; x++) acc[i][x] = load(sum + i * lds + x * VL); }
     for (int32_t j = 0; j < keys; j++, at += ldv, p += width) {
@@ -228,46 +221,37 @@ INLINE void narrow_rows(const int nv, const attn_dtype of, real *sum, int64_t ld
     for (; m > 0; m--, sum += lds, p++) narrow_block(1, nv, of, sum, lds, p, width, v, at, ldv, keys);
 }
 
-/*
- * A few keys at a time for all columns, so that memory is read in its order and ahead of its use; the sums wait in between. They are
- * those of block(): from zero, in the order of keys, and then onto c.
- */
-INLINE void narrow_product(const attn_dtype of, real *c, int64_t ldc, const real *p, int32_t width, const void *v,
-                           int64_t ldv, int32_t m, int32_t n, int32_t keys) {
-    enum { ROWS = 8, COLUMNS = 256 };
-    real sum[ROWS * COLUMNS] __attribute__((aligned(64)));
-    for (int32_t r = 0; r < m; r += ROWS) {
-        for (int32_t first = 0; first < n; first += COLUMNS) {
-            int32_t rows = m - r < ROWS ? m - r : ROWS, columns = n - first < COLUMNS ? n - first : COLUMNS;
-            memset(sum, 0, (size_t)rows * COLUMNS * sizeof *sum);
-            for (int32_t j = 0; j < keys; j += KEYS_AT_ONCE) {
-                int32_t some = keys - j < KEYS_AT_ONCE ? keys - j : KEYS_AT_ONCE, x = 0;
-                const real *weight = p + r + (int64_t)j * width;
-                for (; x + NV * VL <= columns; x += NV * VL) {
-                    ask_ahead((const char *)v + (first + x) * (int64_t)dtype_bytes(of), dtype_bytes(of), j, some, ldv,
-                              NV * VL);
-                    narrow_rows(NV, of, sum + x, COLUMNS, weight, width, v, j * ldv + first + x, ldv, rows, some);
-                }
-                for (; x < columns; x += VL)
-                    narrow_rows(1, of, sum + x, COLUMNS, weight, width, v, j * ldv + first + x, ldv, rows, some);
-            }
-            for (int32_t i = 0; i < rows; i++)
-                for (int32_t x = 0; x < columns; x++) c[(r + i) * ldc + first + x] += sum[i * COLUMNS + x];
+/* A few keys at a time for all columns, so that memory is read about in its order and ahead of its use; the sums wait in c. */
+INLINE void narrow_product(const attn_dtype of, real *c, int64_t ldc, const real *p, int32_t width, const attn_panel *panel,
+                           int32_t m, int32_t n, int32_t keys) {
+    const int64_t size = (int64_t)dtype_bytes(of), ldv = panel->row, pitch = panel->pitch * size;
+    const char *v = panel->data, *next = v + panel->ahead * size;
+    for (int32_t j = 0; j < keys; j += KEYS_AT_ONCE, p += KEYS_AT_ONCE * width) {
+        int32_t some = keys - j < KEYS_AT_ONCE ? keys - j : KEYS_AT_ONCE, x = 0;
+#if defined(ATTN_NEON)
+        x = n / (NV * VL) * (NV * VL);
+        if (x > 0)
+            sums_by_hand(of, c, ldc, p, width, v + j * ldv * size, ldv, next + j * pitch, pitch, m, x / (NV * VL), some);
+#endif
+        for (; x + NV * VL <= n; x += NV * VL) {
+            ask_for(next + j * pitch + x * size, some, pitch, NV * VL * size);
+            narrow_rows(NV, of, c + x, ldc, p, width, v, j * ldv + x, ldv, m, some);
         }
+        for (; x < n; x += VL) narrow_rows(1, of, c + x, ldc, p, width, v, j * ldv + x, ldv, m, some);
     }
 }
 
 static void micro_narrow_gemm(real *c, int64_t ldc, const real *p, int32_t width, const attn_panel *v, int32_t m, int32_t n,
                               int32_t keys) {
-    if (v->dtype == REAL_DTYPE) narrow_product(REAL_DTYPE, c, ldc, p, width, v->data, v->row, m, n, keys);
+    if (v->dtype == REAL_DTYPE) narrow_product(REAL_DTYPE, c, ldc, p, width, v, m, n, keys);
 #ifdef ATTN_REAL_F64
     else if (v->dtype == ATTN_F32)
-        narrow_product(ATTN_F32, c, ldc, p, width, v->data, v->row, m, n, keys);
+        narrow_product(ATTN_F32, c, ldc, p, width, v, m, n, keys);
 #endif
     else if (READABLE(v->dtype) && v->dtype == ATTN_F16)
-        narrow_product(ATTN_F16, c, ldc, p, width, v->data, v->row, m, n, keys);
+        narrow_product(ATTN_F16, c, ldc, p, width, v, m, n, keys);
     else if (READABLE(v->dtype))
-        narrow_product(ATTN_BF16, c, ldc, p, width, v->data, v->row, m, n, keys);
+        narrow_product(ATTN_BF16, c, ldc, p, width, v, m, n, keys);
 }
 
 /*
@@ -370,23 +354,22 @@ INLINE void dot_rows(const int kb, const attn_dtype of, real *s, int32_t width, 
     }
 }
 
-INLINE void dots(const attn_dtype of, real *s, int32_t width, const void *k, int64_t ldk, const real *q, int64_t ldq,
+INLINE void dots(const attn_dtype of, real *s, int32_t width, const attn_panel *panel, const real *q, int64_t ldq,
                  int32_t rows, int32_t keys, int32_t dim) {
+    const int64_t size = (int64_t)dtype_bytes(of), ldk = panel->row, pitch = panel->pitch * size;
+    const char *k = panel->data, *next = k + panel->ahead * size;
     int32_t j = 0;
 #if defined(ATTN_NEON)
-    real packed[PACKED] __attribute__((aligned(64)));
-    if (rows > 1 && rows <= NARROW_ROWS) pack_rows(packed, q, ldq, rows, dim);
-    for (; rows <= NARROW_ROWS && j + 4 <= keys; j += 4) {
-        real *to = s + (int64_t)j * width;
-        ask_ahead(k, dtype_bytes(of), j, 4, ldk, dim);
-        dots_of_4_keys(of, to, width, k, j * ldk, ldk, rows == 1 ? q : packed, rows, dim);
-        for (int32_t r = rows; r % VL != 0; r++) {
-            UNROLL for (int i = 0; i < 4; i++) to[i * width + r] = 0;
+    if (rows <= NARROW_ROWS && keys >= 4) {
+        dots_by_hand(of, s, width, k, ldk, next, pitch, q, ldq, rows, keys / 4 * 4, dim);
+        j = keys / 4 * 4;
+        for (int32_t i = 0; i < j; i++) {
+            for (int32_t r = rows; r < NARROW_ROWS; r++) s[(int64_t)i * width + r] = 0;
         }
     }
 #endif
     for (; j + KB <= keys; j += KB) {
-        ask_ahead(k, (int64_t)dtype_bytes(of), j, KB, ldk, dim);
+        ask_for(next + j * pitch, KB, pitch, dim * size);
         dot_rows(KB, of, s + (int64_t)j * width, width, k, j * ldk, ldk, q, ldq, rows, dim);
     }
     for (; j < keys; j++) dot_rows(1, of, s + (int64_t)j * width, width, k, j * ldk, ldk, q, ldq, rows, dim);
@@ -394,15 +377,15 @@ INLINE void dots(const attn_dtype of, real *s, int32_t width, const void *k, int
 
 static void micro_narrow_dots(real *s, int32_t width, const attn_panel *k, const real *q, int64_t ldq, int32_t rows,
                               int32_t keys, int32_t dim) {
-    if (k->dtype == REAL_DTYPE) dots(REAL_DTYPE, s, width, k->data, k->row, q, ldq, rows, keys, dim);
+    if (k->dtype == REAL_DTYPE) dots(REAL_DTYPE, s, width, k, q, ldq, rows, keys, dim);
 #ifdef ATTN_REAL_F64
     else if (k->dtype == ATTN_F32)
-        dots(ATTN_F32, s, width, k->data, k->row, q, ldq, rows, keys, dim);
+        dots(ATTN_F32, s, width, k, q, ldq, rows, keys, dim);
 #endif
     else if (READABLE(k->dtype) && k->dtype == ATTN_F16)
-        dots(ATTN_F16, s, width, k->data, k->row, q, ldq, rows, keys, dim);
+        dots(ATTN_F16, s, width, k, q, ldq, rows, keys, dim);
     else if (READABLE(k->dtype))
-        dots(ATTN_BF16, s, width, k->data, k->row, q, ldq, rows, keys, dim);
+        dots(ATTN_BF16, s, width, k, q, ldq, rows, keys, dim);
 }
 
 static bool micro_readable(attn_dtype dtype) { return dtype == REAL_DTYPE || READABLE(dtype); }
@@ -734,6 +717,10 @@ static void micro_scale(real *c, int32_t n, real factor) {
     for (int32_t i = 0; i < n; i++) c[i] *= factor;
 }
 
+static void micro_add(real *c, const real *x, int32_t n) {
+    for (int32_t i = 0; i < n; i++) c[i] += x[i];
+}
+
 static bool micro_finite(const real *x, int64_t n) {
     int bad = 0;
     for (int64_t i = 0; i < n; i++) bad |= !(x[i] - x[i] == 0);
@@ -762,5 +749,6 @@ const attn_micro TABLE_NAME(ATTN_ISA) = {
     .weigh = micro_weigh,
     .transpose = micro_transpose,
     .scale = micro_scale,
+    .add = micro_add,
     .finite = micro_finite,
 };

@@ -11,6 +11,7 @@
 
 #include "../internal.h"
 #include "real.h"
+#include "work.h"
 
 /* Widths are padded to this in every table of a number type: 16 or 8, which is a multiple of each ISA's vector. */
 enum { ATTN_LANES = 64 / sizeof(real) };
@@ -19,7 +20,8 @@ enum { ATTN_LANES = 64 / sizeof(real) };
 typedef struct attn_panel {
     const void *data;
     int64_t row;
-    attn_dtype dtype; /* one that is readable */
+    attn_dtype dtype;     /* one that is readable */
+    int64_t ahead, pitch; /* so far from data are rows, `pitch` apart, that will be wanted later: they are asked for */
 } attn_panel;
 
 typedef struct REAL(micro) {
@@ -48,7 +50,7 @@ typedef struct REAL(micro) {
     /* The same bits from q_t [dim][width], and keys [ldk] that are real. */
     void (*chain_dots)(real *s, int32_t width, const real *k, int64_t ldk, const real *q_t, int32_t keys, int32_t dim);
 
-    /* c[m][n] += sum_j p[j][width] v[j][n]: gemm's arithmetic with v as it lies. */
+    /* c[m][n] goes on with p[j][width] v[j][n], one j after the other: gemm's sums, if it begins with 0, with v as it lies. */
     void (*narrow_gemm)(real *c, int64_t ldc, const real *p, int32_t width, const attn_panel *v, int32_t m, int32_t n,
                         int32_t keys);
 
@@ -95,6 +97,9 @@ typedef struct REAL(micro) {
 
     /* c[n] = c[n] * factor */
     void (*scale)(real *c, int32_t n, real factor);
+
+    /* c[n] = c[n] + x[n] */
+    void (*add)(real *c, const real *x, int32_t n);
 
     /* Is none of the n numbers infinite or NaN? */
     bool (*finite)(const real *x, int64_t n);

@@ -5,8 +5,9 @@
  *
  * A step takes 32 bytes of q, that is two vectors, `lo` and `hi`, and as many elements of each key:
  *
- *   v0-3, v4-7    lo and hi of four rows of q
- *   v8-11, v12-15 lo and hi of four keys
+ *   v0-3          lo, then hi, of four rows of q
+ *   v4-7, v8-11   lo and hi of four keys
+ *   v15           0
  *   v16-31        sums, key j and row r in v(16 + 4 j + r)
  */
 #ifndef ATTN_CPU_NARROW_NEON_H
@@ -22,34 +23,61 @@
         "v16", "v17", "v18", "v19", "v20", "v21", "v22", "v23", "v24", "v25", "v26", "v27", "v28", "v29", "v30", "v31"
 
 /*
- * What two vectors are read from: GET loads elements into `hi`, or both, and goes on behind them; LO and HI widen them.
+ * What two vectors are read from: a key's at an offset, values' at `byte` times SIZE, into `hi`, or both; LO and HI widen them. No address is
+ * written back by a load: that would be an instruction more, and only four begin in a cycle.
  */
-#define GET_SAME(lo, hi, at) "ldr q" #lo ", [" at "], #16\n\tldr q" #hi ", [" at "], #16\n\t"
+#define KEY_SAME(lo, hi, at) "ldr q" #lo ", [" at ", %[x]]\n\tldr q" #hi ", [" at ", %[y]]\n\t"
+#define KEY_16(lo, hi, at) "ldr q" #hi ", [" at ", %[x]]\n\t"
+#define KEY_8(lo, hi, at) "ldr d" #hi ", [" at ", %[x]]\n\t"
+#define NEXT_SAME "add %[x], %[x], #32\n\tadd %[y], %[y], #32\n\t"
+#define NEXT_16 "add %[x], %[x], #16\n\t"
+#define NEXT_8 "add %[x], %[x], #8\n\t"
+#define BYTES_SAME "64" /* of four vectors */
+#define BYTES_16 "32"
+#define BYTES_8 "16"
+#define VALUES_SAME(lo0, hi0, lo1, hi1)                                                                                    \
+    "ldr q" #lo0 ", [%[v]]\n\tldr q" #hi0 ", [%[v], #16]\n\tldr q" #lo1 ", [%[v], #32]\n\tldr q" #hi1 ", [%[v], #48]\n\t"
+#define VALUES_16(lo0, hi0, lo1, hi1) "ldr q" #hi0 ", [%[v]]\n\tldr q" #hi1 ", [%[v], #16]\n\t"
+#define VALUES_8(lo0, hi0, lo1, hi1) "ldr d" #hi0 ", [%[v]]\n\tldr d" #hi1 ", [%[v], #8]\n\t"
 #define LO_SAME(lo, hi)
 #define HI_SAME(lo, hi)
-#define GET_16(lo, hi, at) "ldr q" #hi ", [" at "], #16\n\t"
-#define GET_8(lo, hi, at) "ldr d" #hi ", [" at "], #8\n\t"
 #ifdef ATTN_REAL_F64
 #define T "2d"
-#define GET_F32 GET_16
+#define KEY_F32 KEY_16
+#define NEXT_F32 NEXT_16
+#define VALUES_F32 VALUES_16
+#define BYTES_F32 BYTES_16
 #define LO_F32(lo, hi) "fcvtl v" #lo ".2d, v" #hi ".2s\n\t"
 #define HI_F32(lo, hi) "fcvtl2 v" #hi ".2d, v" #hi ".4s\n\t"
-#define GET_F16 GET_8
+#define KEY_F16 KEY_8
+#define NEXT_F16 NEXT_8
+#define VALUES_F16 VALUES_8
+#define BYTES_F16 BYTES_8
 #define LO_F16(lo, hi) "fcvtl v" #hi ".4s, v" #hi ".4h\n\t" LO_F32(lo, hi)
 #define HI_F16 HI_F32
-#define GET_BF16 GET_8
-#define LO_BF16(lo, hi) "shll v" #hi ".4s, v" #hi ".4h, #16\n\t" LO_F32(lo, hi)
+#define KEY_BF16 KEY_8
+#define NEXT_BF16 NEXT_8
+#define VALUES_BF16 VALUES_8
+#define BYTES_BF16 BYTES_8
+#define LO_BF16(lo, hi) "zip1 v" #hi ".8h, v15.8h, v" #hi ".8h\n\t" LO_F32(lo, hi)
 #define HI_BF16 HI_F32
 #else
 #define T "4s"
-#define GET_F16 GET_16
+#define KEY_F16 KEY_16
+#define NEXT_F16 NEXT_16
+#define VALUES_F16 VALUES_16
+#define BYTES_F16 BYTES_16
 #define LO_F16(lo, hi) "fcvtl v" #lo ".4s, v" #hi ".4h\n\t"
 #define HI_F16(lo, hi) "fcvtl2 v" #hi ".4s, v" #hi ".8h\n\t"
-#define GET_BF16 GET_16
-#define LO_BF16(lo, hi) "shll v" #lo ".4s, v" #hi ".4h, #16\n\t"
-#define HI_BF16(lo, hi) "shll2 v" #hi ".4s, v" #hi ".8h, #16\n\t"
+#define KEY_BF16 KEY_16
+#define NEXT_BF16 NEXT_16
+#define VALUES_BF16 VALUES_16
+#define BYTES_BF16 BYTES_16
+#define LO_BF16(lo, hi) "zip1 v" #lo ".8h, v15.8h, v" #hi ".8h\n\t"
+#define HI_BF16(lo, hi) "zip2 v" #hi ".8h, v15.8h, v" #hi ".8h\n\t"
 #endif
 
+#define FAR "pldl1keep" /* where to: the first cache has no room for all that is asked for */
 #define NONE(r) "movi v" #r ".4s, #0\n\t"
 #define FUSE(to, x, y) "fmla v" #to "." T ", v" #x "." T ", v" #y "." T "\n\t"
 #define PLUS(to, x, y) "fadd v" #to "." T ", v" #x "." T ", v" #y "." T "\n\t"
@@ -57,28 +85,27 @@
 /* ---- dot products ---- */
 
 #define GET_KEYS(TYPE)                                                                                                     \
-    GET_##TYPE(8, 12, "%[k0]") GET_##TYPE(9, 13, "%[k1]") GET_##TYPE(10, 14, "%[k2]") GET_##TYPE(11, 15, "%[k3]")
+    KEY_##TYPE(4, 8, "%[k0]") KEY_##TYPE(5, 9, "%[k1]") KEY_##TYPE(6, 10, "%[k2]") KEY_##TYPE(7, 11, "%[k3]") NEXT_##TYPE
 /* All at once: other instructions between multiply-adds cost twice their time, unless they come in a row. */
 #define WIDEN_KEYS(TYPE)                                                                                                   \
-    LO_##TYPE(8, 12) LO_##TYPE(9, 13) LO_##TYPE(10, 14) LO_##TYPE(11, 15) HI_##TYPE(8, 12) HI_##TYPE(9, 13)                \
-        HI_##TYPE(10, 14) HI_##TYPE(11, 15)
-#define FUSE_4(r0, r1, r2, r3, key, q0, q1, q2, q3) FUSE(r0, key, q0) FUSE(r1, key, q1) FUSE(r2, key, q2) FUSE(r3, key, q3)
+    LO_##TYPE(4, 8) LO_##TYPE(5, 9) LO_##TYPE(6, 10) LO_##TYPE(7, 11) HI_##TYPE(4, 8) HI_##TYPE(5, 9) HI_##TYPE(6, 10)     \
+        HI_##TYPE(7, 11)
+#define ASK_KEYS                                                                                                           \
+    "prfm " FAR ", [%[n0], %[x]]\n\tprfm " FAR ", [%[n1], %[x]]\n\tprfm " FAR ", [%[n2], %[x]]\n\tprfm " FAR ", [%[n3], %[x]]\n\t"
+#define GET_Q_4                                                                                                            \
+    "ldr q0, [%[q0], %[qx]]\n\tldr q1, [%[q1], %[qx]]\n\tldr q2, [%[q2], %[qx]]\n\tldr q3, [%[q3], %[qx]]\n\t"            \
+    "add %[qx], %[qx], #16\n\t"
+#define GET_Q_1 "ldr q0, [%[q0], %[qx]]\n\tadd %[qx], %[qx], #16\n\t"
+#define FUSE_4(r0, r1, r2, r3, key) FUSE(r0, key, 0) FUSE(r1, key, 1) FUSE(r2, key, 2) FUSE(r3, key, 3)
 
-/* q is packed by steps: lo of four rows, then hi of them. */
 #define DOT_STEP_4(TYPE)                                                                                                   \
-    GET_KEYS(TYPE)                                                                                                         \
-    "ldr q0, [%[q]]\n\tldr q1, [%[q], #16]\n\tldr q2, [%[q], #32]\n\tldr q3, [%[q], #48]\n\t"                              \
-    "ldr q4, [%[q], #64]\n\tldr q5, [%[q], #80]\n\tldr q6, [%[q], #96]\n\tldr q7, [%[q], #112]\n\tadd %[q], %[q], #128\n\t" \
-    WIDEN_KEYS(TYPE)                                                                                                       \
-    FUSE_4(16, 17, 18, 19, 8, 0, 1, 2, 3) FUSE_4(20, 21, 22, 23, 9, 0, 1, 2, 3)                                            \
-    FUSE_4(24, 25, 26, 27, 10, 0, 1, 2, 3) FUSE_4(28, 29, 30, 31, 11, 0, 1, 2, 3)                                          \
-    FUSE_4(16, 17, 18, 19, 12, 4, 5, 6, 7) FUSE_4(20, 21, 22, 23, 13, 4, 5, 6, 7)                                          \
-    FUSE_4(24, 25, 26, 27, 14, 4, 5, 6, 7) FUSE_4(28, 29, 30, 31, 15, 4, 5, 6, 7)
+    GET_KEYS(TYPE) GET_Q_4 WIDEN_KEYS(TYPE) FUSE_4(16, 17, 18, 19, 4) FUSE_4(20, 21, 22, 23, 5) FUSE_4(24, 25, 26, 27, 6)  \
+    FUSE_4(28, 29, 30, 31, 7) GET_Q_4 FUSE_4(16, 17, 18, 19, 8) FUSE_4(20, 21, 22, 23, 9) FUSE_4(24, 25, 26, 27, 10)       \
+    FUSE_4(28, 29, 30, 31, 11)
 
 #define DOT_STEP_1(TYPE)                                                                                                   \
-    GET_KEYS(TYPE) "ldr q0, [%[q]], #16\n\tldr q4, [%[q]], #16\n\t"                                                        \
-    WIDEN_KEYS(TYPE) FUSE(16, 8, 0) FUSE(20, 9, 0) FUSE(24, 10, 0) FUSE(28, 11, 0)                                         \
-    FUSE(16, 12, 4) FUSE(20, 13, 4) FUSE(24, 14, 4) FUSE(28, 15, 4)
+    GET_KEYS(TYPE) GET_Q_1 WIDEN_KEYS(TYPE) FUSE(16, 4, 0) FUSE(20, 5, 0) FUSE(24, 6, 0) FUSE(28, 7, 0)                    \
+    GET_Q_1 FUSE(16, 8, 0) FUSE(20, 9, 0) FUSE(24, 10, 0) FUSE(28, 11, 0)
 
 /* Sums of the lanes, by halves, of four vectors, or one, to a key's place in s. */
 #ifdef ATTN_REAL_F64
@@ -100,25 +127,25 @@
     NONE(16) NONE(17) NONE(18) NONE(19) NONE(20) NONE(21) NONE(22) NONE(23) NONE(24) NONE(25) NONE(26) NONE(27) NONE(28)   \
         NONE(29) NONE(30) NONE(31)
 
-/* Distances in bytes; dims: steps of 32 bytes of a row of q, > 0. */
+/* Distances in bytes; steps, even and > 0: of 32 bytes of a row of q. As many rows from n0 on, `pitch` apart, are asked for. */
+#define DOTS(TYPE, CLEAR, STEP, PUT)                                                                                       \
+    __asm__ volatile(NONE(15) CLEAR "1:\n\t" STEP(TYPE) ASK_KEYS STEP(TYPE) "subs %[n], %[n], #2\n\tb.ne 1b\n\t" PUT       \
+                     : [s] "+&r"(s), [x] "+&r"(x), [y] "+&r"(y), [qx] "+&r"(qx), [n] "+&r"(steps)                          \
+                     : [k0] "r"(k0), [k1] "r"(k1), [k2] "r"(k2), [k3] "r"(k3), [q0] "r"(q0), [q1] "r"(q1), [q2] "r"(q2),   \
+                       [q3] "r"(q3), [n0] "r"(n0), [n1] "r"(n1), [n2] "r"(n2), [n3] "r"(n3), [width] "r"(width)            \
+                     : ALL_REGISTERS)
 #define NARROW_DOTS(TYPE)                                                                                                  \
-    INLINE void dots_4_##TYPE(char *s, int64_t width, const char *k0, int64_t ldk, const char *q, int64_t dims) {          \
+    INLINE void dots_##TYPE(bool four, char *s, int64_t width, const char *k0, int64_t ldk, const char *q0,                \
+                            const char *q1, const char *q2, const char *q3, int64_t steps, const char *n0,                 \
+                            int64_t pitch) {                                                                               \
         const char *k1 = k0 + ldk, *k2 = k1 + ldk, *k3 = k2 + ldk;                                                         \
-        __asm__ volatile(CLEAR_SUMS "1:\n\t" DOT_STEP_4(TYPE) "subs %[n], %[n], #1\n\tb.ne 1b\n\t" PUT_4(16, 17, 18, 19)   \
-                             PUT_4(20, 21, 22, 23) PUT_4(24, 25, 26, 27) PUT_4(28, 29, 30, 31)                             \
-                         : [s] "+&r"(s), [k0] "+&r"(k0), [k1] "+&r"(k1), [k2] "+&r"(k2), [k3] "+&r"(k3), [q] "+&r"(q),     \
-                           [n] "+&r"(dims)                                                                                 \
-                         : [width] "r"(width)                                                                              \
-                         : ALL_REGISTERS);                                                                                 \
-    }                                                                                                                      \
-    INLINE void dots_1_##TYPE(char *s, int64_t width, const char *k0, int64_t ldk, const char *q, int64_t dims) {          \
-        const char *k1 = k0 + ldk, *k2 = k1 + ldk, *k3 = k2 + ldk;                                                         \
-        __asm__ volatile(NONE(16) NONE(20) NONE(24) NONE(28) "1:\n\t" DOT_STEP_1(TYPE) "subs %[n], %[n], #1\n\tb.ne 1b\n\t" \
-                             PUT_1(16) PUT_1(20) PUT_1(24) PUT_1(28)                                                       \
-                         : [s] "+&r"(s), [k0] "+&r"(k0), [k1] "+&r"(k1), [k2] "+&r"(k2), [k3] "+&r"(k3), [q] "+&r"(q),     \
-                           [n] "+&r"(dims)                                                                                 \
-                         : [width] "r"(width)                                                                              \
-                         : ALL_REGISTERS);                                                                                 \
+        const char *n1 = n0 + pitch, *n2 = n1 + pitch, *n3 = n2 + pitch;                                                   \
+        int64_t x = 0, y = 16, qx = 0;                                                                                     \
+        if (four)                                                                                                          \
+            DOTS(TYPE, CLEAR_SUMS, DOT_STEP_4,                                                                             \
+                 PUT_4(16, 17, 18, 19) PUT_4(20, 21, 22, 23) PUT_4(24, 25, 26, 27) PUT_4(28, 29, 30, 31));                 \
+        else                                                                                                               \
+            DOTS(TYPE, NONE(16) NONE(20) NONE(24) NONE(28), DOT_STEP_1, PUT_1(16) PUT_1(20) PUT_1(24) PUT_1(28));          \
     }
 
 /*
@@ -126,22 +153,22 @@
  *
  *   v0-1, v2-3   p of a key and the next: of four rows, or one
  *   v4-7, v8-11  four vectors of v of each
+ *   v15          0
  *   v16-31       sums of row r in v(16 + 4 r) and the three after it
  */
-#define GET_V(TYPE, lo0, hi0, lo1, hi1)                                                                                    \
-    "mov %[at], %[v]\n\tadd %[v], %[v], %[ldv]\n\t" GET_##TYPE(lo0, hi0, "%[at]") GET_##TYPE(lo1, hi1, "%[at]")
+#define GET_V(TYPE, lo0, hi0, lo1, hi1) VALUES_##TYPE(lo0, hi0, lo1, hi1) "prfm " FAR ", [%[next]]\n\tadd %[v], %[v], %[ldv]\n\tadd %[next], %[next], %[pitch]\n\t"
 #define WIDEN_V(TYPE, lo0, hi0, lo1, hi1) LO_##TYPE(lo0, hi0) LO_##TYPE(lo1, hi1) HI_##TYPE(lo0, hi0) HI_##TYPE(lo1, hi1)
 #ifdef ATTN_REAL_F64
 #define BY(to, x, p, e) "fmla v" #to ".2d, v" #x ".2d, v" #p ".d[" #e "]\n\t"
 #define GET_P_4(p0, p1) "ldr q" #p0 ", [%[p]]\n\tldr q" #p1 ", [%[p], #16]\n\tadd %[p], %[p], %[width]\n\t"
-#define GET_P_1(p0) "ldr d" #p0 ", [%[p]]\n\tadd %[p], %[p], %[width]\n\t"
+#define GET_P_1(p0, unused) "ldr d" #p0 ", [%[p]]\n\tadd %[p], %[p], %[width]\n\t"
 #define ROWS_4(p0, p1, x0, x1, x2, x3)                                                                                     \
     BY_ROW(16, 17, 18, 19, x0, x1, x2, x3, p0, 0) BY_ROW(20, 21, 22, 23, x0, x1, x2, x3, p0, 1)                            \
         BY_ROW(24, 25, 26, 27, x0, x1, x2, x3, p1, 0) BY_ROW(28, 29, 30, 31, x0, x1, x2, x3, p1, 1)
 #else
 #define BY(to, x, p, e) "fmla v" #to ".4s, v" #x ".4s, v" #p ".s[" #e "]\n\t"
 #define GET_P_4(p0, p1) "ldr q" #p0 ", [%[p]]\n\tadd %[p], %[p], %[width]\n\t"
-#define GET_P_1(p0) "ldr s" #p0 ", [%[p]]\n\tadd %[p], %[p], %[width]\n\t"
+#define GET_P_1(p0, unused) "ldr s" #p0 ", [%[p]]\n\tadd %[p], %[p], %[width]\n\t"
 #define ROWS_4(p0, p1, x0, x1, x2, x3)                                                                                     \
     BY_ROW(16, 17, 18, 19, x0, x1, x2, x3, p0, 0) BY_ROW(20, 21, 22, 23, x0, x1, x2, x3, p0, 1)                            \
         BY_ROW(24, 25, 26, 27, x0, x1, x2, x3, p0, 2) BY_ROW(28, 29, 30, 31, x0, x1, x2, x3, p0, 3)
@@ -155,32 +182,34 @@
         SUM_ROW(op, at, 20, 21, 22, 23) "add %[at], %[at], %[lds]\n\t" SUM_ROW(op, at, 24, 25, 26, 27)                     \
             "add %[at], %[at], %[lds]\n\t" SUM_ROW(op, at, 28, 29, 30, 31)
 
-/* The sums [row][lds] go on with so many keys, > 0, two by two. */
+/*
+ * The sums [row][lds], so many blocks of four vectors, go on with so many keys, > 0, two by two. What is `ahead` of the values is asked
+ * for. The loop over blocks is in here: what a compiler puts between them costs as much as three keys.
+ */
+#define SUMS(TYPE, GET_SUMS, PUT_SUMS, GET_P, PRODUCTS_0, PRODUCTS_1)                                                      \
+    __asm__ volatile(NONE(15) "4:\n\tmov %[v], %[v0]\n\tmov %[next], %[n0]\n\tmov %[p], %[p0]\n\tsubs %[n], %[keys], #2\n\t" GET_SUMS "b.lt 2f\n1:\n\t"  \
+                     GET_V(TYPE, 4, 5, 6, 7) GET_P(0, 1) GET_V(TYPE, 8, 9, 10, 11) GET_P(2, 3) WIDEN_V(TYPE, 4, 5, 6, 7)   \
+                         WIDEN_V(TYPE, 8, 9, 10, 11) PRODUCTS_0 PRODUCTS_1                                                 \
+                     "subs %[n], %[n], #2\n\tb.ge 1b\n2:\n\ttbz %[n], #0, 3f\n\t" GET_V(TYPE, 4, 5, 6, 7) GET_P(0, 1)     \
+                         WIDEN_V(TYPE, 4, 5, 6, 7) PRODUCTS_0 "3:\n\t" PUT_SUMS                                            \
+                     "add %[sum], %[sum], #64\n\tadd %[v0], %[v0], #" BYTES_##TYPE "\n\tadd %[n0], %[n0], #" BYTES_##TYPE "\n\t"     \
+                     "subs %[blocks], %[blocks], #1\n\tb.ne 4b"                                                                                             \
+                     : [sum] "+&r"(sum), [v0] "+&r"(v0), [blocks] "+&r"(blocks), [p] "=&r"(p), [v] "=&r"(v), [n] "=&r"(n), \
+                       [at] "=&r"(at), [n0] "+&r"(n0), [next] "=&r"(next)                                                  \
+                     : [p0] "r"(p0), [lds] "r"(lds), [width] "r"(width), [ldv] "r"(ldv), [keys] "r"(keys),                 \
+                       [pitch] "r"(pitch)                                                                                  \
+                     : ALL_REGISTERS)
 #define NARROW_SUMS(TYPE)                                                                                                  \
-    INLINE void sums_4_##TYPE(char *sum, int64_t lds, const char *p, int64_t width, const char *v, int64_t ldv,            \
-                              int64_t keys) {                                                                              \
+    INLINE void sums_##TYPE(bool four, char *sum, int64_t lds, const char *p0, int64_t width, const char *v0, int64_t ldv, \
+                            int64_t keys, const char *n0, int64_t pitch, int64_t blocks) {                                 \
+        const char *p, *v, *next;                                                                                                 \
         char *at;                                                                                                          \
-        __asm__ volatile(SUM_ROWS("ldr") "subs %[n], %[n], #2\n\tb.lt 2f\n1:\n\t" GET_V(TYPE, 4, 5, 6, 7) GET_P_4(0, 1)    \
-                             GET_V(TYPE, 8, 9, 10, 11) GET_P_4(2, 3) WIDEN_V(TYPE, 4, 5, 6, 7)                             \
-                                 WIDEN_V(TYPE, 8, 9, 10, 11) ROWS_4(0, 1, 4, 5, 6, 7) ROWS_4(2, 3, 8, 9, 10, 11)           \
-                         "subs %[n], %[n], #2\n\tb.ge 1b\n2:\n\ttbz %[n], #0, 3f\n\t" GET_V(TYPE, 4, 5, 6, 7) GET_P_4(0, 1) \
-                             WIDEN_V(TYPE, 4, 5, 6, 7) ROWS_4(0, 1, 4, 5, 6, 7) "3:\n\t" SUM_ROWS("str")                   \
-                         : [p] "+&r"(p), [v] "+&r"(v), [n] "+&r"(keys), [at] "=&r"(at)                                     \
-                         : [sum] "r"(sum), [lds] "r"(lds), [width] "r"(width), [ldv] "r"(ldv)                              \
-                         : ALL_REGISTERS);                                                                                 \
-    }                                                                                                                      \
-    INLINE void sums_1_##TYPE(char *sum, const char *p, int64_t width, const char *v, int64_t ldv, int64_t keys) {         \
-        char *at;                                                                                                          \
-        __asm__ volatile(SUM_ROW("ldr", sum, 16, 17, 18, 19) "subs %[n], %[n], #2\n\tb.lt 2f\n1:\n\t"                      \
-                             GET_V(TYPE, 4, 5, 6, 7) GET_P_1(0) GET_V(TYPE, 8, 9, 10, 11) GET_P_1(2)                       \
-                                 WIDEN_V(TYPE, 4, 5, 6, 7) WIDEN_V(TYPE, 8, 9, 10, 11)                                     \
-                                     BY_ROW(16, 17, 18, 19, 4, 5, 6, 7, 0, 0) BY_ROW(16, 17, 18, 19, 8, 9, 10, 11, 2, 0)   \
-                         "subs %[n], %[n], #2\n\tb.ge 1b\n2:\n\ttbz %[n], #0, 3f\n\t" GET_V(TYPE, 4, 5, 6, 7) GET_P_1(0)    \
-                             WIDEN_V(TYPE, 4, 5, 6, 7) BY_ROW(16, 17, 18, 19, 4, 5, 6, 7, 0, 0) "3:\n\t"                  \
-                                 SUM_ROW("str", sum, 16, 17, 18, 19)                                                       \
-                         : [p] "+&r"(p), [v] "+&r"(v), [n] "+&r"(keys), [at] "=&r"(at)                                     \
-                         : [sum] "r"(sum), [width] "r"(width), [ldv] "r"(ldv)                                              \
-                         : ALL_REGISTERS);                                                                                 \
+        int64_t n;                                                                                                         \
+        if (four)                                                                                                          \
+            SUMS(TYPE, SUM_ROWS("ldr"), SUM_ROWS("str"), GET_P_4, ROWS_4(0, 1, 4, 5, 6, 7), ROWS_4(2, 3, 8, 9, 10, 11));   \
+        else                                                                                                               \
+            SUMS(TYPE, SUM_ROW("ldr", sum, 16, 17, 18, 19), SUM_ROW("str", sum, 16, 17, 18, 19), GET_P_1,                  \
+                 BY_ROW(16, 17, 18, 19, 4, 5, 6, 7, 0, 0), BY_ROW(16, 17, 18, 19, 8, 9, 10, 11, 2, 0));                    \
     }
 
 #define NARROW(TYPE) NARROW_DOTS(TYPE) NARROW_SUMS(TYPE)
@@ -214,37 +243,28 @@ NARROW(BF16)
             LAST(call)(__VA_ARGS__);                                                                                       \
     } while (0)
 
-enum { NARROW_ROWS = 4, PACKED = NARROW_ROWS * ATTN_MAX_DIM };
+enum { NARROW_ROWS = 4 };
 
-/* Up to four rows of q as dots_4 wants them; rows that are not there are zero. */
-INLINE void pack_rows(real *packed, const real *q, int64_t ldq, int32_t rows, int32_t dim) {
-    for (int32_t x = 0; x < dim; x += 2 * VL) {
-        UNROLL for (int i = 0; i < 2 * NARROW_ROWS; i++) {
-            int r = i % NARROW_ROWS;
-            store(packed + x * NARROW_ROWS + i * VL, r < rows ? load(q + r * ldq + x + i / NARROW_ROWS * VL) : (vreal){0});
-        }
-    }
-}
-
-/* Four keys against a row, or up to four, packed. */
-INLINE void dots_of_4_keys(const attn_dtype of, real *s, int32_t width, const void *k, int64_t at, int64_t ldk,
-                           const real *q, int32_t rows, int32_t dim) {
+/* Four keys at a time against up to four rows; in the place of rows that are not there comes the first one again. */
+INLINE void dots_by_hand(const attn_dtype of, real *s, int32_t width, const void *k, int64_t ldk, const char *next,
+                         int64_t pitch, const real *q, int64_t ldq, int32_t rows, int32_t keys, int32_t dim) {
     const int64_t B = sizeof(real), size = dtype_bytes(of), steps = dim / (2 * VL);
-    const char *key = (const char *)k + at * size;
-    if (rows == 1)
-        BY_DTYPE(dots_1, (char *)s, width * B, key, ldk * size, (const char *)q, steps);
-    else
-        BY_DTYPE(dots_4, (char *)s, width * B, key, ldk * size, (const char *)q, steps);
+    const char *row[NARROW_ROWS];
+    for (int32_t r = 0; r < NARROW_ROWS; r++) row[r] = (const char *)(q + (r < rows ? r : 0) * ldq);
+    for (int32_t j = 0; j < keys; j += 4, s += 4 * width)
+        BY_DTYPE(dots, rows > 1, (char *)s, width * B, (const char *)k + j * ldk * size, ldk * size, row[0], row[1], row[2],
+                 row[3], steps, next + j * pitch, pitch);
 }
 
-INLINE bool sums_by_hand_narrow(const int mr, const int nv, const attn_dtype of, real *sum, int64_t lds, const real *p,
-                                int32_t width, const void *v, int64_t at, int64_t ldv, int32_t keys) {
+/* c[m][ldc], so many blocks of four vectors, goes on with some keys. */
+INLINE void sums_by_hand(const attn_dtype of, real *c, int64_t ldc, const real *p, int32_t width, const void *v,
+                         int64_t ldv, const char *next, int64_t pitch, int32_t m, int32_t blocks, int32_t keys) {
     const int64_t B = sizeof(real), size = (int64_t)dtype_bytes(of);
-    const char *value = (const char *)v + at * size;
-    if (nv != 4) return false;
-    if (mr == 4) BY_DTYPE(sums_4, (char *)sum, lds * B, (const char *)p, width * B, value, ldv * size, keys);
-    if (mr == 1) BY_DTYPE(sums_1, (char *)sum, (const char *)p, width * B, value, ldv * size, keys);
-    return mr == 4 || mr == 1;
+    for (int32_t r = 0, rows; r < m; r += rows, c += rows * ldc, p += rows) {
+        rows = m - r >= NARROW_ROWS ? NARROW_ROWS : 1;
+        BY_DTYPE(sums, rows > 1, (char *)c, ldc * B, (const char *)p, width * B, (const char *)v, ldv * size, keys, next,
+                 pitch, blocks);
+    }
 }
 
 #endif

@@ -155,14 +155,27 @@ bool REAL(tile_in_one_page)(const attn_rows *t, int32_t j0, int32_t keys) {
     return !size || (t->s.leftpad + j0) % size + keys <= size;
 }
 
-/* Rows of k or v where they lie, if the micro-kernels can read them there; otherwise loaded into room. */
+/*
+ * Rows of k or v where they lie, if the micro-kernels can read them there; otherwise loaded into room. As they are worked, those some rows
+ * further on are asked for.
+ */
 static attn_panel view(const attn_rows *t, const attn_tensor *of, int32_t dim, int32_t j0, int32_t keys, real *room) {
     const attn_problem *p = t->p;
     if (!t->micro->readable(p->kv_dtype) || !REAL(tile_in_one_page)(t, j0, keys) || dim % ATTN_LANES != 0) {
         load_kv(t, room, of, dim, attn__pad(dim), j0, keys);
-        return (attn_panel){room, attn__pad(dim), REAL_DTYPE};
+        return (attn_panel){room, attn__pad(dim), REAL_DTYPE, 0, attn__pad(dim)};
     }
-    return (attn_panel){REAL(tile_kv_row)(t, of, t->s.leftpad + j0, NULL), of->stride[1], p->kv_dtype};
+    int64_t row = of->stride[1];
+    return (attn_panel){REAL(tile_kv_row)(t, of, t->s.leftpad + j0, NULL), row, p->kv_dtype, ATTN_AHEAD * row, row};
+}
+
+/* The first rows of a panel of `keys`, or all that are left of it: the last ones, for which it is to ask for what comes next, come apart. */
+static int32_t part_of(attn_panel *panel, int32_t done, int32_t keys, const void *next) {
+    int32_t first = keys - ATTN_AHEAD;
+    if (done == 0 && first > 0) return first;
+    panel->data = (const char *)panel->data + done * panel->row * (int64_t)attn_dtype_size(panel->dtype);
+    panel->ahead = next ? ((intptr_t)next - (intptr_t)panel->data) / (intptr_t)attn_dtype_size(panel->dtype) : 0;
+    return keys - done;
 }
 
 int REAL(tile_class)(const attn_rows *t, int32_t j0, int32_t keys) {
@@ -247,11 +260,14 @@ void REAL(tile_scores)(const attn_rows *t, real *s, real *slope, real *rest, con
 }
 
 void REAL(tile_narrow_scores)(const attn_rows *t, real *s, const real *q, int32_t j0, int32_t keys, int tile_class,
-                              real *room, real *scratch) {
+                              const void *next, real *room, real *scratch) {
     enum { PORTION = 16 }; /* keys that are converted at once: they stay in the first cache until they are used */
     if (few_rows(t)) {
         attn_panel k = view(t, &t->f->k, t->p->dim_qk, j0, keys, room);
-        t->micro->narrow_dots(s, t->width, &k, q, t->dim_qk, t->rows, keys, t->dim_qk);
+        for (int32_t j = 0, some; j < keys; j += some) {
+            some = part_of(&k, j, keys, next);
+            t->micro->narrow_dots(s + (int64_t)j * t->width, t->width, &k, q, t->dim_qk, t->rows, some, t->dim_qk);
+        }
     }
     for (int32_t j = 0; !few_rows(t) && j < keys; j += PORTION) {
         int32_t count = attn__min32(PORTION, keys - j);
@@ -338,10 +354,15 @@ void REAL(tile_gemm)(const attn_rows *t, real *c, int64_t ldc, const real *a, co
 }
 
 void REAL(tile_narrow_gemm)(const attn_rows *t, real *c, const real *p, int32_t j0, int32_t keys, int tile_class,
-                            real *room) {
+                            const void *next, real *room) {
     if (t->rows <= 8 && tile_class == ATTN_TILE_FULL) { /* with more rows it pays to convert first */
         attn_panel v = view(t, &t->f->v, t->p->dim_v, j0, keys, room);
-        t->micro->narrow_gemm(c, t->dim_v, p, t->width, &v, t->rows, t->dim_v, keys);
+        memset(t->guard, 0, (size_t)t->rows * (size_t)t->dim_v * sizeof(real));
+        for (int32_t j = 0, some; j < keys; j += some) {
+            some = part_of(&v, j, keys, next);
+            t->micro->narrow_gemm(t->guard, t->dim_v, p + (int64_t)j * t->width, t->width, &v, t->rows, t->dim_v, some);
+        }
+        t->micro->add(c, t->guard, t->rows * t->dim_v);
     } else {
         REAL(tile_load_v)(t, room, j0, keys);
         REAL(tile_gemm)(t, c, t->dim_v, p, room, t->dim_v, t->dim_v, j0, keys, false, tile_class);

@@ -98,12 +98,12 @@ void REAL(tile_gemm)(const attn_rows *t, real *c, int64_t ldc, const real *a, co
 
 /*
  * The forward's tile_scores and tile_gemm for a narrow tile, from loading on: keys and values are read where they lie, or in
- * `room` when they must be converted. tile_narrow_gemm has the bits of tile_gemm.
+ * `room` when they must be converted. What is at `next`, if not NULL, will be wanted after them. tile_narrow_gemm has the bits of tile_gemm.
  */
 void REAL(tile_narrow_scores)(const attn_rows *t, real *s, const real *q, int32_t j0, int32_t keys, int tile_class,
-                              real *room, real *scratch);
+                              const void *next, real *room, real *scratch);
 void REAL(tile_narrow_gemm)(const attn_rows *t, real *c, const real *p, int32_t j0, int32_t keys, int tile_class,
-                            real *room);
+                            const void *next, real *room);
 
 /* Bytes of scratch that one thread needs. */
 int64_t REAL(fwd_scratch)(const attn_plan *plan);

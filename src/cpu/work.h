@@ -6,9 +6,9 @@
  *   - key tiles begin at multiples of the tile's columns, counted from the sequence's key 0;
  *   - a sequence of at most ATTN_SPLIT_ROWS query rows is worked in chunks of ATTN_CHUNK keys, whose results are folded in
  *     order; whether the chunks run on one thread or on many is the plan's choice and changes nothing;
- *   - a sequence of at most ATTN_NARROW_ROWS rows, if it has more keys than that, is worked in double where it is float32, forward
- *     and backward, and by other inner loops in the forward;
- *   - a row of float32 is done again in double where its own probabilities say so (attn__mixed).
+ *   - a sequence of at most ATTN_NARROW_ROWS rows, if it has more keys than that, is worked by other inner loops in the forward;
+ *   - with ATTN_PRECISE_FEW such a sequence of float32 is worked in double, forward and backward, and a row of another is done
+ *     again in double where its own probabilities say so (attn__mixed).
  */
 #ifndef ATTN_CPU_WORK_H
 #define ATTN_CPU_WORK_H
@@ -27,6 +27,7 @@ enum {
     ATTN_STRIP = 16,       /* the most query tiles that share a load of keys */
     ATTN_SPLIT_ROWS = 16,  /* at most so many rows: heads of a group share a tile, keys are worked in chunks */
     ATTN_NARROW_ROWS = 4,  /* at most so many: narrow, if there are more keys */
+    ATTN_AHEAD = 8,        /* rows of k and v that are asked for before they are read */
     ATTN_CHUNK = 1024,     /* keys of a chunk; a multiple of ATTN_TILE_COLS */
     ATTN_FEW_KEYS = 16,    /* a row that weighs fewer keys is done in double: attn__mixed */
     ATTN_FEW_ROWS = 8      /* d_v of a key that fewer rows weigh is done in double */
@@ -100,11 +101,16 @@ static inline bool attn__is_short(int32_t sq) { return sq <= ATTN_SPLIT_ROWS; }
 static inline bool attn__is_narrow(const attn_seq *s) { return s->sq <= ATTN_NARROW_ROWS && s->sk > ATTN_NARROW_ROWS; }
 
 /*
- * Is sequence s worked in double? All of F64, float32 that is wanted precise, and float32 where it is narrow: reading keys costs more
- * than the arithmetic there, and so few rows leave rounding errors no chance to even out.
+ * ATTN_PRECISE_FEW: float32 in general, and double where that does not do: where few rows are there or few keys count, rounding errors do not even out, and
+ * the error of a row may be several times that of another computation that happens to round well. Few count where the largest
+ * of the numbers that are summed, e^(s - max) of a row or p of a key, is much of the sum. The row (of d_v: its tile of keys) is
+ * done again in double then. It is decided by what was computed for it, which depends on nothing else (C5).
  */
+static inline bool attn__mixed(const attn_problem *p) { return p->dtype == ATTN_F32 && (p->flags & ATTN_PRECISE_FEW); }
+
+/* Is sequence s worked in double? All of F64, float32 that is wanted precise, and few rows of float32 if they are. */
 static inline bool attn__in_double(const attn_problem *p, const attn_seq *s) {
-    return attn__wide_problem(p) || (p->dtype == ATTN_F32 && attn__is_narrow(s));
+    return attn__wide_problem(p) || (attn__mixed(p) && attn__is_narrow(s));
 }
 
 static inline bool attn__sequence_in_double(const attn_plan *plan, const attn_buffers *f, int32_t b) {
@@ -112,13 +118,6 @@ static inline bool attn__sequence_in_double(const attn_plan *plan, const attn_bu
     return attn__in_double(&plan->problem, &s);
 }
 
-/*
- * ATTN_PRECISE_FEW: float32 in general, and double where that does not do: where few keys count, their scores' rounding errors do not even out, and
- * the error of a row may be several times that of another computation that happens to round well. Few count where the largest
- * of the numbers that are summed, e^(s - max) of a row or p of a key, is much of the sum. The row (of d_v: its tile of keys) is
- * done again in double then. It is decided by what was computed for it, which depends on nothing else (C5).
- */
-static inline bool attn__mixed(const attn_problem *p) { return p->dtype == ATTN_F32 && (p->flags & ATTN_PRECISE_FEW); }
 static inline bool attn__few(double sum, double most, int32_t few) { return sum < few * most; }
 
 /* As many of these rows, whose heads ascend, as make a tile: of one KV head. */

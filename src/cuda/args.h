@@ -1,8 +1,8 @@
 /*
  * What a CUDA kernel is given: one struct, by value, the same for all kernels of a run. Host (C) and device (CUDA C) share it.
  *
- * A run is a row of launches on the caller's stream, in this order; most problems need only the forward one. Append, rotate_q and decode may begin while
- * the one before ends, and wait for it (grid.cuh):
+ * A run is a row of launches on the caller's stream, in this order; most problems need only the forward one. decode.cu's may begin while the one
+ * before ends, and waits for it (grid.cuh):
  *
  *   append     ATTN_APPEND      k_new, v_new -> cache                                      append.cu
  *   rotate_q   ATTN_ROTARY      q -> workspace, rotated; the others then read it there     rotary.cu

@@ -32,7 +32,7 @@
  * rows and head, the number of the last block that has added to it, plus 1. An adder waits for the block before, and has a bulk
  * copy add the tile; nobody else waits for it, unless it is two tiles behind. The block whose turn is the last one has the sum of the others copied
  * into the buffer instead, and its consumers add theirs and write d_q; where nobody else has a turn there is no sum at all. With ATTN_UNORDERED
- * blocks add as they come, and then, or with FlashMask, bwd_cast (bwd_rows.cu) turns the sums, which lie as threads hold them, into d_q.
+ * blocks add as they come, and then, or where attn__cuda_finishes says no, bwd_cast (bwd_rows.cu) turns the sums, which lie as threads hold them, into d_q.
  *
  * A masked pair has P = d_s = 0, which in a product with a row that is not finite still gives NaN. So where a tile has a mask the tender looks
  * through Q and d_o, and where a block may have such tiles the consumers look through K. Whatever is not finite becomes zero, and

@@ -6,7 +6,7 @@
  * meets it there starts over, and the first to put the tag and its own number in the place of what it has seen makes it one.
  *
  * What a workspace holds does not matter, unless it has the tag with a number behind it: one chance in 2^46 for a counter, if it is noise, and
- * no run leaves that behind. A kernel that is broken off takes its CUDA context with it, and so the workspace.
+ * no run leaves that behind whose lengths hold still while it runs. A kernel that is broken off takes its CUDA context with it, and so the workspace.
  */
 #ifndef ATTN_COUNTER_CUH
 #define ATTN_COUNTER_CUH

@@ -295,13 +295,17 @@ static attn_status launch_cast(const attn_cuda_run *run, attn_cuda_args a) {
                              0, &a);
 }
 
-/* What has to be zero before blocks add to it or wait for it: turns, and d_q where its sums have no order. */
+/*
+ * What has to be zero before blocks add to it or wait for it: turns, and d_q where its sums have no order, or where no block may come by a
+ * tile of it although bwd_cast takes it for seen: FlashMask hides it, and lse is of other keys, too.
+ */
 static attn_status clear_turns(const attn_cuda_run *run, const attn_cuda_args *a) {
     const attn_cuda_entry *e = &run->entries[run->forward];
     const size_t tiles = (size_t)attn__cuda_q_tiles(&a->p, e->bm);
     const size_t turns = (size_t)turns_of(e, &a->p) + 1;
     RETURN_IF_DRIVER(run->driver, cuMemsetD32Async, ((attn_cu_pointer)(uintptr_t)a->turns, 0, turns, run->stream));
-    if (!e->hopper || !(a->p.flags & ATTN_UNORDERED) || tiles == 0) return ATTN_OK;
+    const bool clear = e->hopper && ((a->p.flags & ATTN_UNORDERED) || a->ranges) && tiles > 0;
+    if (!clear) return ATTN_OK;
     RETURN_IF_DRIVER(run->driver, cuMemsetD32Async,
                      ((attn_cu_pointer)(uintptr_t)a->part_o, 0, tiles * (size_t)e->bm * (size_t)e->dim, run->stream));
     return ATTN_OK;

@@ -6,6 +6,7 @@ import sysconfig
 import libattn
 import pytest
 import torch
+import torch.utils.checkpoint
 from libattn import _torch  # noqa: F401  registers the operators
 from libattn._core import Append, Options
 from reference import Setting, attend
@@ -259,6 +260,27 @@ def test_nothing_to_do(shape):
     out = libattn.flash_attn_func(q, q, q)
     out.sum().backward()
     assert out.shape == q.grad.shape == shape
+
+
+def test_batched_gradients():
+    """Gradients that a transform hands in, of a forward that saw none."""
+    q, k, v = (torch.randn(1, 6, 2, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    o = libattn.flash_attn_func(q, k, v)
+    directions = torch.randn(3, *o.shape, dtype=torch.float64)
+    together = torch.autograd.grad(o, q, directions, retain_graph=True, is_grads_batched=True)[0]
+    for direction, found in zip(directions, together):
+        assert torch.equal(found, torch.autograd.grad(o, q, direction, retain_graph=True)[0])
+
+
+def test_checkpoint():
+    q, k, v = (torch.randn(1, 6, 2, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
+
+    def lse(q):
+        return libattn.flash_attn_func(q, k, v, return_attn_probs=True)[1].sum()
+
+    want = torch.autograd.grad(lse(q), q)[0]
+    found = torch.autograd.grad(torch.utils.checkpoint.checkpoint(lse, q, use_reentrant=False), q)[0]
+    assert torch.equal(found, want)
 
 
 def test_meta_tensors():
