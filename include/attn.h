@@ -336,9 +336,11 @@ typedef struct attn_buffers {
     int64_t descale_stride[2];  /* batch, KV head, of all three; zeros: one number for the tensor */
     uint64_t seed;              /* dropout generator */
     uint64_t offset;            /* dropout generator */
-    void *
-        workspace; /* attn_run: at least attn_plan_workspace() bytes, 64-byte aligned; contents do not matter, but on a GPU clear
-                              it if lengths changed while a run used it: that run left nothing of use */
+    /*
+     * attn_run: at least attn_plan_workspace() bytes, 64-byte aligned; contents do not matter. On a GPU clear it if lengths were changed
+     * while a run used it.
+     */
+    void *workspace;
     size_t workspace_size; /* bytes */
 } attn_buffers;
 
