@@ -54,7 +54,9 @@ static void forward_head(attn_ref *r, int32_t h) {
 }
 
 void attn__ref_forward(attn_ref *r) {
+    if (r->p->max_q == 0) return; /* nothing to write, however many sequences and heads there are */
     for (int32_t b = 0; b < r->p->batch; b++) {
+        if (attn__seq(r->p, r->f, b).sq == 0 && !r->f->probs.data) continue;
         for (int32_t h = 0; h < r->p->heads_q; h++) {
             attn__ref_load(r, b, h / (r->p->heads_q / r->p->heads_kv));
             forward_head(r, h);

@@ -100,8 +100,9 @@ static void garble_problem(stream *s, attn_problem *p) {
     }
 }
 
-/* The most work that is run; a plan is made of anything. */
+/* The most work that is run; a plan is made of anything. Without rows and keys sequences and heads cost something, too. */
 static bool affordable(const attn_problem *p) {
+    if ((double)p->batch * p->heads_q > 1e6) return false;
     double q = p->flags & ATTN_VARLEN_Q ? (double)p->total_q : (double)p->batch * p->max_q;
     return p->max_kv <= 10000 && q * p->heads_q * ((double)p->max_kv + 64) * (p->dim_qk + p->dim_v) < 2e5;
 }
