@@ -92,6 +92,7 @@ static outcome run(const test_case *test) {
     double start = test_seconds();
     test->run();
     double seconds = test_seconds() - start;
+    if (checked && why_not) test_check(false, test->file, 0, "checked something, and then was left out: %s", why_not);
     if (!checked && !why_not) test_check(false, test->file, 0, "nothing is checked");
     if (failures > SHOWN) printf("    and %d more\n", failures - SHOWN);
     if (!checked)

