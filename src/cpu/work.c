@@ -13,6 +13,7 @@ typedef struct sorter {
     const attn_plan *plan;
     const attn_buffers *f;
     attn_unit *units; /* NULL while counting */
+    int first, end;   /* buckets outside of [first, end) have none: a list of one unit is not to cost a walk over all */
     int64_t start[BUCKETS];
 } sorter;
 
@@ -24,14 +25,20 @@ static int bucket_of(int64_t cost) {
 }
 
 static void add(sorter *to, attn_unit unit, int64_t cost) {
-    int64_t at = to->start[bucket_of(cost)]++;
-    if (to->units) to->units[at] = unit;
+    int bucket = bucket_of(cost);
+    int64_t at = to->start[bucket]++;
+    if (to->units) {
+        to->units[at] = unit;
+        return;
+    }
+    to->first = attn__min32(to->first, bucket);
+    to->end = attn__max32(to->end, bucket + 1);
 }
 
 /* From counts to first places. Returns the sum. */
 static int64_t counted(sorter *s, attn_unit *units) {
     int64_t sum = 0;
-    for (int n = 0; n < BUCKETS; n++) {
+    for (int n = s->first; n < s->end; n++) {
         int64_t count = s->start[n];
         s->start[n] = sum;
         sum += count;
@@ -90,7 +97,7 @@ static void keys_of_sequence(sorter *to, const attn_seq *s) {
 
 static int64_t make_list(const attn_plan *plan, const attn_buffers *f, attn_unit *units,
                          void (*of_sequence)(sorter *to, const attn_seq *s)) {
-    sorter s = {.plan = plan, .f = f};
+    sorter s = {.plan = plan, .f = f, .first = BUCKETS};
     int64_t count = 0;
     for (int pass = 0; pass < 2; pass++) {
         for (int32_t b = 0; b < plan->problem.batch; b++) {
