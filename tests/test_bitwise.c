@@ -594,6 +594,30 @@ static void strides_do_not_matter(attn_context *context, attn_dtype dtype) {
 }
 TEST(c5_strides_do_not_matter) { each_cpu(strides_do_not_matter); }
 
+/* The stride of a dim of one element is no distance of anything. One key, and pages of one key each. */
+static void strides_of_one(attn_context *context, attn_dtype dtype) {
+    enum { KEYS = 65, D = 32 };
+    for (int paged = 0; paged < 2; paged++) {
+        rig usual = {.p = problem(dtype, 1, 1, 1, 1, paged ? KEYS : 1, D), .backward = !paged};
+        if (paged) usual.p.page_size = 1, usual.p.num_pages = KEYS;
+        rig odd = usual;
+        CHECK(rig_make(&usual, 25) && rig_make(&odd, 25));
+        attn_tensor *const of[] = {&odd.f.q, &odd.f.o, &odd.f.k, &odd.f.v, &odd.f.d_o, &odd.f.d_q, &odd.f.d_k, &odd.f.d_v};
+        for (int n = 0; n < (paged ? 4 : 8); n++) {
+            for (int x = paged && n >= 2; x < 3; x++) of[n]->stride[x] = n % 2 ? INT64_MAX : -INT64_MAX;
+        }
+        CHECK_OK(rig_run(&usual, context));
+        CHECK_OK(rig_run(&odd, context));
+        CHECK(rig_same(&usual, &odd));
+        rig_free(&usual);
+        rig_free(&odd);
+    }
+}
+TEST(c5_strides_of_dims_of_one_do_not_matter) {
+    if (on_host()) each_cpu(strides_of_one);
+    if (!on_host()) test_skip("tensors are copied by their strides");
+}
+
 /* ---- equivalent problems ---- */
 
 static void gqa_is_repeated_kv(attn_context *context, attn_dtype dtype) {

@@ -331,9 +331,9 @@ void attn__amx_pack_pairs(uint16_t *b, const uint16_t *from, int64_t row, int32_
 
 bool attn__amx_finite(const uint16_t *from, int64_t row, int32_t rows, int32_t dim) {
     __m512i most = _mm512_setzero_si512();
-    for (int32_t i = 0; i < rows; i++, from += row) {
+    for (int32_t i = 0; i < rows; i++) {
         for (int32_t x = 0; x < dim; x += 32) {
-            __m512i v = _mm512_maskz_loadu_epi16(first_of_32(dim - x), from + x);
+            __m512i v = _mm512_maskz_loadu_epi16(first_of_32(dim - x), from + i * row + x);
             most = _mm512_max_epu16(most, _mm512_add_epi16(v, v));
         }
     }

@@ -127,11 +127,17 @@ const char *REAL(tile_kv_row)(const attn_rows *t, const attn_tensor *of, int32_t
     return (const char *)of->data + attn__kv_offset(p, t->f, of, &t->s, at, t->kv_head) * size;
 }
 
+/* How far `keys` rows are apart, in elements; 0 where none follows another in its page: then the stride may be anything. */
+static int64_t pitch_of(const attn_rows *t, const attn_tensor *of, int32_t keys) {
+    return keys > 1 && t->p->page_size != 1 ? of->stride[1] : 0;
+}
+
 static void load_kv(const attn_rows *t, real *to, const attn_tensor *from, int32_t dim, int32_t padded, int32_t j0,
                     int32_t keys) {
     enum { AHEAD = 8, LINE = 64 }; /* rows that are asked for: where heads lie side by side they are far apart */
     const char *row = NULL;
-    int64_t size = (int64_t)attn_dtype_size(t->p->kv_dtype), ahead = AHEAD * from->stride[1] * size, bytes = dim * size;
+    int64_t size = (int64_t)attn_dtype_size(t->p->kv_dtype), bytes = dim * size;
+    int64_t ahead = AHEAD * pitch_of(t, from, keys) * size;
     for (int32_t j = 0; j < keys; j++, to += padded) {
         row = REAL(tile_kv_row)(t, from, t->s.leftpad + j0 + j, row);
         for (int64_t at = 0; at < bytes; at += LINE)
@@ -177,7 +183,7 @@ static attn_panel view(const attn_rows *t, const attn_tensor *of, int32_t dim, i
         load_kv(t, room, of, dim, attn__pad(dim), j0, keys);
         return (attn_panel){room, attn__pad(dim), REAL_DTYPE, 0, attn__pad(dim)};
     }
-    int64_t row = of->stride[1], ahead = rows_ahead(row, (int64_t)attn_dtype_size(p->kv_dtype)) * row;
+    int64_t row = pitch_of(t, of, keys), ahead = rows_ahead(row, (int64_t)attn_dtype_size(p->kv_dtype)) * row;
     return (attn_panel){REAL(tile_kv_row)(t, of, t->s.leftpad + j0, NULL), row, p->kv_dtype, ahead, row};
 }
 

@@ -283,6 +283,22 @@ def test_checkpoint():
     assert torch.equal(found, want)
 
 
+def test_lazy_tensors():
+    """Tensors whose sign waits, and gradients of zero that have no memory, are what they say they are."""
+    q, k, v, d_o = torch.randn(4, 1, 6, 2, 8, dtype=torch.float64)
+    lazy = [torch._neg_view(-x) for x in (q, k, v)]
+    assert all(x.is_neg() for x in lazy)
+    assert torch.equal(libattn.flash_attn_func(*lazy), libattn.flash_attn_func(q, k, v))
+    slopes = torch.tensor([0.5, 0.25])
+    have = libattn.flash_attn_func(q, k, v, alibi_slopes=torch._neg_view(-slopes))
+    assert torch.equal(have, libattn.flash_attn_func(q, k, v, alibi_slopes=slopes))
+    o = libattn.flash_attn_func(q.requires_grad_(), k, v)
+    want = torch.autograd.grad(o, q, d_o, retain_graph=True)[0]
+    assert torch.equal(torch.autograd.grad(o, q, torch._neg_view(-d_o), retain_graph=True)[0], want)
+    nothing = torch._efficientzerotensor(o.shape, dtype=o.dtype)
+    assert torch.autograd.grad(o, q, nothing)[0].count_nonzero() == 0
+
+
 def test_meta_tensors():
     q = torch.empty(2, 5, 4, 8, device="meta", dtype=torch.bfloat16)
     o = libattn.flash_attn_func(q, q, q)
