@@ -407,6 +407,23 @@ static void varlen_decode_is_alone(attn_context *context, attn_dtype dtype) {
 }
 TEST(c5_varlen_with_few_rows_and_many_keys_is_alone) { each_cpu(varlen_decode_is_alone); }
 
+/* Few rows and so many keys that GPUs work them by longer spans, all of them or in a window that begins in the middle of one. */
+static void long_decode_is_alone(attn_context *context, attn_dtype dtype) {
+    static const int32_t lefts[] = {-1, 3000, 8000};
+    for (size_t n = 0; n < sizeof lefts / sizeof *lefts; n++) {
+        rig r = {.p = problem(dtype, 4, 4, 1, 2, 20000, 64)};
+        const uint32_t flags = ATTN_CAUSAL | ATTN_WINDOW;
+        r.p.flags = flags | ATTN_USED_KV;
+        r.p.window_left = lefts[n];
+        r.p.window_right = -1;
+        r.f.used_kv = (int32_t[]){700, 20000, 8705, 10241};
+        CHECK(rig_make(&r, 39));
+        check_alone(context, &r, flags);
+        rig_free(&r);
+    }
+}
+TEST(c5_few_rows_and_very_many_keys_are_alone) { each_cpu(long_decode_is_alone); }
+
 /*
  * Partial results of short sequences between long and empty ones: room for them is counted in rows of all sequences (first form)
  * or in sequences (second), whichever is less, and in both forms the last sequence ends where the room ends.

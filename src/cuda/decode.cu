@@ -4,8 +4,9 @@
  *
  * The rows of all query heads that share a KV head are the 16 rows of mma.sync: an item is a sequence, a KV head and 16 such rows.
  * Its keys are worked in spans of ATTN_DECODE_SPAN keys, counted from the sequence's key 0, each by itself; ATTN_DECODE_SUPER spans
- * are a super. The spans of a super are folded in their order, and then the supers: so every sum has one order, whoever works
- * on it, and the bits depend on the sequence alone.
+ * are a super. From the second super on two spans are worked as one: short sequences want many spans, long ones few results of them. The
+ * spans of a super are folded in their order, and then the supers: so every sum has one order, whoever works on it, and the bits depend
+ * on the sequence alone.
  *
  * The spans of all items in a row are shared out evenly: each block has as many tiles of keys as the others, to within a span. A super that is
  * one block's stays in registers; of one that several blocks have, the results of spans go to the workspace, and the last to finish
@@ -437,9 +438,10 @@ DEVICE void add_values(const attn_cuda_args &a, const walk &w, desk &d, float o[
     }
 }
 
-/* Span `span` of the item, counted from w.first. */
-DEVICE state work_span(const attn_cuda_args &a, const walk &w, const uint32_t q[STEPS][4], desk &d, int32_t span) {
-    int32_t tiles = attn__min32(SPAN_TILES, w.tiles - span * SPAN_TILES);
+/* Span `span` of the item, counted from w.first, or so many from there on as one. */
+DEVICE state work_span(const attn_cuda_args &a, const walk &w, const uint32_t q[STEPS][4], desk &d, int32_t span,
+                       int32_t together) {
+    int32_t tiles = attn__min32(together * SPAN_TILES, w.tiles - span * SPAN_TILES);
     int32_t j0 = (w.first + span) * SPAN + (int32_t)(threadIdx.x / (32 * TEAM)) * KEYS; /* the team's first key */
     float m[2], l[2], o[DT_TEAM][4];
     if (tiles <= 0) return empty_state(*d.notes);
@@ -670,6 +672,9 @@ typedef struct super_part {
     int32_t shared;     /* its number among the supers that several blocks have */
 } super_part;
 
+/* Spans of it that are worked as one. */
+DEVICE int32_t together_in(const walk &w, const super_part &x) { return w.first + x.first >= PAIRS_FROM ? 2 : 1; }
+
 DEVICE bool is_whole(const super_part &x) { return x.from == x.first && x.to == x.end; }
 
 /* Those that blocks share are numbered by item, or by the block whose share ends in them; each ends in one. */
@@ -690,11 +695,12 @@ DEVICE super_part see_super(const attn_cuda_decode &c, const walk &w, const shar
 /* The block's spans of a super: in x if they are all of them. */
 DEVICE void work_super(const attn_cuda_decode &c, const super_part &s, const walk &w, const uint32_t q[STEPS][4], desk &d,
                        state &x) {
-    float *slot = is_whole(s) ? NULL : slot_at(c, c.spans, (int64_t)s.shared * c.each + (s.from - s.first));
+    const int32_t together = together_in(w, s);
+    float *slot = is_whole(s) ? NULL : slot_at(c, c.spans, (int64_t)s.shared * c.each + (s.from - s.first) / together);
     x = empty_state(*d.notes);
 #pragma unroll 1
-    for (int32_t span = s.from; span < s.to; span++) {
-        const state y = work_span(c.a, w, q, d, span);
+    for (int32_t span = s.from; span < s.to; span += together) {
+        const state y = work_span(c.a, w, q, d, span, together);
         if (slot) {
             put_state(c, slot, y, d.notes->rows);
             slot = slot_at(c, slot, 1);
@@ -716,7 +722,7 @@ DEVICE void end_super(const attn_cuda_decode &c, const super_part &s, const walk
     if (!is_whole(s)) {
         if (!is_last(&c.counters[s.shared], (uint32_t)(s.to - s.from), (uint32_t)(s.end - s.first), *d.notes)) return;
         from = slot_at(c, c.spans, (int64_t)s.shared * c.each);
-        some = s.end - s.first;
+        some = (s.end - s.first + together_in(w, s) - 1) / together_in(w, s);
     } else if (slot) {
         put_state(c, slot, x, count);
     } else {

@@ -57,6 +57,7 @@ enum {
     SUM_BYTES = ROWS * DIM * 4, /* O of a team, where teams meet */
     SPAN = ATTN_DECODE_SPAN,    /* keys */
     SUPER = ATTN_DECODE_SUPER,  /* spans */
+    PAIRS_FROM = SUPER,         /* spans from there on are worked two by two */
     SPAN_TILES = SPAN / BN,
     STRETCH_TILES = 64 / KEYS,     /* of a stretch, whose scores are in registers at once */
     AT_SUMS = STAGES * TILE_BYTES, /* in shared memory, behind the tiles: NARROW, where teams meet */
@@ -241,7 +242,7 @@ template <int HOW> DEVICE void fetch_rows(const uint8_t *data, uint32_t step, ui
 #pragma unroll
             for (int n = 0; n < 8; n += EACH) { /* EACH is a power of 2: turns add up like bits */
                 if (SINGLES) x = from + (uint64_t)__shfl_sync(~0u, pieces, (int)row + eight + n) * 16;
-                cp_async_cg((at ^ turn_of(n) << 4) + (eight + n) * ROW_BYTES, x);
+                cp_async_cg_once((at ^ turn_of(n) << 4) + (eight + n) * ROW_BYTES, x);
                 x += EACH * step;
             }
             if (HOW == FETCH_ROWS) from = x;

@@ -1,6 +1,7 @@
 /*
  * The list of work of decode's kernels, and a block's share of it. The kernel's file says before this one: ROWS (of an item), SPAN (keys
- * that are worked by themselves), BN (keys of a tile, a unit of work), SPAN_TILES, WARPS and THREADS (of a block).
+ * that are worked by themselves), PAIRS_FROM (from that span on, an even number, an even one and the next are worked as one; 0: never), BN
+ * (keys of a tile, a unit of work), SPAN_TILES, WARPS and THREADS (of a block).
  */
 #ifndef ATTN_DECODE_LIST_CUH
 #define ATTN_DECODE_LIST_CUH
@@ -42,13 +43,16 @@ DEVICE int64_t quotient(int64_t x, int64_t by) {
     return long_quotient(x, by);
 }
 
-/* Spans of so many units. */
-DEVICE int32_t ceil_spans(int64_t units) { return (int32_t)((uint64_t)(units + SPAN_TILES - 1) / SPAN_TILES); }
-
 /* The first unit of block n. */
 DEVICE int64_t share_of(int64_t all, uint32_t n) { return quotient(all * n + gridDim.x - 1, gridDim.x); }
 
 DEVICE int32_t spans_of(const walk &w) { return attn__max32(1, (w.tiles + SPAN_TILES - 1) / SPAN_TILES); }
+
+/* The first span of the item that begins so many units on or later, and not in the middle of two that are worked as one. */
+DEVICE int32_t span_from(const walk &w, int64_t units) {
+    const int32_t span = (int32_t)((uint64_t)(units + SPAN_TILES - 1) / SPAN_TILES), at = w.first + span;
+    return PAIRS_FROM && at >= PAIRS_FROM ? attn__min32(span + (at & 1), spans_of(w)) : span;
+}
 
 /* An item has one unit even without keys: somebody has to write its results. */
 DEVICE int32_t units_of(const walk &w) { return attn__max32(1, w.tiles); }
@@ -71,6 +75,7 @@ DEVICE void see_sequence(const attn_cuda_args &a, walk &w, int32_t b) {
     attn__mask_rows(&mask, 0, w.s.sq, &w.from, &w.to);
     if (w.from >= w.to) w.from = w.to = 0;
     w.first = w.from / SPAN;
+    if (PAIRS_FROM && w.first >= PAIRS_FROM) w.first &= ~1;
     w.tiles = (w.to - w.first * SPAN + BN - 1) / BN;
 }
 
@@ -84,8 +89,8 @@ DEVICE bool find_part(const attn_cuda_args &a, walk &w, const share &mine) {
             const int64_t from = mine.from - w.before, to = mine.to - w.before;
             if (to <= 0) return false;
             const int32_t spans = spans_of(w);
-            w.span = from <= 0 ? 0 : ceil_spans(from);
-            w.span_end = to >= (int64_t)spans * SPAN_TILES ? spans : ceil_spans(to);
+            w.span = from <= 0 ? 0 : span_from(w, from);
+            w.span_end = to >= (int64_t)spans * SPAN_TILES ? spans : span_from(w, to);
             if (w.span < w.span_end) return true;
             w.before += units_of(w);
             if (++w.block < w.blocks) continue;

@@ -45,7 +45,14 @@ PTX void *shared_pointer(uint32_t at) { return __cvta_shared_to_generic(at); }
 PTX void cp_async_cg(uint32_t to, const void *from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
-/* The same; only `bytes` are read, the rest becomes zero. */
+/* The same of what is read once: L2 gives it up before anything else. */
+PTX void cp_async_cg_once(uint32_t to, const void *from) {
+    uint64_t policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "l"(policy)
+                 : "memory");
+}
+/* The same as the first; only `bytes` are read, the rest becomes zero. */
 PTX void cp_async_cg_zfill(uint32_t to, const void *from, int bytes) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
