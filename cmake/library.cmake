@@ -28,7 +28,7 @@ set(src ${PROJECT_SOURCE_DIR}/src)
 file(GLOB attn_core CONFIGURE_DEPENDS ${src}/*.c ${src}/ref/*.c ${src}/cpu/*.c ${src}/cuda/*.c)
 set(attn_tiles ${src}/cpu/fwd.c ${src}/cpu/bwd.c ${src}/cpu/tile.c ${src}/cpu/probs.c)
 set(attn_micro ${src}/cpu/micro.c)
-set(attn_amx ${src}/cpu/amx.c)
+set(attn_amx ${src}/cpu/bf16_amx.c)
 list(REMOVE_ITEM attn_core ${attn_tiles} ${attn_micro} ${attn_amx})
 
 # AMX: one file with flags of its own, where the compiler knows them.

@@ -1,5 +1,5 @@
 /*
- * The micro-kernels of AMX and of AVX-512 BF16 (src/cpu/amx.h), each against plain C in double. Inputs are bf16 exactly, so products must be right to
+ * The micro-kernels of AMX and of AVX-512 BF16 (src/cpu/bf16.h), each against plain C in double. Inputs are bf16 exactly, so products must be right to
  * the accuracy of float sums. What packing may not read lies behind a guard page or is NaN, and what it must write is NaN before.
  *
  * Without AMX on the machine, or AVX-512 BF16 where that does, they are not run; without it in the library they are not here.
@@ -17,6 +17,7 @@
 
 #include "build.h"
 #include "cpu/amx.h"
+#include "cpu/bf16.h"
 #include "cpu/features.h"
 #include "numeric.h"
 #include "test.h"
@@ -37,11 +38,11 @@ static bool skip_vectors(void) {
 }
 
 static void begin(bool by_vectors) {
-    if (!by_vectors) attn__amx_begin();
+    if (!by_vectors) attn__bf16_begin();
 }
 
 static void end(bool by_vectors) {
-    if (!by_vectors) attn__amx_end();
+    if (!by_vectors) attn__bf16_end();
 }
 
 /* ---- permission ---- */
@@ -148,10 +149,10 @@ static const int32_t sizes[][3] = {{32, 32, 32}, {1, 1, 1},     {33, 17, 31},  {
 enum { SIZES = sizeof sizes / sizeof sizes[0] };
 
 /* The elements that a packed operand of x by y takes, one of which is m or n, the other k. */
-static int64_t operand_size(int32_t x, int32_t y) { return attn__amx_pad(x) * attn__amx_pad(y); }
+static int64_t operand_size(int32_t x, int32_t y) { return attn__bf16_pad(x) * attn__bf16_pad(y); }
 
 /* Operand a of rows as they lie in memory, where all of a multiple of 32 rows and of 32 dims is there. */
-static attn_amx_a as_it_lies(const uint16_t *rows, int64_t row) { return (attn_amx_a){rows, row, 32, 16 * row}; }
+static attn_bf16_a as_it_lies(const uint16_t *rows, int64_t row) { return (attn_bf16_a){rows, row, 32, 16 * row}; }
 
 /* ---- packing ---- */
 
@@ -164,7 +165,7 @@ static int64_t place_b(int32_t i, int32_t x, int32_t k) {
     return ((int64_t)(i / 16) * (k / 32) + x / 32) * 512 + (x % 32) / 2 * 32 + (i % 16) * 2 + x % 2;
 }
 
-TEST(amx_packing_puts_every_element_in_its_place) {
+TEST(bf16_packing_puts_every_element_in_its_place) {
     if (skip_vectors()) return;
     uint64_t random = 1;
     for (int n = 0; n < SIZES; n++) {
@@ -174,10 +175,10 @@ TEST(amx_packing_puts_every_element_in_its_place) {
         int64_t size = operand_size(rows, dim);
         uint16_t *out[4];
         for (int i = 0; i < 4; i++) out[i] = room(2 * size);
-        attn__amx_pack_rows(out[0], m.data, m.row, rows, dim);
-        CHECK(attn__amx_pack_columns(out[1], m.data, m.row, rows, dim));
-        attn__amx_pack_dims(out[2], m.data, m.row, rows, dim);
-        attn__amx_pack_pairs(out[3], m.data, m.row, rows, dim);
+        attn__bf16_pack_rows(out[0], m.data, m.row, rows, dim);
+        CHECK(attn__bf16_pack_columns(out[1], m.data, m.row, rows, dim));
+        attn__bf16_pack_dims(out[2], m.data, m.row, rows, dim);
+        attn__bf16_pack_pairs(out[3], m.data, m.row, rows, dim);
         int wrong = 0;
         for (int32_t i = 0; i < all_rows; i++)
             for (int32_t x = 0; x < all_dims; x++) {
@@ -193,7 +194,7 @@ TEST(amx_packing_puts_every_element_in_its_place) {
     }
 }
 
-TEST(amx_pack_columns_finds_what_is_not_finite) {
+TEST(bf16_pack_columns_finds_what_is_not_finite) {
     if (skip_vectors()) return;
     static const struct {
         uint16_t bits;
@@ -207,7 +208,8 @@ TEST(amx_pack_columns_finds_what_is_not_finite) {
         for (int32_t at = 0; at < 45 * 40; at += 37) {
             uint16_t *place = m.data + at / 40 * m.row + at % 40, before = *place;
             *place = cases[n].bits;
-            CHECK_SAY(attn__amx_pack_columns(a, m.data, m.row, 45, 40) == cases[n].finite, "%04x at %d", cases[n].bits, at);
+            CHECK_SAY(attn__bf16_pack_columns(a, m.data, m.row, 45, 40) == cases[n].finite, "%04x at %d", cases[n].bits,
+                      at);
             *place = before;
         }
     free(a);
@@ -240,30 +242,30 @@ static void check_products(bool by_vectors) {
         matrix a = matrix_make(m, k, k + 5 * (n % 3), &random), b = matrix_make(cols, k, k + 3, &random);
         uint16_t *packed_a = room(2 * operand_size(m, k)), *packed_b = room(2 * operand_size(cols, k));
         float *c = room(4 * (int64_t)all_m * all_n), *again = room(4 * (int64_t)all_m * all_n);
-        attn__amx_pack_rows(packed_a, a.data, a.row, m, k);
-        attn__amx_pack_dims(packed_b, b.data, b.row, cols, k);
-        attn_amx_product p = {.c = c,
-                              .ldc = panels ? 16 : all_n,
-                              .c_panel = panels ? 16 * (int64_t)all_m : 16,
-                              .a = attn__amx_packed(packed_a, all_k, 0),
-                              .b = packed_b,
-                              .b_panel = 16 * (int64_t)all_k,
-                              .m = all_m,
-                              .n = all_n,
-                              .k = all_k,
-                              .by_vectors = by_vectors};
-        attn__amx_run(&p);
+        attn__bf16_pack_rows(packed_a, a.data, a.row, m, k);
+        attn__bf16_pack_dims(packed_b, b.data, b.row, cols, k);
+        attn_bf16_product p = {.c = c,
+                               .ldc = panels ? 16 : all_n,
+                               .c_panel = panels ? 16 * (int64_t)all_m : 16,
+                               .a = attn__bf16_packed(packed_a, all_k, 0),
+                               .b = packed_b,
+                               .b_panel = 16 * (int64_t)all_k,
+                               .m = all_m,
+                               .n = all_n,
+                               .k = all_k,
+                               .by_vectors = by_vectors};
+        attn__bf16_run(&p);
         check_product(c, p.ldc, p.c_panel, &a, &b, 0);
         if (in_place) {
             p.c = again;
             p.a = as_it_lies(a.data, a.row);
-            attn__amx_run(&p);
+            attn__bf16_run(&p);
             CHECK(memcmp(c, again, 4 * (size_t)all_m * (size_t)all_n) == 0);
         }
         for (int32_t i = 0; i < all_m * all_n; i++) again[i] = 0.75f;
         p.c = again;
         p.accumulate = true;
-        attn__amx_run(&p);
+        attn__bf16_run(&p);
         check_product(again, p.ldc, p.c_panel, &a, &b, 0.75);
         free(packed_a), free(packed_b), free(c), free(again);
         matrix_free(&a), matrix_free(&b);
@@ -290,19 +292,19 @@ static void check_products_over_rows(bool by_vectors) {
         uint16_t *packed_a = room(2 * operand_size(k, m)), *packed_b = room(2 * operand_size(k, cols));
         int64_t ldc = pad(cols, 16);
         float *c = room(4 * pad(m, 32) * ldc);
-        attn__amx_pack_columns(packed_a, a.data, a.row, k, m);
-        attn__amx_pack_pairs(packed_b, b.data, b.row, k, cols);
-        attn_amx_product p = {.c = c,
-                              .ldc = ldc,
-                              .c_panel = 16,
-                              .a = attn__amx_packed(packed_a, all_k, 0),
-                              .b = packed_b,
-                              .b_panel = 16 * (int64_t)all_k,
-                              .m = pad(m, 32),
-                              .n = pad(cols, 16),
-                              .k = all_k,
-                              .by_vectors = by_vectors};
-        attn__amx_run(&p);
+        attn__bf16_pack_columns(packed_a, a.data, a.row, k, m);
+        attn__bf16_pack_pairs(packed_b, b.data, b.row, k, cols);
+        attn_bf16_product p = {.c = c,
+                               .ldc = ldc,
+                               .c_panel = 16,
+                               .a = attn__bf16_packed(packed_a, all_k, 0),
+                               .b = packed_b,
+                               .b_panel = 16 * (int64_t)all_k,
+                               .m = pad(m, 32),
+                               .n = pad(cols, 16),
+                               .k = all_k,
+                               .by_vectors = by_vectors};
+        attn__bf16_run(&p);
         for (int32_t i = 0; i < m; i++)
             for (int32_t j = 0; j < cols; j++) {
                 double sum = 0, size = 0;
@@ -331,17 +333,17 @@ static void *use_tiles(void *wrong) {
     uint16_t *a = room(2 * 1024), *b = room(2 * 512);
     float *c = room(4 * 512);
     for (int n = 0; n < 1024; n++) a[n] = 0x3f80, b[n / 2] = 0x4000;
-    attn__amx_begin();
-    attn__amx_run(&(attn_amx_product){.c = c,
-                                      .ldc = 16,
-                                      .c_panel = 16,
-                                      .a = attn__amx_packed(a, 32, 0),
-                                      .b = b,
-                                      .b_panel = 512,
-                                      .m = 32,
-                                      .n = 16,
-                                      .k = 32});
-    attn__amx_end();
+    attn__bf16_begin();
+    attn__bf16_run(&(attn_bf16_product){.c = c,
+                                        .ldc = 16,
+                                        .c_panel = 16,
+                                        .a = attn__bf16_packed(a, 32, 0),
+                                        .b = b,
+                                        .b_panel = 512,
+                                        .m = 32,
+                                        .n = 16,
+                                        .k = 32});
+    attn__bf16_end();
     for (int n = 0; n < 512; n++) *(int *)wrong += c[n] != 64;
     free(a), free(b), free(c);
     return NULL;
@@ -360,7 +362,7 @@ TEST(amx_works_in_threads) {
 
 /* ---- scores as operands ---- */
 
-/* One case of attn__amx_gradients: what it is given, [32][keys] each, and whether there are a slope and a rest. */
+/* One case of attn__bf16_gradients: what it is given, [32][keys] each, and whether there are a slope and a rest. */
 typedef struct gradients {
     int32_t keys;
     float *s, *d_p, *slope, *rest, lse[32], delta[32];
@@ -391,23 +393,23 @@ static void check_pair(const gradients *g, int32_t r, int32_t j, uint16_t p, uin
 static void check_gradients(const gradients *g) {
     int64_t count = 32 * (int64_t)g->keys;
     uint16_t *p = room(2 * count), *d_s = room(2 * count), *pairs = room(2 * count);
-    attn__amx_gradients(&(attn_amx_gradients){.s = g->s,
-                                              .d_p = g->d_p,
-                                              .slope = g->with_slope ? g->slope : NULL,
-                                              .rest = g->with_rest ? g->rest : NULL,
-                                              .panel = 16 * (int64_t)g->keys,
-                                              .keys = g->keys,
-                                              .scale = 0.125f,
-                                              .keep = 1.5f,
-                                              .lse = g->lse,
-                                              .delta = g->delta,
-                                              .p = p,
-                                              .d_s = d_s,
-                                              .down = ATTN_AMX_TILE,
-                                              .pairs = pairs});
+    attn__bf16_gradients(&(attn_bf16_gradients){.s = g->s,
+                                                .d_p = g->d_p,
+                                                .slope = g->with_slope ? g->slope : NULL,
+                                                .rest = g->with_rest ? g->rest : NULL,
+                                                .panel = 16 * (int64_t)g->keys,
+                                                .keys = g->keys,
+                                                .scale = 0.125f,
+                                                .keep = 1.5f,
+                                                .lse = g->lse,
+                                                .delta = g->delta,
+                                                .p = p,
+                                                .d_s = d_s,
+                                                .down = ATTN_BF16_TILE,
+                                                .pairs = pairs});
     for (int32_t j = 0; j < g->keys; j++) {
         for (int32_t n = 0; n < 32; n++) {
-            int32_t r = attn__amx_row(n / 16, n % 16);
+            int32_t r = attn__bf16_row(n / 16, n % 16);
             int64_t at = place_a(j, r, 32);
             check_pair(g, r, j, p[at], d_s[at]);
             CHECK_SAY(pairs[place_b(n, j, g->keys)] == d_s[at], "pairs: row %d, key %d", r, j);
@@ -416,7 +418,7 @@ static void check_gradients(const gradients *g) {
     free(p), free(d_s), free(pairs);
 }
 
-TEST(amx_gradients_against_double) {
+TEST(bf16_gradients_against_double) {
     if (skip_vectors()) return;
     uint64_t random = 5;
     for (int n = 0; n < 16; n++) {
@@ -449,24 +451,24 @@ TEST(amx_gradients_against_double) {
 
 /* A step's arrays. Scores are in panels, [width / 16][keys][16]. */
 typedef struct softmax {
-    attn_amx_softmax m;
+    attn_bf16_softmax m;
     float *scores; /* as m.s, kept */
     int32_t all;   /* keys padded */
 } softmax;
 
 static softmax softmax_make(int32_t keys, int32_t width, float factor) {
     softmax x = {.all = pad(keys, 32)};
-    x.m = (attn_amx_softmax){.s = room(4 * (int64_t)keys * width),
-                             .s_panel = 16 * (int64_t)keys,
-                             .keys = keys,
-                             .width = width,
-                             .scale = 1,
-                             .factor = factor,
-                             .max = room(4 * width),
-                             .sum = room(4 * width),
-                             .alpha = room(4 * width),
-                             .p = room(2 * (int64_t)x.all * width),
-                             .p_panel = 16 * (int64_t)x.all};
+    x.m = (attn_bf16_softmax){.s = room(4 * (int64_t)keys * width),
+                              .s_panel = 16 * (int64_t)keys,
+                              .keys = keys,
+                              .width = width,
+                              .scale = 1,
+                              .factor = factor,
+                              .max = room(4 * width),
+                              .sum = room(4 * width),
+                              .alpha = room(4 * width),
+                              .p = room(2 * (int64_t)x.all * width),
+                              .p_panel = 16 * (int64_t)x.all};
     x.scores = room(4 * (int64_t)keys * width);
     for (int32_t r = 0; r < width; r++) x.m.max[r] = -INFINITY, x.m.sum[r] = 0;
     return x;
@@ -480,9 +482,9 @@ static float *score(softmax *x, int32_t j, int32_t r) { return x->scores + r / 1
 
 static float p_of(const softmax *x, int32_t j, int32_t r) { return attn__from_bf16(x->m.p[place_b(r, j, x->all)]); }
 
-static void softmax_run(softmax *x, const attn_amx_product *products, int32_t count) {
+static void softmax_run(softmax *x, const attn_bf16_product *products, int32_t count) {
     memcpy(x->m.s, x->scores, 4 * (size_t)x->m.keys * (size_t)x->m.width);
-    attn__amx_softmax(&x->m, products, count);
+    attn__bf16_softmax(&x->m, products, count);
 }
 
 /* Column r after a step from (max, sum), against double. Errors: of the argument's rounding, of the exponential, of the sum. */
@@ -505,7 +507,7 @@ static void check_column(softmax *x, int32_t r, float max, float sum) {
     CHECK_CLOSE((double)x->m.sum[r], total, total * 8e-7);
 }
 
-TEST(amx_softmax_against_double) {
+TEST(bf16_softmax_against_double) {
     if (skip_vectors()) return;
     static const double spreads[] = {0.01, 3, 40, 1000};
     uint64_t random = 6;
@@ -529,7 +531,7 @@ TEST(amx_softmax_against_double) {
     }
 }
 
-TEST(amx_softmax_of_large_scores) {
+TEST(bf16_softmax_of_large_scores) {
     if (skip_vectors()) return;
     softmax x = softmax_make(40, 16, 1.44269504f);
     for (int32_t j = 0; j < 40; j++)
@@ -547,7 +549,7 @@ TEST(amx_softmax_of_large_scores) {
     softmax_free(&x);
 }
 
-TEST(amx_softmax_of_what_is_not_finite) {
+TEST(bf16_softmax_of_what_is_not_finite) {
     if (skip_vectors()) return;
     softmax x = softmax_make(35, 16, 0.7f);
     for (int step = 0; step < 2; step++) {
@@ -572,7 +574,7 @@ TEST(amx_softmax_of_what_is_not_finite) {
 }
 
 /* C5: a column has the same bits wherever it is, and whatever the others are. */
-TEST(amx_softmax_columns_do_not_know_of_each_other) {
+TEST(bf16_softmax_columns_do_not_know_of_each_other) {
     if (skip_vectors()) return;
     enum { KEYS = 77 };
     uint64_t random = 7;
@@ -612,26 +614,26 @@ static void check_softmax_with_products(bool by_vectors) {
             alone.scores[i] = along.scores[i] = (float)random_range(&random, -2000, 2000) * 0.01f;
         matrix a = matrix_make(96, 160, 160, &random), b = matrix_make(48, 160, 160, &random);
         uint16_t *packed = room(2 * operand_size(48, 160));
-        attn__amx_pack_dims(packed, b.data, b.row, 48, 160);
+        attn__bf16_pack_dims(packed, b.data, b.row, 48, 160);
         float *c[2][3];
-        attn_amx_product p[3];
+        attn_bf16_product p[3];
         for (int i = 0; i < count; i++) {
             for (int w = 0; w < 2; w++) {
                 c[w][i] = room(4 * 96 * 48);
                 for (int e = 0; e < 96 * 48; e++) c[w][i][e] = 1;
             }
-            p[i] = (attn_amx_product){.c = c[0][i],
-                                      .ldc = 16,
-                                      .c_panel = 16 * 96,
-                                      .a = as_it_lies(a.data, a.row),
-                                      .b = packed,
-                                      .b_panel = 16 * 160,
-                                      .m = 96,
-                                      .n = i == 1 ? 48 : 32,
-                                      .k = 64 + 32 * i,
-                                      .accumulate = i == 2,
-                                      .by_vectors = by_vectors};
-            attn__amx_run(&p[i]);
+            p[i] = (attn_bf16_product){.c = c[0][i],
+                                       .ldc = 16,
+                                       .c_panel = 16 * 96,
+                                       .a = as_it_lies(a.data, a.row),
+                                       .b = packed,
+                                       .b_panel = 16 * 160,
+                                       .m = 96,
+                                       .n = i == 1 ? 48 : 32,
+                                       .k = 64 + 32 * i,
+                                       .accumulate = i == 2,
+                                       .by_vectors = by_vectors};
+            attn__bf16_run(&p[i]);
             p[i].c = c[1][i];
         }
         uint32_t usual = 0x1f80, upwards = 0x5f80; /* a mode of the caller's: rounding up */
@@ -664,18 +666,18 @@ TEST(bf16_vectors_with_softmax) {
 
 /* ---- the rest ---- */
 
-TEST(amx_rescale_and_transpose) {
+TEST(bf16_rescale_and_transpose) {
     if (skip_vectors()) return;
     float panel[48 * 16], alpha[16], to[16 * 50], before[48 * 16];
     for (int n = 0; n < 48 * 16; n++) before[n] = panel[n] = (float)n;
     for (int r = 0; r < 16; r++) alpha[r] = 1;
-    attn__amx_rescale(panel, 48, alpha);
+    attn__bf16_rescale(panel, 48, alpha);
     CHECK(memcmp(panel, before, sizeof panel) == 0);
     alpha[3] = 0.25f;
-    attn__amx_rescale(panel, 48, alpha);
+    attn__bf16_rescale(panel, 48, alpha);
     for (int n = 0; n < 48 * 16; n++) CHECK(panel[n] == before[n] * (n % 16 == 3 ? 0.25f : 1));
     for (int n = 0; n < 16 * 50; n++) to[n] = -1;
-    attn__amx_transpose(to, 50, before, 48);
+    attn__bf16_transpose(to, 50, before, 48);
     for (int r = 0; r < 16; r++)
         for (int x = 0; x < 50; x++) CHECK(to[r * 50 + x] == (x < 48 ? before[x * 16 + r] : -1));
 }
@@ -697,48 +699,48 @@ static void check_attention_from_the_parts(bool by_vectors) {
     for (int r = 0; r < ALL_ROWS; r++) max[r] = -INFINITY, sum[r] = 0;
     memset(o, 0, 4 * ALL_V * ALL_ROWS);
     begin(by_vectors);
-    attn__amx_pack_dims(packed_q, q.data, q.row, ROWS, DIM);
+    attn__bf16_pack_dims(packed_q, q.data, q.row, ROWS, DIM);
     for (int32_t j = 0; j < KEYS; j += BLOCK) {
         int32_t keys = KEYS - j < BLOCK ? KEYS - j : BLOCK, all = pad(keys, 32);
-        attn__amx_pack_rows(packed_k, k.data + j * k.row, k.row, keys, DIM);
-        CHECK(attn__amx_pack_columns(packed_v, v.data + j * v.row, v.row, keys, DIM_V));
-        attn__amx_run(&(attn_amx_product){.c = s,
-                                          .ldc = 16,
-                                          .c_panel = BLOCK * 16,
-                                          .a = attn__amx_packed(packed_k, ALL_DIM, 0),
-                                          .b = packed_q,
-                                          .b_panel = ALL_DIM * 16,
-                                          .m = all,
-                                          .n = ALL_ROWS,
-                                          .k = ALL_DIM,
-                                          .by_vectors = by_vectors});
-        attn__amx_softmax(&(attn_amx_softmax){.s = s,
-                                              .s_panel = BLOCK * 16,
-                                              .keys = keys,
-                                              .width = ALL_ROWS,
-                                              .scale = (float)scale,
-                                              .factor = (float)ATTN_LOG2E,
-                                              .max = max,
-                                              .sum = sum,
-                                              .alpha = alpha,
-                                              .p = p,
-                                              .p_panel = 16 * (int64_t)all},
-                          NULL, 0);
-        for (int r = 0; r < ALL_ROWS; r += 16) attn__amx_rescale(o + r * ALL_V, ALL_V, alpha + r);
-        attn__amx_run(&(attn_amx_product){.c = o,
-                                          .ldc = 16,
-                                          .c_panel = ALL_V * 16,
-                                          .a = attn__amx_packed(packed_v, all, 0),
-                                          .b = p,
-                                          .b_panel = 16 * (int64_t)all,
-                                          .m = ALL_V,
-                                          .n = ALL_ROWS,
-                                          .k = all,
-                                          .accumulate = true,
-                                          .by_vectors = by_vectors});
+        attn__bf16_pack_rows(packed_k, k.data + j * k.row, k.row, keys, DIM);
+        CHECK(attn__bf16_pack_columns(packed_v, v.data + j * v.row, v.row, keys, DIM_V));
+        attn__bf16_run(&(attn_bf16_product){.c = s,
+                                            .ldc = 16,
+                                            .c_panel = BLOCK * 16,
+                                            .a = attn__bf16_packed(packed_k, ALL_DIM, 0),
+                                            .b = packed_q,
+                                            .b_panel = ALL_DIM * 16,
+                                            .m = all,
+                                            .n = ALL_ROWS,
+                                            .k = ALL_DIM,
+                                            .by_vectors = by_vectors});
+        attn__bf16_softmax(&(attn_bf16_softmax){.s = s,
+                                                .s_panel = BLOCK * 16,
+                                                .keys = keys,
+                                                .width = ALL_ROWS,
+                                                .scale = (float)scale,
+                                                .factor = (float)ATTN_LOG2E,
+                                                .max = max,
+                                                .sum = sum,
+                                                .alpha = alpha,
+                                                .p = p,
+                                                .p_panel = 16 * (int64_t)all},
+                           NULL, 0);
+        for (int r = 0; r < ALL_ROWS; r += 16) attn__bf16_rescale(o + r * ALL_V, ALL_V, alpha + r);
+        attn__bf16_run(&(attn_bf16_product){.c = o,
+                                            .ldc = 16,
+                                            .c_panel = ALL_V * 16,
+                                            .a = attn__bf16_packed(packed_v, all, 0),
+                                            .b = p,
+                                            .b_panel = 16 * (int64_t)all,
+                                            .m = ALL_V,
+                                            .n = ALL_ROWS,
+                                            .k = all,
+                                            .accumulate = true,
+                                            .by_vectors = by_vectors});
     }
     end(by_vectors);
-    for (int r = 0; r < ALL_ROWS; r += 16) attn__amx_transpose(out + r * ALL_V, ALL_V, o + r * ALL_V, ALL_V);
+    for (int r = 0; r < ALL_ROWS; r += 16) attn__bf16_transpose(out + r * ALL_V, ALL_V, o + r * ALL_V, ALL_V);
     for (int32_t i = 0; i < ROWS; i++) {
         double weight[KEYS], most = -INFINITY, total = 0;
         for (int32_t j = 0; j < KEYS; j++) {
