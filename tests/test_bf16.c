@@ -1,8 +1,9 @@
 /*
- * The micro-kernels of AMX and of AVX-512 BF16 (src/cpu/bf16.h), each against plain C in double. Inputs are bf16 exactly, so products must be right to
- * the accuracy of float sums. What packing may not read lies behind a guard page or is NaN, and what it must write is NaN before.
+ * The micro-kernels of bf16 products (src/cpu/bf16.h), by AMX, AVX-512 BF16 or BFMMLA, each against plain C in double. Inputs are bf16
+ * exactly, so products must be right to the accuracy of float sums. What packing may not read lies behind a guard page or is NaN, and
+ * what it must write is NaN before.
  *
- * Without AMX on the machine, or AVX-512 BF16 where that does, they are not run; without it in the library they are not here.
+ * Without such products on the machine they are not run; without them in the library they are not here.
  */
 #define _GNU_SOURCE
 #include <math.h>
@@ -19,8 +20,18 @@
 #include "cpu/amx.h"
 #include "cpu/bf16.h"
 #include "cpu/features.h"
+#include "cpu/micro.h"
 #include "numeric.h"
 #include "test.h"
+
+#ifdef ATTN_HAVE_BF16
+
+/* Of what needs no tiles. */
+static bool skip_vectors(void) {
+    if (attn__cpu_detect() & (ATTN_CPU_AVX512_BF16 | ATTN_CPU_NEON_BF16)) return false;
+    test_skip("this machine has no AVX-512 BF16, or no BFMMLA");
+    return true;
+}
 
 #ifdef ATTN_HAVE_AMX
 
@@ -28,21 +39,6 @@ static bool skip(void) {
     if (attn__amx_available()) return false;
     test_skip("this machine or its kernel has no AMX for bf16");
     return true;
-}
-
-/* Of what needs no tiles. */
-static bool skip_vectors(void) {
-    if (attn__cpu_detect() & ATTN_CPU_AVX512_BF16) return false;
-    test_skip("this machine has no AVX-512 BF16");
-    return true;
-}
-
-static void begin(bool by_vectors) {
-    if (!by_vectors) attn__bf16_begin();
-}
-
-static void end(bool by_vectors) {
-    if (!by_vectors) attn__bf16_end();
 }
 
 /* ---- permission ---- */
@@ -98,6 +94,8 @@ TEST(amx_permission_is_asked_for_when_amx_is_used) {
     CHECK(is_permitted());
 }
 
+#endif
+
 /* ---- inputs ---- */
 
 static int32_t pad(int32_t n, int32_t to) { return (n + to - 1) / to * to; }
@@ -151,18 +149,27 @@ enum { SIZES = sizeof sizes / sizeof sizes[0] };
 /* The elements that a packed operand of x by y takes, one of which is m or n, the other k. */
 static int64_t operand_size(int32_t x, int32_t y) { return attn__bf16_pad(x) * attn__bf16_pad(y); }
 
-/* Operand a of rows as they lie in memory, where all of a multiple of 32 rows and of 32 dims is there. */
-static attn_bf16_a as_it_lies(const uint16_t *rows, int64_t row) { return (attn_bf16_a){rows, row, 32, 16 * row}; }
-
 /* ---- packing ---- */
 
 /* Where a packed operand has element (i, x): i of m or n, x of k, which is padded to `k`. */
-static int64_t place_a(int32_t i, int32_t x, int32_t k) {
-    return ((int64_t)(i / 16) * (k / 32) + x / 32) * 512 + (i % 16) * 32 + x % 32;
-}
+static int64_t place_a(int32_t i, int32_t x, int32_t k) { return attn__bf16_place_a(16 * (int64_t)k, i, x); }
 
-static int64_t place_b(int32_t i, int32_t x, int32_t k) {
-    return ((int64_t)(i / 16) * (k / 32) + x / 32) * 512 + (x % 32) / 2 * 32 + (i % 16) * 2 + x % 2;
+static int64_t place_b(int32_t i, int32_t x, int32_t k) { return attn__bf16_place_b(16 * (int64_t)k, i, x); }
+
+/* A tile is the same wherever it is; in it, each element has a place of its own. */
+TEST(bf16_tiles_have_a_place_for_every_element) {
+    for (int operand = 0; operand < 2; operand++) {
+        int64_t (*place)(int32_t, int32_t, int32_t) = operand ? place_b : place_a;
+        bool taken[512] = {false};
+        for (int32_t i = 0; i < 16; i++)
+            for (int32_t x = 0; x < 32; x++) {
+                int64_t at = place(i, x, 96);
+                CHECK(at >= 0 && at < 512 && !taken[at]);
+                taken[at] = true;
+                CHECK(place(i + 16, x + 64, 96) == at + (3 + 2) * 512);
+            }
+    }
+    for (int32_t r = 0; r < 32; r++) CHECK(attn__bf16_row(attn__bf16_column(r) / 16, attn__bf16_column(r) % 16) == r);
 }
 
 TEST(bf16_packing_puts_every_element_in_its_place) {
@@ -233,11 +240,11 @@ static void check_product(const float *c, int64_t ldc, int64_t c_panel, const ma
 
 static void check_products(bool by_vectors) {
     uint64_t random = 3;
-    begin(by_vectors);
+    attn__bf16_begin(by_vectors);
     for (int n = 0; n < 2 * SIZES; n++) {
         int32_t m = sizes[n / 2][0], cols = sizes[n / 2][1], k = sizes[n / 2][2];
         int32_t all_m = pad(m, 32), all_n = pad(cols, 16), all_k = pad(k, 32);
-        bool panels = n % 2, in_place = m % 32 == 0 && k % 32 == 0;
+        bool panels = n % 2;
         test_context("%d x %d x %d%s", m, cols, k, panels ? ", c in panels" : "");
         matrix a = matrix_make(m, k, k + 5 * (n % 3), &random), b = matrix_make(cols, k, k + 3, &random);
         uint16_t *packed_a = room(2 * operand_size(m, k)), *packed_b = room(2 * operand_size(cols, k));
@@ -247,7 +254,8 @@ static void check_products(bool by_vectors) {
         attn_bf16_product p = {.c = c,
                                .ldc = panels ? 16 : all_n,
                                .c_panel = panels ? 16 * (int64_t)all_m : 16,
-                               .a = attn__bf16_packed(packed_a, all_k, 0),
+                               .a = packed_a,
+                               .a_panel = 16 * (int64_t)all_k,
                                .b = packed_b,
                                .b_panel = 16 * (int64_t)all_k,
                                .m = all_m,
@@ -256,12 +264,6 @@ static void check_products(bool by_vectors) {
                                .by_vectors = by_vectors};
         attn__bf16_run(&p);
         check_product(c, p.ldc, p.c_panel, &a, &b, 0);
-        if (in_place) {
-            p.c = again;
-            p.a = as_it_lies(a.data, a.row);
-            attn__bf16_run(&p);
-            CHECK(memcmp(c, again, 4 * (size_t)all_m * (size_t)all_n) == 0);
-        }
         for (int32_t i = 0; i < all_m * all_n; i++) again[i] = 0.75f;
         p.c = again;
         p.accumulate = true;
@@ -270,12 +272,14 @@ static void check_products(bool by_vectors) {
         free(packed_a), free(packed_b), free(c), free(again);
         matrix_free(&a), matrix_free(&b);
     }
-    end(by_vectors);
+    attn__bf16_end(by_vectors);
 }
 
+#ifdef ATTN_HAVE_AMX
 TEST(amx_products_are_right_to_the_accuracy_of_float) {
     if (!skip()) check_products(false);
 }
+#endif
 
 TEST(bf16_vectors_products_are_right_to_the_accuracy_of_float) {
     if (!skip_vectors()) check_products(true);
@@ -284,7 +288,7 @@ TEST(bf16_vectors_products_are_right_to_the_accuracy_of_float) {
 /* The five products of the backward are this one with other operands: k over rows of both. */
 static void check_products_over_rows(bool by_vectors) {
     uint64_t random = 4;
-    begin(by_vectors);
+    attn__bf16_begin(by_vectors);
     for (int n = 0; n < SIZES; n++) {
         int32_t k = sizes[n][0], m = sizes[n][2], cols = sizes[n][1], all_k = pad(k, 32);
         test_context("%d rows of %d and %d", k, m, cols);
@@ -297,7 +301,8 @@ static void check_products_over_rows(bool by_vectors) {
         attn_bf16_product p = {.c = c,
                                .ldc = ldc,
                                .c_panel = 16,
-                               .a = attn__bf16_packed(packed_a, all_k, 0),
+                               .a = packed_a,
+                               .a_panel = 16 * (int64_t)all_k,
                                .b = packed_b,
                                .b_panel = 16 * (int64_t)all_k,
                                .m = pad(m, 32),
@@ -317,33 +322,38 @@ static void check_products_over_rows(bool by_vectors) {
         free(packed_a), free(packed_b), free(c);
         matrix_free(&a), matrix_free(&b);
     }
-    end(by_vectors);
+    attn__bf16_end(by_vectors);
 }
 
+#ifdef ATTN_HAVE_AMX
 TEST(amx_products_over_rows) {
     if (!skip()) check_products_over_rows(false);
 }
+#endif
 
 TEST(bf16_vectors_products_over_rows) {
     if (!skip_vectors()) check_products_over_rows(true);
 }
+
+#ifdef ATTN_HAVE_AMX
 
 /* A thread that is made later may use tiles, too. */
 static void *use_tiles(void *wrong) {
     uint16_t *a = room(2 * 1024), *b = room(2 * 512);
     float *c = room(4 * 512);
     for (int n = 0; n < 1024; n++) a[n] = 0x3f80, b[n / 2] = 0x4000;
-    attn__bf16_begin();
+    attn__bf16_begin(false);
     attn__bf16_run(&(attn_bf16_product){.c = c,
                                         .ldc = 16,
                                         .c_panel = 16,
-                                        .a = attn__bf16_packed(a, 32, 0),
+                                        .a = a,
+                                        .a_panel = 16 * (int64_t)32,
                                         .b = b,
                                         .b_panel = 512,
                                         .m = 32,
                                         .n = 16,
                                         .k = 32});
-    attn__bf16_end();
+    attn__bf16_end(false);
     for (int n = 0; n < 512; n++) *(int *)wrong += c[n] != 64;
     free(a), free(b), free(c);
     return NULL;
@@ -359,6 +369,8 @@ TEST(amx_works_in_threads) {
         CHECK(wrong[n] == 0);
     }
 }
+
+#endif
 
 /* ---- scores as operands ---- */
 
@@ -594,6 +606,20 @@ TEST(bf16_softmax_columns_do_not_know_of_each_other) {
     softmax_free(&many);
 }
 
+/* The processor's mode of floating-point arithmetic, the usual one, one of a caller's that rounds up, and the bits that count. */
+#if defined(__aarch64__)
+enum { USUAL = 0, UPWARDS = 1 << 22, MODE_BITS = ~0 };
+
+static uint32_t get_mode(void) {
+    uint64_t mode;
+    __asm__ volatile("mrs %0, fpcr" : "=r"(mode));
+    return (uint32_t)mode;
+}
+
+static void set_mode(uint32_t mode) { __asm__ volatile("msr fpcr, %0" ::"r"((uint64_t)mode)); }
+#else
+enum { USUAL = 0x1f80, UPWARDS = 0x5f80, MODE_BITS = 0xffc0 }; /* the rest is what has happened */
+
 static uint32_t get_mode(void) {
     uint32_t mode;
     __asm__ volatile("stmxcsr %0" : "=m"(mode));
@@ -601,11 +627,12 @@ static uint32_t get_mode(void) {
 }
 
 static void set_mode(uint32_t mode) { __asm__ volatile("ldmxcsr %0" ::"m"(mode)); }
+#endif
 
 /* Products along with softmax have the bits that they have alone, and so has softmax; the processor's mode is as before. */
 static void check_softmax_with_products(bool by_vectors) {
     uint64_t random = 8;
-    begin(by_vectors);
+    attn__bf16_begin(by_vectors);
     for (int n = 0; n < 12; n++) {
         int32_t keys = (int32_t[]){3, 64, 200}[n % 3], width = n % 2 ? 48 : 32, count = n / 3;
         test_context("%d keys, %d columns, %d products", keys, width, count);
@@ -613,8 +640,9 @@ static void check_softmax_with_products(bool by_vectors) {
         for (int32_t i = 0; i < keys * width; i++)
             alone.scores[i] = along.scores[i] = (float)random_range(&random, -2000, 2000) * 0.01f;
         matrix a = matrix_make(96, 160, 160, &random), b = matrix_make(48, 160, 160, &random);
-        uint16_t *packed = room(2 * operand_size(48, 160));
+        uint16_t *packed = room(2 * operand_size(48, 160)), *packed_a = room(2 * operand_size(96, 160));
         attn__bf16_pack_dims(packed, b.data, b.row, 48, 160);
+        attn__bf16_pack_rows(packed_a, a.data, a.row, 96, 160);
         float *c[2][3];
         attn_bf16_product p[3];
         for (int i = 0; i < count; i++) {
@@ -625,7 +653,8 @@ static void check_softmax_with_products(bool by_vectors) {
             p[i] = (attn_bf16_product){.c = c[0][i],
                                        .ldc = 16,
                                        .c_panel = 16 * 96,
-                                       .a = as_it_lies(a.data, a.row),
+                                       .a = packed_a,
+                                       .a_panel = 16 * 160,
                                        .b = packed,
                                        .b_panel = 16 * 160,
                                        .m = 96,
@@ -636,35 +665,38 @@ static void check_softmax_with_products(bool by_vectors) {
             attn__bf16_run(&p[i]);
             p[i].c = c[1][i];
         }
-        uint32_t usual = 0x1f80, upwards = 0x5f80; /* a mode of the caller's: rounding up */
-        set_mode(upwards);
+        set_mode(UPWARDS);
         softmax_run(&alone, NULL, 0);
         softmax_run(&along, p, count);
         uint32_t mode = get_mode();
-        set_mode(usual);
-        CHECK((mode & 0xffc0) == upwards); /* the rest is what has happened */
+        set_mode(USUAL);
+        CHECK((mode & (uint32_t)MODE_BITS) == UPWARDS);
         CHECK(memcmp(alone.m.p, along.m.p, 2 * (size_t)alone.all * (size_t)width) == 0);
         CHECK(memcmp(alone.m.sum, along.m.sum, 4 * (size_t)width) == 0);
         for (int i = 0; i < count; i++) {
             CHECK(memcmp(c[0][i], c[1][i], 4 * 96 * 48) == 0);
             free(c[0][i]), free(c[1][i]);
         }
-        free(packed);
+        free(packed), free(packed_a);
         matrix_free(&a), matrix_free(&b);
         softmax_free(&alone), softmax_free(&along);
     }
-    end(by_vectors);
+    attn__bf16_end(by_vectors);
 }
 
+#ifdef ATTN_HAVE_AMX
 TEST(amx_softmax_with_products) {
     if (!skip()) check_softmax_with_products(false);
 }
+#endif
 
 TEST(bf16_vectors_with_softmax) {
     if (!skip_vectors()) check_softmax_with_products(true);
 }
 
 /* ---- the rest ---- */
+
+extern const struct attn__micro_f32 attn__micro_c_f32;
 
 TEST(bf16_rescale_and_transpose) {
     if (skip_vectors()) return;
@@ -677,7 +709,7 @@ TEST(bf16_rescale_and_transpose) {
     attn__bf16_rescale(panel, 48, alpha);
     for (int n = 0; n < 48 * 16; n++) CHECK(panel[n] == before[n] * (n % 16 == 3 ? 0.25f : 1));
     for (int n = 0; n < 16 * 50; n++) to[n] = -1;
-    attn__bf16_transpose(to, 50, before, 48);
+    attn__bf16_transpose(&attn__micro_c_f32, to, 50, before, 48);
     for (int r = 0; r < 16; r++)
         for (int x = 0; x < 50; x++) CHECK(to[r * 50 + x] == (x < 48 ? before[x * 16 + r] : -1));
 }
@@ -698,7 +730,7 @@ static void check_attention_from_the_parts(bool by_vectors) {
     double scale = 1 / sqrt(DIM);
     for (int r = 0; r < ALL_ROWS; r++) max[r] = -INFINITY, sum[r] = 0;
     memset(o, 0, 4 * ALL_V * ALL_ROWS);
-    begin(by_vectors);
+    attn__bf16_begin(by_vectors);
     attn__bf16_pack_dims(packed_q, q.data, q.row, ROWS, DIM);
     for (int32_t j = 0; j < KEYS; j += BLOCK) {
         int32_t keys = KEYS - j < BLOCK ? KEYS - j : BLOCK, all = pad(keys, 32);
@@ -707,7 +739,8 @@ static void check_attention_from_the_parts(bool by_vectors) {
         attn__bf16_run(&(attn_bf16_product){.c = s,
                                             .ldc = 16,
                                             .c_panel = BLOCK * 16,
-                                            .a = attn__bf16_packed(packed_k, ALL_DIM, 0),
+                                            .a = packed_k,
+                                            .a_panel = 16 * (int64_t)ALL_DIM,
                                             .b = packed_q,
                                             .b_panel = ALL_DIM * 16,
                                             .m = all,
@@ -730,7 +763,8 @@ static void check_attention_from_the_parts(bool by_vectors) {
         attn__bf16_run(&(attn_bf16_product){.c = o,
                                             .ldc = 16,
                                             .c_panel = ALL_V * 16,
-                                            .a = attn__bf16_packed(packed_v, all, 0),
+                                            .a = packed_v,
+                                            .a_panel = 16 * (int64_t)all,
                                             .b = p,
                                             .b_panel = 16 * (int64_t)all,
                                             .m = ALL_V,
@@ -739,8 +773,9 @@ static void check_attention_from_the_parts(bool by_vectors) {
                                             .accumulate = true,
                                             .by_vectors = by_vectors});
     }
-    end(by_vectors);
-    for (int r = 0; r < ALL_ROWS; r += 16) attn__bf16_transpose(out + r * ALL_V, ALL_V, o + r * ALL_V, ALL_V);
+    attn__bf16_end(by_vectors);
+    for (int r = 0; r < ALL_ROWS; r += 16)
+        attn__bf16_transpose(&attn__micro_c_f32, out + r * ALL_V, ALL_V, o + r * ALL_V, ALL_V);
     for (int32_t i = 0; i < ROWS; i++) {
         double weight[KEYS], most = -INFINITY, total = 0;
         for (int32_t j = 0; j < KEYS; j++) {
@@ -763,9 +798,11 @@ static void check_attention_from_the_parts(bool by_vectors) {
     matrix_free(&q), matrix_free(&k), matrix_free(&v);
 }
 
+#ifdef ATTN_HAVE_AMX
 TEST(amx_attention_from_the_parts) {
     if (!skip()) check_attention_from_the_parts(false);
 }
+#endif
 
 TEST(bf16_vectors_attention_from_the_parts) {
     if (!skip_vectors()) check_attention_from_the_parts(true);
@@ -773,6 +810,6 @@ TEST(bf16_vectors_attention_from_the_parts) {
 
 #else
 
-TEST(amx_is_not_in_this_library) { CHECK(!attn__amx_available()); }
+TEST(bf16_products_are_not_in_this_library) { CHECK(!attn__amx_available()); }
 
 #endif

@@ -73,7 +73,7 @@ arithmetic arithmetic_of(const char *backend, const char *kernel) {
     } tiles[] = {{"_f32_d", ATTN_F32}, {"_f16_d", ATTN_F16}, {"_bf16_d", ATTN_BF16}, {"_kv8_d", ATTN_F16}};
     const int count = sizeof tiles / sizeof tiles[0];
     arithmetic how = {false, ATTN_DTYPE_DEFAULT};
-    if (strcmp(backend, "cpu") == 0 && (strstr(kernel, "_amx_") || strstr(kernel, "_avx512bf16_"))) how.tile = ATTN_BF16;
+    if (strcmp(backend, "cpu") == 0 && strstr(kernel, "_bf16")) how.tile = ATTN_BF16;
     for (int n = 0; n < count && strcmp(backend, "cuda") == 0; n++)
         if (strstr(kernel, tiles[n].mark)) how = (arithmetic){true, tiles[n].tile};
     return how;

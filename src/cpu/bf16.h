@@ -1,67 +1,88 @@
 /*
- * Products of bf16 by AMX tiles, and the softmax between them: what a bf16 kernel of Xeons with AMX is made of. CPUs that have AVX-512
- * BF16 and no tiles (AMD's from Zen 4 on) have the same kernel with the products by vectors, from the same operands.
+ * Products of bf16, and the softmax between them: what a bf16 kernel is made of, on CPUs that multiply bf16. On x86 that is AMX tiles, or
+ * vectors of AVX-512 BF16 where there are no tiles (bf16_amx.c); on Arm BFMMLA (bf16_neon.c). The loops around it are fwd_bf16.c and
+ * bwd_bf16.c.
  *
  * As in micro.h, scores are transposed, [key][row], with query rows in the lanes; so is the output while it is summed up,
- * [dim][row]. Rows come in panels of 16, a vector. Both products of the forward are then c[m][n] (+)= sum_k a[m][k] b[k][n] with n over query rows:
+ * [dim][row]. Rows come in panels of 16. Both products of the forward are then c[m][n] (+)= sum_k a[m][k] b[k][n] with n over query rows:
  *
- *     S^T = K Q^T       a: K, packed             b: pairs of dims of q          k over dims
- *     O^T += V^T P^T    a: V^T, packed           b: pairs of keys of P          k over keys
+ *     S^T = K Q^T       a: K, packed             b: q                           k over dims
+ *     O^T += V^T P^T    a: V^T, packed           b: P                           k over keys
  *
- * A tile is 16 x 64 bytes. Operands are read in panels of 16 (of m or of n), a panel being a row of tiles along k:
+ * Operands are in panels of 16 (of m or of n), a panel being a row of tiles along k, of 16 x 32 elements, 1 KiB, without gaps: [panel][tile].
+ * How the elements of a tile lie is the instruction's choice: as many of k are neighbours as it takes of each row or column at once
+ * (ATTN_BF16_GROUP_A and _B),
  *
- *     a: tile [16 of m][32 of k]        b: tile [16 pairs of k][16 of n][2]
+ *     tile [32 / group][16 of m or n][group]
  *
- * Packed operands have tiles of 1 KiB without gaps, [panel][tile]. Sizes are padded with zeros, which change no bit of a sum: m and
- * k to 32, n to 16. Memory beyond what is given is neither read nor does it matter (C2).
+ * Sizes are padded with zeros, which change no bit of a sum: m and k to 32, n to 16. Memory beyond what is given is neither
+ * read nor does it matter (C2).
  *
- * The products treat subnormal numbers as zero, in and out, whatever the mode of the processor, and round each sum to float.
- * By tiles a sum runs in the order of k, in steps of 32: even k and odd k of a step apart, then both onto the rest; by vectors pair
- * by pair of k. An element depends on its own row of a and column of b only, so on neither the other rows of a tile nor their number.
+ * The products treat subnormal numbers as zero, in and out, whatever the mode of the processor. How a sum is rounded is the
+ * instruction's:
+ *
+ *     AMX         in the order of k, in steps of 32: even k and odd k of a step apart, then both onto the rest; to the nearest
+ *     AVX-512     pair by pair of k, each product onto the rest; to the nearest
+ *     BFMMLA      pair by pair of k: the sum of a pair, then that onto the rest; each to odd, which is to say that bit 0 of a sum that
+ *                 is not exact is 1, so it may be off by as much as one unit in the last place
+ *
+ * An element depends on its own row of a and column of b only, so on neither the other rows of a tile nor their number (C5).
  */
 #ifndef ATTN_CPU_BF16_H
 #define ATTN_CPU_BF16_H
 
 #include "../internal.h"
 
+struct attn__micro_f32;
+
+#if defined(ATTN_HAVE_AMX) || defined(ATTN_HAVE_NEONBF16)
+#define ATTN_HAVE_BF16 1
+#endif
+
 enum {
     ATTN_BF16_M = 32,    /* m and k are multiples of this */
-    ATTN_BF16_N = 16,    /* n is a multiple of this; twice as much is faster */
+    ATTN_BF16_N = 16,    /* n is a multiple of this; on x86 twice as much is faster */
     ATTN_BF16_TILE = 512 /* elements of a tile */
 };
 
-/*
- * Sets the tile registers up, and gives them back. Around each unit of work: a thread that sleeps is to hold no tiles, for the
- * kernel would save 8 KiB of them each time.
- */
-void attn__bf16_begin(void);
-void attn__bf16_end(void);
+/* Elements of k that are neighbours in a tile of a, and of b; and see attn__bf16_row. */
+#if defined(__aarch64__)
+enum { ATTN_BF16_GROUP_A = 4, ATTN_BF16_GROUP_B = 4, ATTN_BF16_GROUP_ROWS = 16 };
+#else
+enum { ATTN_BF16_GROUP_A = 32, ATTN_BF16_GROUP_B = 2, ATTN_BF16_GROUP_ROWS = 4 };
+#endif
 
-/* Operand a: tile (i, x) is at data + i * down + x * across, its rows `row` apart, in elements. */
-typedef struct attn_bf16_a {
-    const uint16_t *data;
-    int64_t row, across, down;
-} attn_bf16_a;
-
-/* What pack_rows and pack_columns leave, of k (padded), from tile x0 on. */
-static inline attn_bf16_a attn__bf16_packed(const uint16_t *packed, int32_t k, int32_t x0) {
-    return (attn_bf16_a){packed + (int64_t)x0 * ATTN_BF16_TILE, 32, ATTN_BF16_TILE, (int64_t)k / 32 * ATTN_BF16_TILE};
+/* Where element (i, x), i of m or n and x of k, is in a packed operand whose panels are `panel` apart. */
+static inline int64_t attn__bf16_place(int32_t group, int64_t panel, int32_t i, int32_t x) {
+    return i / 16 * panel + x / group * (16 * group) + i % 16 * group + x % group;
+}
+static inline int64_t attn__bf16_place_a(int64_t panel, int32_t i, int32_t x) {
+    return attn__bf16_place(ATTN_BF16_GROUP_A, panel, i, x);
+}
+static inline int64_t attn__bf16_place_b(int64_t panel, int32_t i, int32_t x) {
+    return attn__bf16_place(ATTN_BF16_GROUP_B, panel, i, x);
 }
 
 /*
+ * Around each unit of work: sets the tile registers of AMX up, and gives them back. A thread that sleeps is to hold no tiles, for the
+ * kernel would save 8 KiB of them each time. by_vectors: there are none, and nothing is done.
+ */
+void attn__bf16_begin(bool by_vectors);
+void attn__bf16_end(bool by_vectors);
+
+/*
  * c = (accumulate ? c : 0) + a b. Row i of c is at c + i * ldc, panels of 16 columns are c_panel apart: [m][n] with c_panel = 16, or
- * [n / 16][m][16], which is better for the caches. n is worked in pairs of panels, so b may stay in the first cache while a
- * comes from the second: that is so up to k = 256 or 512.
+ * [n / 16][m][16], which is better for the caches. Either operand may begin at any panel and at any tile of it. b may stay in the first cache
+ * while a comes from the second: on x86, where n is worked in pairs of panels, up to k = 256 or 512.
  */
 typedef struct attn_bf16_product {
     float *c;
     int64_t ldc, c_panel;
-    attn_bf16_a a;
-    const uint16_t *b;
-    int64_t b_panel; /* elements from panel to panel of b */
-    int32_t m, n, k; /* padded */
+    const uint16_t *a, *b;
+    int64_t a_panel, b_panel; /* elements from panel to panel */
+    int32_t m, n, k;          /* padded */
     bool accumulate;
-    bool by_vectors; /* of AVX-512 BF16, without tiles: attn__bf16_begin is not called then */
+    bool by_vectors; /* without tiles; on Arm always */
 } attn_bf16_product;
 
 void attn__bf16_run(const attn_bf16_product *product);
@@ -143,13 +164,20 @@ typedef struct attn_bf16_gradients {
 
 void attn__bf16_gradients(const attn_bf16_gradients *step);
 
-/* The row, of 32, that is column `c` of panel `n` of `pairs`: what is cheapest to make has them in groups of four. */
-static inline int32_t attn__bf16_row(int32_t n, int32_t c) { return c / 4 * 8 + n * 4 + c % 4; }
+/* The row, of 32, that is column `c` of panel `n` of `pairs`: what is cheapest to make may have them in groups. And back: 16 n + c. */
+static inline int32_t attn__bf16_row(int32_t n, int32_t c) {
+    const int32_t group = ATTN_BF16_GROUP_ROWS;
+    return c / group * (2 * group) + n * group + c % group;
+}
+static inline int32_t attn__bf16_column(int32_t r) {
+    const int32_t group = ATTN_BF16_GROUP_ROWS;
+    return r / group % 2 * 16 + r / (2 * group) * group + r % group;
+}
 
 /* o[dim][16] times alpha[16], a panel of O^T; nothing is done where alpha is 1. */
 void attn__bf16_rescale(float *o, int32_t dim, const float *alpha);
 
 /* to[16][ld] = the transpose of a panel [dim][16], dim a multiple of 16. */
-void attn__bf16_transpose(float *to, int64_t ld, const float *panel, int32_t dim);
+void attn__bf16_transpose(const struct attn__micro_f32 *micro, float *to, int64_t ld, const float *panel, int32_t dim);
 
 #endif

@@ -1,5 +1,5 @@
 /*
- * The backward of bf16 by AMX or by AVX-512 BF16 (bf16.h): what bwd.c does with a strip of keys, for sequences that are not narrow, q, k, v and o all bf16.
+ * The backward of bf16 by products of bf16 (bf16.h): what bwd.c does with a strip of keys, for sequences that are not narrow, q, k, v and o all bf16.
  *
  * The strip's keys and values are packed into operands once, and so are q and d_o of each query tile of up to ROWS rows. A tile meets the
  * strip in blocks of up to KEYS keys, and a block part by part, 32 rows each:
@@ -22,7 +22,7 @@
 #include "../numeric.h"
 #include "tile.h"
 
-#ifdef ATTN_HAVE_AMX
+#ifdef ATTN_HAVE_BF16
 
 enum {
     ROWS = 128,              /* of a tile; a multiple of 32 */
@@ -189,7 +189,8 @@ static void score_product(const strip *s, const item *w, float *c, const uint16_
     attn__bf16_run(&(attn_bf16_product){.c = c,
                                         .ldc = 16,
                                         .c_panel = 16 * keys,
-                                        .a = attn__bf16_packed(a + (w->at + w->first) * dim, (int32_t)dim, 0),
+                                        .a = a + (w->at + w->first) * dim,
+                                        .a_panel = 16 * dim,
                                         .b = b + 32 * w->n * dim,
                                         .b_panel = 16 * dim,
                                         .m = keys,
@@ -230,9 +231,7 @@ static void prepare(const strip *s, const item *w) {
 }
 
 /* Where p or d_s of row r and key j of the block is in operand a. */
-static int64_t place(int32_t r, int32_t j) {
-    return (int64_t)(j / 16 * PARTS + r / 32) * ATTN_BF16_TILE + j % 16 * 32 + r % 32;
-}
+static int64_t place(int32_t r, int32_t j) { return attn__bf16_place_a(PARTS * ATTN_BF16_TILE, j, r); }
 
 static void drop(const strip *s, const item *w) {
     const attn_rows *t = s->panel;
@@ -249,18 +248,18 @@ static void drop(const strip *s, const item *w) {
 
 static void add_d_q(const strip *s, const item *w) {
     int32_t keys = (int32_t)attn__bf16_pad(w->end - w->first);
-    attn__bf16_run(
-        &(attn_bf16_product){.c = s->m.d_q + 32 * w->n * s->qk,
-                             .ldc = 16,
-                             .c_panel = 16 * s->qk,
-                             .a = attn__bf16_packed(s->m.k_t, (int32_t)attn__bf16_pad(s->keys), (w->at + w->first) / 32),
-                             .b = s->m.pairs,
-                             .b_panel = 16 * keys,
-                             .m = (int32_t)s->qk,
-                             .n = ATTN_BF16_ROWS,
-                             .k = keys,
-                             .accumulate = true,
-                             .by_vectors = attn__by_vectors(s->plan)});
+    attn__bf16_run(&(attn_bf16_product){.c = s->m.d_q + 32 * w->n * s->qk,
+                                        .ldc = 16,
+                                        .c_panel = 16 * s->qk,
+                                        .a = s->m.k_t + (w->at + w->first) / 32 * ATTN_BF16_TILE,
+                                        .a_panel = 16 * attn__bf16_pad(s->keys),
+                                        .b = s->m.pairs,
+                                        .b_panel = 16 * keys,
+                                        .m = (int32_t)s->qk,
+                                        .n = ATTN_BF16_ROWS,
+                                        .k = keys,
+                                        .accumulate = true,
+                                        .by_vectors = attn__by_vectors(s->plan)});
 }
 
 /* p and d_s of a part, and its share of d_q. */
@@ -292,11 +291,11 @@ static void work_part(const strip *s, const item *w) {
 static void add_to_keys(const strip *s, float *c, const uint16_t *a, const uint16_t *b, int32_t dim, const item *all,
                         int32_t n_end) {
     int64_t b_panel = (int64_t)s->parts * ATTN_BF16_TILE;
-    attn_bf16_a keys = {a + place(32 * all->n, all->first), 32, ATTN_BF16_TILE, PARTS * ATTN_BF16_TILE};
     attn__bf16_run(&(attn_bf16_product){.c = c + 16 * (all->at + all->first),
                                         .ldc = 16,
                                         .c_panel = 16 * STRIP,
-                                        .a = keys,
+                                        .a = a + place(32 * all->n, all->first),
+                                        .a_panel = PARTS * ATTN_BF16_TILE,
                                         .b = b + (int64_t)all->n * ATTN_BF16_TILE,
                                         .b_panel = b_panel,
                                         .m = (int32_t)attn__bf16_pad(all->end - all->first),
@@ -320,8 +319,8 @@ static void add_bad(float *to, int64_t panel, float weight, const uint16_t *from
 
 /* The same for d_q, where dims are 16 apart. */
 static void add_bad_d_q(const strip *s, int32_t r, float weight, const uint16_t *k) {
-    int32_t in = r % 32, panel = r / 32 * 2 + in / 4 % 2;
-    float *to = s->m.d_q + 16 * panel * s->qk + in / 8 * 4 + in % 4;
+    int32_t in = attn__bf16_column(r % 32);
+    float *to = s->m.d_q + (r / 32 * 32 + in / 16 * 16) * s->qk + in % 16;
     for (int32_t x = 0; x < s->p->dim_qk; x++)
         if (attn__bf16_is_bad(k[x])) to[(int64_t)x * 16] += weight * attn__from_bf16(k[x]);
 }
@@ -343,11 +342,11 @@ static void add_left_out(const strip *s, const item *all) {
     }
 }
 
-/* Zeros for p and d_s of part n and keys [first, end). */
+/* Zeros for p and d_s of part n and keys [first, end), both multiples of 16: tiles. */
 static void clear(const strip *s, int32_t n, int32_t first, int32_t end) {
-    for (int32_t j = first; j < end; j++) {
-        memset(s->m.p + place(32 * n, j), 0, 32 * sizeof(uint16_t));
-        memset(s->m.d_s + place(32 * n, j), 0, 32 * sizeof(uint16_t));
+    for (int32_t j = first; j < end; j += 16) {
+        memset(s->m.p + place(32 * n, j), 0, ATTN_BF16_TILE * sizeof(uint16_t));
+        memset(s->m.d_s + place(32 * n, j), 0, ATTN_BF16_TILE * sizeof(uint16_t));
     }
 }
 
@@ -402,7 +401,7 @@ static void take_turn(const strip *s, int32_t before) {
 static void give_turn(const strip *s, int32_t before, bool is_last) {
     int32_t r;
     for (int32_t n = 0; n < 2 * s->parts; n++) {
-        attn__bf16_transpose(s->m.out, s->qk, s->m.d_q + 16 * n * s->qk, (int32_t)s->qk);
+        attn__bf16_transpose(s->panel->micro, s->m.out, s->qk, s->m.d_q + 16 * n * s->qk, (int32_t)s->qk);
         for (int32_t c = 0; c < 16; c++) {
             const attn_rows *t = row_of(s, n, c, &r);
             if (t) attn__bwd_give_row_f32(t, r % 16, s->m.out + c * s->qk, is_last);
@@ -446,12 +445,12 @@ void attn__bf16_keys(const attn_plan *plan, const attn_buffers *f, const attn_un
     memset(s.m.d_v, 0, (size_t)(STRIP * s.v) * sizeof *s.m.d_v);
     attn__mask_cols(&s.panel->mask, s.j0, s.j0 + s.keys, &first, &end);
     if (first < end) load_keys(&s);
-    if (!attn__by_vectors(plan)) attn__bf16_begin();
+    attn__bf16_begin(attn__by_vectors(plan));
     for (int32_t h = kv_head * group; h < (kv_head + 1) * group; h++) {
         for (int32_t i0 = first / ROWS * ROWS; i0 < end; i0 += ROWS)
             work_tile(&s, unit->b, h, i0, attn__min32(ROWS, s.panel->mask.sq - i0));
     }
-    if (!attn__by_vectors(plan)) attn__bf16_end();
+    attn__bf16_end(attn__by_vectors(plan));
     store(&s, &f->d_k, s.m.d_k, p->dim_qk, p->scale);
     store(&s, &f->d_v, s.m.d_v, p->dim_v, 1 / (1 - p->dropout));
 }

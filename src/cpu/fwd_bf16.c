@@ -1,9 +1,9 @@
 /*
- * The forward of bf16 by AMX or by AVX-512 BF16 (bf16.h): sequences that are not narrow, q, k, v and o all bf16. The rest is as in fwd.c: strips of query tiles
+ * The forward of bf16 by products of bf16 (bf16.h): sequences that are not narrow, q, k, v and o all bf16. The rest is as in fwd.c: strips of query tiles
  * share each load of keys, which is here a packing into operands of tiles; every row walks its keys in ascending order.
  *
- * An item of work is a tile of 32 rows against up to 256 keys: scores S, softmax, and the product of P and V. While the vector units
- * make the exponentials of one item, the tiles multiply the scores of the next and P V of the one before:
+ * An item of work is a tile of 32 rows against up to 256 keys: scores S, softmax, and the product of P and V. With the softmax of one item
+ * come the scores of the next and P V of the one before, so that the tiles of AMX multiply while vectors make exponentials:
  *
  *     softmax 0        softmax 1        softmax 2
  *     S 1              P V 0, S 2       P V 1, S 3     ...
@@ -25,7 +25,7 @@
 #include "../numeric.h"
 #include "tile.h"
 
-#ifdef ATTN_HAVE_AMX
+#ifdef ATTN_HAVE_BF16
 
 enum { PARTS = ATTN_BF16_KEYS / ATTN_TILE_COLS, MEMBERS = ATTN_STRIP * ATTN_TILE_ROWS / ATTN_BF16_ROWS };
 
@@ -214,7 +214,8 @@ static attn_bf16_product scores(const strip *s, const item *w, int place) {
     return (attn_bf16_product){.c = s->m.s[place],
                                .ldc = 16,
                                .c_panel = 16 * keys,
-                               .a = attn__bf16_packed(s->m.k + (int64_t)w->first * dim, dim, 0),
+                               .a = s->m.k + (int64_t)w->first * dim,
+                               .a_panel = 16 * dim,
                                .b = w->x->q,
                                .b_panel = 16 * dim,
                                .m = keys,
@@ -229,7 +230,8 @@ static attn_bf16_product p_v(const strip *s, const item *w, int place) {
     return (attn_bf16_product){.c = w->x->o,
                                .ldc = 16,
                                .c_panel = 16 * dim,
-                               .a = attn__bf16_packed(v, block, w->first / 32),
+                               .a = v + w->first / 32 * ATTN_BF16_TILE,
+                               .a_panel = 16 * block,
                                .b = s->m.p[place],
                                .b_panel = 16 * attn__bf16_pad(w->keys),
                                .m = dim,
@@ -261,7 +263,7 @@ static void prepare(const strip *s, const item *w, int place) {
 
 /* Where p of row r and key j of the item is in operand b. */
 static int64_t p_place(const item *w, int32_t r, int32_t j) {
-    return r / 16 * (16 * attn__bf16_pad(w->keys)) + (int64_t)(j / 2) * 32 + r % 16 * 2 + j % 2;
+    return attn__bf16_place_b(16 * attn__bf16_pad(w->keys), r, j);
 }
 
 static void drop(const item *w, uint16_t *p) {
@@ -370,7 +372,7 @@ static uint32_t finish(const strip *s, const member *x) {
     uint32_t again = 0;
     for (int32_t r = 0; r < x->rows; r++) {
         float *out = s->m.out + (int64_t)(r % 16) * dim;
-        if (r % 16 == 0) attn__bf16_transpose(s->m.out, dim, x->o + (int64_t)r * dim, dim);
+        if (r % 16 == 0) attn__bf16_transpose(x->panel->micro, s->m.out, dim, x->o + (int64_t)r * dim, dim);
         attn__fwd_finish_row_f32(&x->panel[r / 16], r % 16, out, x->max[r] * 0.69314718055994530942, x->sum[r]);
         if (is_doubtful(x, r)) again |= UINT32_C(1) << r;
     }
@@ -395,9 +397,9 @@ void attn__bf16_unit(const attn_plan *plan, const attn_buffers *f, const attn_un
     }
     attn__mask_rows(&s.m.tile->panel->mask, unit->row, unit->row + unit->rows, &first, &end);
     if (!(fabsf(s.scale) < 1e-30f)) {
-        if (!attn__by_vectors(plan)) attn__bf16_begin();
+        attn__bf16_begin(attn__by_vectors(plan));
         work_items(&s, first, end);
-        if (!attn__by_vectors(plan)) attn__bf16_end();
+        attn__bf16_end(attn__by_vectors(plan));
     }
     struct {
         attn_unit tile;

@@ -142,9 +142,11 @@ static inline int32_t attn__strip_rows(const attn_plan *plan) {
 }
 
 /* Does the plan work long sequences by fwd_bf16.c or bwd_bf16.c? */
-static inline bool attn__by_bf16(const attn_plan *plan) { return (plan->kernel->cpu & ATTN_CPU_AVX512_BF16) != 0; }
+static inline bool attn__by_bf16(const attn_plan *plan) {
+    return (plan->kernel->cpu & (ATTN_CPU_AVX512_BF16 | ATTN_CPU_NEON_BF16)) != 0;
+}
 
-/* And if so, their products by AVX-512 BF16 instead of tiles? */
+/* And if so, their products by vectors instead of tiles of AMX? */
 static inline bool attn__by_vectors(const attn_plan *plan) { return (plan->kernel->cpu & ATTN_CPU_AMX) == 0; }
 
 /* Sequence s of it? Few rows with many keys are narrow, and worked as ever. */
