@@ -39,7 +39,8 @@
  *
  * - Exponentials come from an instruction that is 2^-22 off, 4u.
  *
- * AMX, like AVX-512 BF16, rounds its sums like everybody else; of this only the rounding of p and d_s holds for it.
+ * AMX, like AVX-512 BF16, rounds its sums like everybody else; of this only the rounding of p and d_s holds for it. Arm's BFMMLA rounds to odd, by up to 2u
+ * instead of u, but once for two products, which is 1.4 times as much in a sum: that has room in what is allowed.
  */
 #include <float.h>
 #include <math.h>

@@ -62,14 +62,15 @@ INLINE void block_8x8(float *c, int64_t ldc, const uint16_t *a, const uint16_t *
             }
         }
     }
-    for (int32_t x = 0; x < k; x += 4, a += KGROUP, b += KGROUP) {
+    do { /* at least once: with a test before it, gcc 12 copies every sum before and after */
         bfloat16x8_t row[4], column[4];
         UNROLL for (int i = 0; i < 4; i++) row[i] = load_two(a + 8 * i);
         UNROLL for (int j = 0; j < 4; j++) column[j] = load_two(b + 8 * j);
         UNROLL for (int i = 0; i < 4; i++) {
             UNROLL for (int j = 0; j < 4; j++) sum[i][j] = vbfmmlaq_f32(sum[i][j], row[i], column[j]);
         }
-    }
+        a += KGROUP, b += KGROUP, k -= 4;
+    } while (k > 0);
     UNROLL for (int i = 0; i < 4; i++) {
         UNROLL for (int j = 0; j < 4; j += 2) {
             float *at = c + 2 * i * ldc + 2 * j;
