@@ -173,7 +173,7 @@ typedef enum attn_dtype {
     ATTN_F32 = 1,
     ATTN_F16 = 2,
     ATTN_BF16 =
-        3, /* CPUs with AMX or AVX-512 BF16 multiply by it: subnormal numbers (below 2^-126) count as 0, p is rounded */
+        3, /* CPUs with AMX, AVX-512 BF16 or BFMMLA multiply by it: subnormal numbers (below 2^-126) count as 0, p is rounded */
     ATTN_F64 = 4,
     ATTN_E4M3 = 5, /* fp8, 4 exponent bits, no infinities ("fn"); inputs only */
     ATTN_E5M2 = 6, /* fp8, 5 exponent bits; inputs only */

@@ -1,5 +1,5 @@
 #!/bin/bash
-# What wants a CPU that CI does not have (AVX-512, AVX-512 BF16, AMX; SVE): builds, then tests and measures on the machine at hand, which
+# What wants a CPU that CI does not have (AVX-512, AVX-512 BF16, AMX; SVE, BF16 of Arm): builds, then tests and measures on the machine at hand, which
 # should have nothing else to do. Five minutes on 16 cores.
 #
 #   scripts/cpu.sh [-o LOGS] [PART...]

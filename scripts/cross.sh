@@ -5,9 +5,9 @@
 #
 #   JOBS=2 CROSS_CASES=300 scripts/cross.sh
 #
-# From x86-64 it is aarch64 with NEON and SVE, from aarch64 x86-64 with AVX2, and, since few machines have SVE of more than 128
-# bits, aarch64 itself (build-cross/sve). SVE is emulated with vectors of 512 bits, then of 256. Exit status 77: it could not be run,
-# and the last line says why.
+# From x86-64 it is aarch64 with NEON, SVE and BF16, from aarch64 x86-64 with AVX2, and, since few machines have SVE of more than 128
+# bits, and not all have BF16, aarch64 itself (build-cross/sve). SVE is emulated with vectors of 512 bits, then of 256. Exit status 77:
+# it could not be run, and the last line says why.
 set -u
 cd "$(dirname "$0")/.."
 cases=${CROSS_CASES:-300}
@@ -44,27 +44,34 @@ run() {
 quick="isa_ kernel_ micro names_ numbers_ plan_describes property_ c1_ c2_ c3_ c4_ s01_ s02_ s03_ s04_
     s05_plan s06_ s07_ s08_ s10_ s11_ accuracy_f32_of accuracy_f32_gradients c5_paged c5_threads_1_to_16_split"
 
-# emulate FOLDER ISAS TESTS QEMU...: the tests, and the random problems for instruction sets whose names have such a beginning.
+# emulate FOLDER ISAS TESTS QEMU...: the tests, and the random problems for instruction sets whose names have such a beginning; for one
+# that has kernels of bf16 alone, problems of bf16.
 emulate() {
-    local folder=$1 wanted=$2 tests=$3 isas
+    local folder=$1 wanted=$2 tests=$3 isas isa only
     shift 3
     "$@" "$folder/attn" info | sed -n 's/^cpu  *\(.*: .*\)/emulated CPU: \1/p'
     run "$@" "$folder/attn-tests" $tests
-    isas=$("$@" "$folder/attn" info | sed -n "s/^cpu .*fwd_\($wanted.*\)_f32 .* yes .*/\1/p")
+    isas=$("$@" "$folder/attn" info | sed -nE "/^cpu .* yes /{
+        s/.* fwd_(($wanted)[a-z0-9]*)_f32 .*/\1/p
+        s/.* fwd_(($wanted)[a-z0-9]*)_(bf16) .*/\1=\3/p
+    }")
     [ -n "$isas" ] || exit 1
     for isa in $isas; do
-        echo "$isa kernels"
-        run env ATTN_CPU="$isa" "$@" "$folder/attn" check --backend cpu --cases "$cases" --seed 4
+        only=
+        case $isa in *=*) only="--dtype ${isa#*=}" ;; esac
+        echo "${isa%=*} kernels"
+        run env ATTN_CPU="${isa%=*}" "$@" "$folder/attn" check --backend cpu --cases "$cases" --seed 4 $only
     done
 }
 
 make $build -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=$other -DCMAKE_C_COMPILER="$other-linux-gnu-gcc"
+[ $other = x86_64 ] || quick="$quick bf16_" # no emulated x86-64 multiplies bf16
 emulate $build "" "$quick" qemu-$other -cpu $cpu -L /usr/$other-linux-gnu
 if [ $other = aarch64 ]; then
     emulate $build sve micro qemu-aarch64 -cpu max,sve-max-vq=2 -L /usr/aarch64-linux-gnu
 elif command -v qemu-aarch64 >/dev/null; then
     make $build/sve
-    emulate $build/sve sve "micro kernel_ property_ accuracy_f32_of s01_ s02_ s03_ s06_" qemu-aarch64 -cpu max,sve-max-vq=4
+    emulate $build/sve "sve|neonbf16" "micro kernel_ bf16_ property_ accuracy_f32_of s01_ s02_ s03_ s06_" qemu-aarch64 -cpu max,sve-max-vq=4
     emulate $build/sve sve micro qemu-aarch64 -cpu max,sve-max-vq=2
 fi
 echo "$passed passed, 0 failed"

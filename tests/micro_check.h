@@ -15,6 +15,7 @@
 #include "numeric.h"
 #include "test.h"
 
+#define ISA_ONLY(name, tables, dtype, id, bits, words) /* no tables of its own */
 #define ISA(name, bits, words) extern const attn_micro REAL(micro_##name);
 #include "cpu/isa.def"
 #undef ISA

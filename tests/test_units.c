@@ -102,7 +102,7 @@ static int visit_chunk(void *user, const attn_tile *tile) {
     return 0;
 }
 
-/* The plan's words and its tiles say which sequences are worked in chunks of 512 keys: up to 16 rows, by AMX and AVX-512 BF16 up to 4. */
+/* The plan's words and its tiles say which sequences are worked in chunks of 512 keys: up to 16 rows, by products of bf16 up to 4. */
 static void chunks(attn_context *context, attn_dtype dtype) {
     static const int32_t rows[] = {1, 4, 5, 16, 17};
     for (size_t n = 0; n < sizeof rows / sizeof *rows; n++) {
@@ -111,7 +111,7 @@ static void chunks(attn_context *context, attn_dtype dtype) {
         attn_plan *plan;
         CHECK(rig_make(&r, 1));
         if (!CHECK_OK(attn_plan_create(&plan, context, &r.p))) return;
-        limit = strstr(attn_plan_kernel(plan), "_amx_") || strstr(attn_plan_kernel(plan), "_avx512bf16_") ? 4 : 16;
+        limit = strstr(attn_plan_kernel(plan), "_bf16") ? 4 : 16;
         CHECK(
             strstr(attn_plan_describe(plan), limit == 4 ? "of at most 4 rows in chunks" : "of at most 16 rows in chunks"));
         CHECK_OK(attn_plan_tiles(plan, &r.f, 0, 0, visit_chunk, &most));

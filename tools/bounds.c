@@ -39,7 +39,8 @@
  *
  * - Exponentials come from an instruction that is 2^-22 off, 4u.
  *
- * AMX, like AVX-512 BF16, rounds its sums like everybody else; of this only the rounding of p and d_s holds for it.
+ * AMX, like AVX-512 BF16, rounds its sums like everybody else; of this only the rounding of p and d_s holds for it. Arm's BFMMLA rounds to odd, by up to 2u
+ * instead of u, but once for two products, which is 1.4 times as much in a sum: that has room in what is allowed.
  */
 #include <float.h>
 #include <math.h>
@@ -73,7 +74,7 @@ arithmetic arithmetic_of(const char *backend, const char *kernel) {
     } tiles[] = {{"_f32_d", ATTN_F32}, {"_f16_d", ATTN_F16}, {"_bf16_d", ATTN_BF16}, {"_kv8_d", ATTN_F16}};
     const int count = sizeof tiles / sizeof tiles[0];
     arithmetic how = {false, ATTN_DTYPE_DEFAULT};
-    if (strcmp(backend, "cpu") == 0 && (strstr(kernel, "_amx_") || strstr(kernel, "_avx512bf16_"))) how.tile = ATTN_BF16;
+    if (strcmp(backend, "cpu") == 0 && strstr(kernel, "_bf16")) how.tile = ATTN_BF16;
     for (int n = 0; n < count && strcmp(backend, "cuda") == 0; n++)
         if (strstr(kernel, tiles[n].mark)) how = (arithmetic){true, tiles[n].tile};
     return how;

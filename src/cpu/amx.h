@@ -1,36 +1,10 @@
-/*
- * Products of bf16 by AMX tiles, and the softmax between them: what a bf16 kernel of Xeons with AMX is made of. CPUs that have AVX-512
- * BF16 and no tiles (AMD's from Zen 4 on) have the same kernel with the products by vectors, from the same operands.
- *
- * As in micro.h, scores are transposed, [key][row], with query rows in the lanes; so is the output while it is summed up,
- * [dim][row]. Rows come in panels of 16, a vector. Both products of the forward are then c[m][n] (+)= sum_k a[m][k] b[k][n] with n over query rows:
- *
- *     S^T = K Q^T       a: K, packed             b: pairs of dims of q          k over dims
- *     O^T += V^T P^T    a: V^T, packed           b: pairs of keys of P          k over keys
- *
- * A tile is 16 x 64 bytes. Operands are read in panels of 16 (of m or of n), a panel being a row of tiles along k:
- *
- *     a: tile [16 of m][32 of k]        b: tile [16 pairs of k][16 of n][2]
- *
- * Packed operands have tiles of 1 KiB without gaps, [panel][tile]. Sizes are padded with zeros, which change no bit of a sum: m and
- * k to 32, n to 16. Memory beyond what is given is neither read nor does it matter (C2).
- *
- * The products treat subnormal numbers as zero, in and out, whatever the mode of the processor, and round each sum to float.
- * By tiles a sum runs in the order of k, in steps of 32: even k and odd k of a step apart, then both onto the rest; by vectors pair
- * by pair of k. An element depends on its own row of a and column of b only, so on neither the other rows of a tile nor their number.
- */
+/* Whether AMX can be used (amx_cpu.c). */
 #ifndef ATTN_CPU_AMX_H
 #define ATTN_CPU_AMX_H
 
 #include "../internal.h"
 
-enum {
-    ATTN_AMX_M = 32,    /* m and k are multiples of this */
-    ATTN_AMX_N = 16,    /* n is a multiple of this; twice as much is faster */
-    ATTN_AMX_TILE = 512 /* elements of a tile */
-};
-
-/* Has this machine what amx.c needs (AMX tiles, AMX bf16, AVX-512 F BW DQ VL BF16), and a kernel that knows of it? */
+/* Has this machine what bf16_amx.c needs (AMX tiles, AMX bf16, AVX-512 F BW DQ VL BF16), and a kernel that knows of it? */
 bool attn__amx_present(void);
 
 /*
@@ -38,127 +12,5 @@ bool attn__amx_present(void);
  * a signal saves 8 KiB more on the stack that it comes in on; so only who is about to use AMX may ask.
  */
 bool attn__amx_available(void);
-
-/*
- * Sets the tile registers up, and gives them back. Around each unit of work: a thread that sleeps is to hold no tiles, for the
- * kernel would save 8 KiB of them each time.
- */
-void attn__amx_begin(void);
-void attn__amx_end(void);
-
-/* Operand a: tile (i, x) is at data + i * down + x * across, its rows `row` apart, in elements. */
-typedef struct attn_amx_a {
-    const uint16_t *data;
-    int64_t row, across, down;
-} attn_amx_a;
-
-/* What pack_rows and pack_columns leave, of k (padded), from tile x0 on. */
-static inline attn_amx_a attn__amx_packed(const uint16_t *packed, int32_t k, int32_t x0) {
-    return (attn_amx_a){packed + (int64_t)x0 * ATTN_AMX_TILE, 32, ATTN_AMX_TILE, (int64_t)k / 32 * ATTN_AMX_TILE};
-}
-
-/*
- * c = (accumulate ? c : 0) + a b. Row i of c is at c + i * ldc, panels of 16 columns are c_panel apart: [m][n] with c_panel = 16, or
- * [n / 16][m][16], which is better for the caches. n is worked in pairs of panels, so b may stay in the first cache while a
- * comes from the second: that is so up to k = 256 or 512.
- */
-typedef struct attn_amx_product {
-    float *c;
-    int64_t ldc, c_panel;
-    attn_amx_a a;
-    const uint16_t *b;
-    int64_t b_panel; /* elements from panel to panel of b */
-    int32_t m, n, k; /* padded */
-    bool accumulate;
-    bool by_vectors; /* of AVX-512 BF16, without tiles: attn__amx_begin is not called then */
-} attn_amx_product;
-
-void attn__amx_run(const attn_amx_product *product);
-
-/* ---- operands from rows of bf16: `rows` of `dim` elements, `row` elements apart ---- */
-
-/* m or k, padded. */
-static inline int64_t attn__amx_pad(int64_t n) { return (n + ATTN_AMX_M - 1) / ATTN_AMX_M * ATTN_AMX_M; }
-
-/* a with m over rows, k over dims. */
-void attn__amx_pack_rows(uint16_t *a, const uint16_t *from, int64_t row, int32_t rows, int32_t dim);
-
-/* a with m over dims, k over rows: the transpose. False if there is NaN or infinity among them. */
-bool attn__amx_pack_columns(uint16_t *a, const uint16_t *from, int64_t row, int32_t rows, int32_t dim);
-
-/* b with n over rows, k over dims. The panels are ceil(rows / 16). */
-void attn__amx_pack_dims(uint16_t *b, const uint16_t *from, int64_t row, int32_t rows, int32_t dim);
-
-/* b with n over dims, k over rows. The panels are ceil(dim / 16). */
-void attn__amx_pack_pairs(uint16_t *b, const uint16_t *from, int64_t row, int32_t rows, int32_t dim);
-
-/* Is there neither NaN nor infinity among them? */
-bool attn__amx_finite(const uint16_t *from, int64_t row, int32_t rows, int32_t dim);
-
-/* Are these bits of bf16 NaN or infinity? */
-static inline bool attn__amx_is_bad(uint16_t bits) { return (bits & 0x7f80) == 0x7f80; }
-
-/* A copy without gaps, which is returned, with zeros for NaN and infinity; bad[i]: does row i differ? */
-const uint16_t *attn__amx_clean(uint16_t *to, const uint16_t *from, int64_t row, int32_t rows, int32_t dim, bool *bad);
-
-/* ---- between the products ---- */
-
-/*
- * One step of online softmax: p = 2^(factor * x - max), where x = scale * s, rounded; p is rounded to bf16, as operand b of the product with V; sum grows by the p
- * before they are rounded. max is the largest factor * x so far, hence p of the largest is 1, which bf16 has: without that the
- * error of o would be 3 percent larger. alpha = 2^(old max - new max) is what O must be multiplied by, exactly 1 where nothing
- * has changed. The logarithm of the sum of e^scores is (max + log2(sum)) ln 2.
- *
- * A column of nothing but -inf so far keeps max = -inf and sum = 0, and its p is 0. NaN comes through. What would be
- * below 2^-126 is 0. The columns have nothing to do with each other.
- */
-typedef struct attn_amx_softmax {
-    float *s; /* [width / 16][keys][16], scratch afterwards */
-    int64_t s_panel;
-    int32_t keys, width;
-    float scale, factor;      /* above 0; factor is log2(e) for scores in base e */
-    float *max, *sum, *alpha; /* [width] */
-    uint16_t *p;              /* keys padded to 32 */
-    int64_t p_panel;
-} attn_amx_softmax;
-
-/*
- * The step, and products (`count`, may be 0) that have nothing to do with it, done meanwhile: tiles multiply while vectors make
- * exponentials. Such are the scores of the next keys, and the product of V and P of those before. The bits are the same either way.
- * Products by vectors, which would be in each other's way, come after it.
- */
-void attn__amx_softmax(const attn_amx_softmax *step, const attn_amx_product *products, int32_t count);
-
-/*
- * Between the products of the backward, for 32 query rows, two panels:
- *
- *     p = e^(scale * s + rest - lse)        d_s = p (keep * d_p - delta) slope
- *
- * both rounded to bf16 (to the nearest, half-way to even; subnormals become 0). p is 0 where s is -inf or lse is +inf, whatever else there is;
- * d_s is 0 where p is. The columns have nothing to do with each other.
- */
-typedef struct attn_amx_gradients {
-    const float *s, *d_p;      /* [2][keys][16], `panel` from the first to the second */
-    const float *slope, *rest; /* the same; NULL: 1 and 0 */
-    int64_t panel;
-    int32_t keys; /* a multiple of 32 */
-    float scale, keep;
-    const float *lse, *delta; /* [32] */
-    uint16_t *p, *d_s;        /* operands a, m over keys, k over these rows; panels are `down` apart */
-    int64_t down;
-    uint16_t
-        *pairs; /* d_s as operand b, k over keys, n over rows in the order of attn__amx_row; panels are 16 * keys apart */
-} attn_amx_gradients;
-
-void attn__amx_gradients(const attn_amx_gradients *step);
-
-/* The row, of 32, that is column `c` of panel `n` of `pairs`: what is cheapest to make has them in groups of four. */
-static inline int32_t attn__amx_row(int32_t n, int32_t c) { return c / 4 * 8 + n * 4 + c % 4; }
-
-/* o[dim][16] times alpha[16], a panel of O^T; nothing is done where alpha is 1. */
-void attn__amx_rescale(float *o, int32_t dim, const float *alpha);
-
-/* to[16][ld] = the transpose of a panel [dim][16], dim a multiple of 16. */
-void attn__amx_transpose(float *to, int64_t ld, const float *panel, int32_t dim);
 
 #endif

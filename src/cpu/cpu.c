@@ -45,8 +45,8 @@ struct attn__micro_f64;
     ROW("bwd_" #isa "_f32", ATTN_BACKWARD, isa, f32, ANY, false, ATTN_TILE_ROWS, ATTN_TILE_COLS, bits, words)              \
     ROW("bwd_" #isa "_f64", ATTN_BACKWARD, isa, f64, ANY, true, ATTN_TILE_ROWS, ATTN_TILE_COLS, bits, words)
 #define ISA_ONLY(isa, tables, name, dtype, bits, words)                                                                    \
-    ROW("fwd_" #isa "_" #name, ATTN_FORWARD, tables, f32, dtype, false, ATTN_AMX_ROWS, ATTN_AMX_KEYS, bits, words)         \
-    ROW("bwd_" #isa "_" #name, ATTN_BACKWARD, tables, f32, dtype, false, ATTN_AMX_ROWS, ATTN_TILE_COLS, bits, words)
+    ROW("fwd_" #isa "_" #name, ATTN_FORWARD, tables, f32, dtype, false, ATTN_BF16_ROWS, ATTN_BF16_KEYS, bits, words)       \
+    ROW("bwd_" #isa "_" #name, ATTN_BACKWARD, tables, f32, dtype, false, ATTN_BF16_ROWS, ATTN_TILE_COLS, bits, words)
 
 static const attn_kernel kernels[] = {
     {.name = "append_c", .needs = "", .op = ATTN_KV_APPEND},
@@ -99,15 +99,15 @@ static bool has_double(const attn_problem *p) { return may_be_in_double(p) || at
 
 int64_t attn__fwd_scratch(const attn_plan *plan) { /* double takes the more of it */
     int64_t bytes = has_double(&plan->problem) ? attn__fwd_scratch_f64(plan) : attn__fwd_scratch_f32(plan);
-    int64_t amx = attn__is_amx(plan) ? attn__amx_scratch(plan) : 0;
-    return amx > bytes ? amx : bytes;
+    int64_t bf16 = attn__by_bf16(plan) ? attn__bf16_scratch(plan) : 0;
+    return bf16 > bytes ? bf16 : bytes;
 }
 
 int64_t attn__bwd_scratch(const attn_plan *plan) {
     const attn_problem *p = &plan->problem;
     int64_t bytes = has_double(p) ? attn__bwd_scratch_f64(p) : attn__bwd_scratch_f32(p);
-    int64_t amx = attn__is_amx(plan) ? attn__amx_bwd_scratch(plan) : 0;
-    return amx > bytes ? amx : bytes;
+    int64_t bf16 = attn__by_bf16(plan) ? attn__bf16_bwd_scratch(plan) : 0;
+    return bf16 > bytes ? bf16 : bytes;
 }
 
 int64_t attn__bwd_d_q(const attn_problem *p) { /* padded as float is, which is as much or more */
@@ -142,12 +142,12 @@ static void limit_threads(attn_plan *plan) {
 /*
  * Loading keys, which converts and packs them, costs a fifth of the arithmetic of one tile; a strip shares it. Where rows are few a
  * strip has the heads that lie side by side, so that memory is read as it lies. Shorter strips where threads would have to wait
- * for the last long one. No result depends on it.
+ * for the last long one; packing for products of bf16 costs a third, so strips of those stay longer. No result depends on it.
  */
 static void choose_strip(attn_plan *plan) {
     const attn_problem *p = &plan->problem;
     bool is_short = attn__is_short(p->max_q);
-    const int64_t units_per_thread = is_short ? 2 : attn__is_amx(plan) ? 4 : 8, /* packing for tiles costs more */
+    const int64_t units_per_thread = is_short ? 2 : attn__by_bf16(plan) ? 4 : 8,
                   most_bytes = 768 << 10; /* q and o of a strip stay in a cache of 1 MiB */
     int64_t tiles = is_short ? p->batch * p->heads_kv * attn__short_tiles(p, p->max_q) : 0;
     if (is_short && plan->partials > 0) tiles *= attn__ceil_div(p->max_kv, ATTN_CHUNK);
@@ -186,7 +186,7 @@ static attn_status plan_cpu(attn_plan *plan) {
     attn__plan_say(plan, "threads: %d\n", plan->slots);
     attn__plan_say(plan, "tiles: %d rows x %d keys\n", plan->kernel->rows, plan->kernel->cols);
     attn__plan_say(plan, "split: sequences of at most %d rows in chunks of %d keys%s\n",
-                   attn__is_amx(plan) ? ATTN_NARROW_ROWS : ATTN_SPLIT_ROWS, ATTN_CHUNK,
+                   attn__by_bf16(plan) ? ATTN_NARROW_ROWS : ATTN_SPLIT_ROWS, ATTN_CHUNK,
                    plan->partials ? ", over all threads" : ", each on one thread");
     if (!plan->kernel->wide && attn__wide_problem(&plan->problem))
         attn__plan_say(plan, "in double: all sequences\n");
@@ -215,7 +215,7 @@ static void work_unit(void *arg, int64_t index, int32_t slot) {
     int32_t h = (int32_t)(by_head ? index / j->count : index % heads);
     attn_seq s = attn__seq(&j->plan->problem, j->f, unit->b);
     void (*work)(const attn_plan *, const attn_buffers *, const attn_unit *, int32_t, int32_t) =
-        attn__takes_amx(j->plan, &s)             ? attn__amx_unit
+        attn__takes_bf16(j->plan, &s)            ? attn__bf16_unit
         : attn__in_double(&j->plan->problem, &s) ? attn__fwd_unit_f64
                                                  : attn__fwd_unit_f32;
     work(j->plan, j->f, unit, h, slot);
@@ -257,13 +257,13 @@ static int visit_unit(const attn_plan *plan, const attn_buffers *f, const attn_u
                       int (*visit)(void *user, const attn_tile *tile), void *user) {
     attn_seq s = attn__seq(&plan->problem, f, unit->b);
     attn_mask mask = attn__seq_mask(&plan->problem, &s);
-    int32_t tile_rows = attn__takes_amx(plan, &s) ? ATTN_AMX_ROWS : ATTN_TILE_ROWS;
+    int32_t tile_rows = attn__takes_bf16(plan, &s) ? ATTN_BF16_ROWS : ATTN_TILE_ROWS;
     int32_t row_tiles = (unit->rows + tile_rows - 1) / tile_rows;
     for (int64_t n = 0; n < attn__ceil_div(s.sk, ATTN_TILE_COLS) * row_tiles; n++) {
         int32_t j0 = (int32_t)(n / row_tiles) * ATTN_TILE_COLS, keys = attn__min32(ATTN_TILE_COLS, s.sk - j0);
         int32_t i0 = unit->row + (int32_t)(n % row_tiles) * tile_rows;
         int32_t rows = attn__min32(tile_rows, unit->row + unit->rows - i0);
-        int32_t chunk = attn__is_short(s.sq) && !attn__takes_amx(plan, &s) ? j0 / ATTN_CHUNK : 0;
+        int32_t chunk = attn__is_short(s.sq) && !attn__takes_bf16(plan, &s) ? j0 / ATTN_CHUNK : 0;
         if (unit->chunk >= 0 && chunk != unit->chunk) continue;
         attn_tile tile = {.row = i0, .rows = rows, .col = j0, .cols = keys, .order = order, .chunk = chunk};
         const attn_flash_range *range = attn__work_range(plan, f, unit->b, kv_head, j0 / ATTN_TILE_COLS);

@@ -26,7 +26,7 @@ static int has_f16c(void) {
 #endif
 
 #if defined(__aarch64__)
-enum { HWCAP_OF_SVE = 1 << 22 };
+enum { HWCAP_OF_SVE = 1 << 22, HWCAP2_OF_BF16 = 1 << 14 };
 
 /* Bits of an SVE vector, 0 without. A table is compiled for one length; one of 128 bits gains nothing over NEON. */
 static int sve_bits(void) {
@@ -52,6 +52,7 @@ static void detect(void) {
     features |= ATTN_CPU_NEON;
     if (sve_bits() == 256) features |= ATTN_CPU_SVE256;
     if (sve_bits() == 512) features |= ATTN_CPU_SVE512;
+    if (getauxval(AT_HWCAP2) & HWCAP2_OF_BF16) features |= ATTN_CPU_NEON_BF16;
 #endif
     if (attn__amx_present()) features |= ATTN_CPU_AMX;
 }
@@ -75,7 +76,8 @@ attn_status attn__cpu_allowed(uint32_t *allowed) {
     };
     *allowed = attn__cpu_detect();
     const char *wanted = getenv("ATTN_CPU");
-    if (!wanted || !*wanted) { /* bf16 by vectors is for who asks for it: where it was measured floats are faster */
+    if (!wanted ||
+        !*wanted) { /* bf16 by vectors of AVX-512 is for who asks for it: where it was measured floats are faster */
         if (!(*allowed & ATTN_CPU_AMX)) *allowed &= ~(uint32_t)ATTN_CPU_AVX512_BF16;
         return ATTN_OK;
     }
@@ -115,7 +117,7 @@ static void write_text(void) {
         const char *name;
     } bits[] = {{AT_HWCAP, 1ul << 10, " FP16"},
                 {AT_HWCAP, 1ul << 20, " DOTPROD"},
-                {AT_HWCAP2, 1ul << 14, " BF16"},
+                {AT_HWCAP2, HWCAP2_OF_BF16, " BF16"},
                 {AT_HWCAP2, 1ul << 13, " I8MM"}};
     snprintf(text, sizeof text, "aarch64: NEON");
     for (size_t n = 0; n < sizeof bits / sizeof *bits; n++)

@@ -227,7 +227,7 @@ void REAL(fwd_fold)(const attn_plan *plan, const attn_buffers *f, int32_t b, int
     int32_t first, end;
     attn_unit unit = {.b = b, .row = 0, .rows = attn__seq(&plan->problem, f, b).sq, .chunk = -1};
     if (unit.rows == 0 || !REAL(tile_make)(&t, plan, f, &unit, h, true)) return;
-    if (attn__takes_amx(plan, &t.s)) return; /* it does not split */
+    if (attn__takes_bf16(plan, &t.s)) return; /* it does not split */
     attn__mask_rows(&t.mask, 0, t.count, &first, &end);
     if (first >= end) return; /* done by the first pass */
     thread_scratch(&t, slot, &m);

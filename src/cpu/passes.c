@@ -7,7 +7,7 @@
  *   bias    a tile of d_bias: over every sequence and head that is summed into it
  * Every sum has one order, whatever the threads do (C5).
  *
- * bwd.c has what a pass does with one sequence, in float or in double as suits that sequence (attn__in_double); bwd_amx.c has the
+ * bwd.c has what a pass does with one sequence, in float or in double as suits that sequence (attn__in_double); bwd_bf16.c has the
  * keys of bf16.
  */
 #include <math.h>
@@ -68,8 +68,8 @@ static void work_keys(void *arg, int64_t index, int32_t slot) {
     int32_t heads = j->plan->problem.heads_kv;
     const attn_unit *unit = &j->units[index / heads];
     attn_seq s = attn__seq(&j->plan->problem, j->f, unit->b);
-    if (attn__takes_amx(j->plan, &s)) {
-        attn__amx_keys(j->plan, j->f, unit, (int32_t)(index % heads), slot);
+    if (attn__takes_bf16(j->plan, &s)) {
+        attn__bf16_keys(j->plan, j->f, unit, (int32_t)(index % heads), slot);
         return;
     }
     (attn__sequence_in_double(j->plan, j->f, unit->b) ? attn__bwd_keys_f64 : attn__bwd_keys_f32)(

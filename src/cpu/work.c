@@ -78,7 +78,7 @@ static void rows_of_sequence(sorter *to, const attn_seq *s) {
     for (int32_t row = 0; row < s->sq; row += step) {
         int32_t rows = attn__min32(step, s->sq - row), first, end;
         attn__mask_rows(&mask, row, row + rows, &first, &end);
-        if (splits(plan) && attn__is_short(s->sq) && !attn__takes_amx(plan, s) && first < end) {
+        if (splits(plan) && attn__is_short(s->sq) && !attn__takes_bf16(plan, s) && first < end) {
             for (int32_t chunk = first / ATTN_CHUNK; chunk <= (end - 1) / ATTN_CHUNK; chunk++) {
                 int32_t from = attn__max32(first, chunk * ATTN_CHUNK), stop = attn__min32(end, (chunk + 1) * ATTN_CHUNK);
                 add(to, (attn_unit){s->b, row, rows, chunk}, cost_of(plan, to->f, s, &mask, row, row + rows, from, stop));

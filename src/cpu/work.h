@@ -22,8 +22,8 @@ enum {
     ATTN_TILE_ROWS = 64,   /* query rows of a tile, of every kernel */
     ATTN_TILE_COLS = 64,   /* keys of a tile */
     ATTN_STRIP_KEYS = 512, /* keys of a unit of the backward; a multiple of ATTN_TILE_COLS */
-    ATTN_AMX_ROWS = 32,    /* query rows of a tile of fwd_amx.c and bwd_amx.c */
-    ATTN_AMX_KEYS = 256,   /* keys that fwd_amx.c works at once; a multiple of ATTN_TILE_COLS */
+    ATTN_BF16_ROWS = 32,   /* query rows of a tile of fwd_bf16.c and bwd_bf16.c */
+    ATTN_BF16_KEYS = 256,  /* keys that fwd_bf16.c works at once; a multiple of ATTN_TILE_COLS */
     ATTN_STRIP = 16,       /* the most query tiles that share a load of keys */
     ATTN_SPLIT_ROWS = 16,  /* at most so many rows: heads of a group share a tile, keys are worked in chunks */
     ATTN_NARROW_ROWS = 4,  /* at most so many: narrow, if there are more keys */
@@ -91,7 +91,7 @@ attn_status attn__work_flash(const attn_plan *plan, const attn_buffers *f);
 const attn_flash_range *attn__work_range(const attn_plan *plan, const attn_buffers *f, int32_t b, int32_t kv_head,
                                          int32_t tile);
 
-/* Is a sequence of that many rows worked with heads packed and keys in chunks? (By AMX neither: attn__takes_amx.) */
+/* Is a sequence of that many rows worked with heads packed and keys in chunks? (By products of bf16 neither: attn__takes_bf16.) */
 static inline bool attn__is_short(int32_t sq) { return sq <= ATTN_SPLIT_ROWS; }
 
 /*
@@ -141,20 +141,22 @@ static inline int32_t attn__strip_rows(const attn_plan *plan) {
     return plan->strip / attn__strip_heads(plan) * ATTN_TILE_ROWS;
 }
 
-/* Does the plan work long sequences by fwd_amx.c or bwd_amx.c? */
-static inline bool attn__is_amx(const attn_plan *plan) { return (plan->kernel->cpu & ATTN_CPU_AVX512_BF16) != 0; }
+/* Does the plan work long sequences by fwd_bf16.c or bwd_bf16.c? */
+static inline bool attn__by_bf16(const attn_plan *plan) {
+    return (plan->kernel->cpu & (ATTN_CPU_AVX512_BF16 | ATTN_CPU_NEON_BF16)) != 0;
+}
 
-/* And if so, their products by AVX-512 BF16 instead of tiles? */
+/* And if so, their products by vectors instead of tiles of AMX? */
 static inline bool attn__by_vectors(const attn_plan *plan) { return (plan->kernel->cpu & ATTN_CPU_AMX) == 0; }
 
 /* Sequence s of it? Few rows with many keys are narrow, and worked as ever. */
-static inline bool attn__takes_amx(const attn_plan *plan, const attn_seq *s) {
-    return attn__is_amx(plan) && !attn__is_narrow(s);
+static inline bool attn__takes_bf16(const attn_plan *plan, const attn_seq *s) {
+    return attn__by_bf16(plan) && !attn__is_narrow(s);
 }
-void attn__amx_unit(const attn_plan *plan, const attn_buffers *f, const attn_unit *unit, int32_t h, int32_t slot);
-int64_t attn__amx_scratch(const attn_plan *plan);
-void attn__amx_keys(const attn_plan *plan, const attn_buffers *f, const attn_unit *unit, int32_t kv_head, int32_t slot);
-int64_t attn__amx_bwd_scratch(const attn_plan *plan);
+void attn__bf16_unit(const attn_plan *plan, const attn_buffers *f, const attn_unit *unit, int32_t h, int32_t slot);
+int64_t attn__bf16_scratch(const attn_plan *plan);
+void attn__bf16_keys(const attn_plan *plan, const attn_buffers *f, const attn_unit *unit, int32_t kv_head, int32_t slot);
+int64_t attn__bf16_bwd_scratch(const attn_plan *plan);
 
 /* The backward (passes.c). */
 attn_status attn__backward(const attn_plan *plan, const attn_buffers *f);

@@ -1,5 +1,5 @@
 /*
- * AMX products of bf16 (amx.h), the packing of their operands and the softmax between them, by AVX-512.
+ * x86's products of bf16 (bf16.h), by AMX or AVX-512 BF16, the packing of their operands and the softmax between them, by AVX-512.
  *
  * One multiplication of tiles takes 16 cycles, a load of a tile 8, a store 16. A block of 2 x 2 tiles of c in registers does
  * four multiplications for four loads, and covers the latency of a multiplication, 52 cycles, as four chains. Beside c there is
@@ -9,7 +9,7 @@
  * products along, and puts one step of a block (4 multiplications, 64 cycles) after every few vectors. The processor, which
  * looks some 500 instructions ahead, does both at once.
  */
-#include "amx.h"
+#include "bf16.h"
 
 #include <immintrin.h>
 #include <math.h>
@@ -28,14 +28,16 @@ typedef struct tile_config {
 
 _Static_assert(sizeof(tile_config) == 64, "as ldtilecfg reads it");
 
-void attn__amx_begin(void) {
+void attn__bf16_begin(bool by_vectors) {
     /* Static: of a variable, gcc 12 would think that only its first bytes are read. */
     static const tile_config config = {
         .palette = 1, .bytes = {64, 64, 64, 64, 64, 64, 64, 64}, .rows = {16, 16, 16, 16, 16, 16, 16, 16}};
-    _tile_loadconfig(&config);
+    if (!by_vectors) _tile_loadconfig(&config);
 }
 
-void attn__amx_end(void) { _tile_release(); }
+void attn__bf16_end(bool by_vectors) {
+    if (!by_vectors) _tile_release();
+}
 
 /* ---- products by vectors ---- */
 
@@ -45,22 +47,22 @@ enum { VECTOR_ROWS = 8 };
  * c of so many rows of a, from row i on, and of nv panels from panel j on, in registers: 16 sums, chains enough for the latency of
  * a multiplication, and 10 loads for 16 of them.
  */
-INLINE void vector_block(const attn_amx_product *p, int32_t i, int32_t j, const int nv) {
-    const uint16_t *a = p->a.data + i / 16 * p->a.down + i % 16 * p->a.row, *b = p->b + j * p->b_panel;
+INLINE void vector_block(const attn_bf16_product *p, int32_t i, int32_t j, const int nv) {
+    const uint16_t *a = p->a + i / 16 * p->a_panel + (ptrdiff_t)(i % 16) * 32, *b = p->b + j * p->b_panel;
     float *c = p->c + i * p->ldc + j * p->c_panel;
     __m512 sum[VECTOR_ROWS][2];
     UNROLL for (int r = 0; r < VECTOR_ROWS; r++) {
         UNROLL for (int v = 0; v < nv; v++) sum[r][v] =
             p->accumulate ? _mm512_loadu_ps(c + r * p->ldc + v * p->c_panel) : _mm512_setzero_ps();
     }
-    for (int32_t x = 0; x < p->k; x += 32, a += p->a.across, b += ATTN_AMX_TILE) {
+    for (int32_t x = 0; x < p->k; x += 32, a += ATTN_BF16_TILE, b += ATTN_BF16_TILE) {
         for (int32_t pair = 0; pair < 32; pair += 2) {
             __m512bh columns[2];
             UNROLL for (int v = 0; v < nv; v++) columns[v] =
                 (__m512bh)_mm512_loadu_si512(b + v * p->b_panel + (ptrdiff_t)16 * pair);
             UNROLL for (int r = 0; r < VECTOR_ROWS; r++) {
                 int32_t two;
-                memcpy(&two, a + r * p->a.row + pair, sizeof two);
+                memcpy(&two, a + (ptrdiff_t)32 * r + pair, sizeof two);
                 __m512bh row = (__m512bh)_mm512_set1_epi32(two);
                 UNROLL for (int v = 0; v < nv; v++) sum[r][v] = _mm512_dpbf16_ps(sum[r][v], row, columns[v]);
             }
@@ -71,8 +73,8 @@ INLINE void vector_block(const attn_amx_product *p, int32_t i, int32_t j, const 
     }
 }
 
-static void run_by_vectors(const attn_amx_product *product) {
-    const attn_amx_product p = *product;
+static void run_by_vectors(const attn_bf16_product *product) {
+    const attn_bf16_product p = *product;
     int32_t panels = p.n / 16, j = 0;
     for (; j + 2 <= panels; j += 2)
         for (int32_t i = 0; i < p.m; i += VECTOR_ROWS) vector_block(&p, i, j, 2);
@@ -87,21 +89,19 @@ static void run_by_vectors(const attn_amx_product *product) {
  */
 typedef struct block {
     float *c;
-    const uint16_t *a, *b;                            /* of the next step */
-    int64_t ldc, c_panel, row, across, down, b_panel; /* as in attn_amx_product, ldc and row in bytes */
-    int32_t left;                                     /* steps that multiply */
+    const uint16_t *a, *b;                  /* of the next step */
+    int64_t ldc, c_panel, a_panel, b_panel; /* as in attn_bf16_product, ldc in bytes */
+    int32_t left;                           /* steps that multiply */
     bool single;
 } block;
 
-INLINE void start_block(block *x, const attn_amx_product *p, int32_t i, int32_t j) {
+INLINE void start_block(block *x, const attn_bf16_product *p, int32_t i, int32_t j) {
     *x = (block){.c = p->c + 16 * i * p->ldc + j * p->c_panel,
-                 .a = p->a.data + i * p->a.down,
+                 .a = p->a + i * p->a_panel,
                  .b = p->b + j * p->b_panel,
                  .ldc = p->ldc * (int64_t)sizeof(float),
                  .c_panel = p->c_panel,
-                 .row = p->a.row * (int64_t)sizeof(uint16_t),
-                 .across = p->a.across,
-                 .down = p->a.down,
+                 .a_panel = p->a_panel,
                  .b_panel = p->b_panel,
                  .left = p->k / 32,
                  .single = 16 * j + 16 >= p->n};
@@ -123,13 +123,13 @@ INLINE void start_block(block *x, const attn_amx_product *p, int32_t i, int32_t 
 INLINE void multiply_part(const block *x, const int part, const bool single) {
     if (part == 0) {
         _tile_loadd(6, x->b, 64);
-        _tile_loadd(4, x->a, x->row);
+        _tile_loadd(4, x->a, 64);
         _tile_dpbf16ps(0, 4, 6);
     } else if (part == 1 && !single) {
         _tile_loadd(7, x->b + x->b_panel, 64);
         _tile_dpbf16ps(1, 4, 7);
     } else if (part == 2) {
-        _tile_loadd(5, x->a + x->down, x->row);
+        _tile_loadd(5, x->a + x->a_panel, 64);
         _tile_dpbf16ps(2, 5, 6);
     } else if (part == 3 && !single) {
         _tile_dpbf16ps(3, 5, 7);
@@ -149,8 +149,8 @@ INLINE void store_part(const block *x, const int part, const bool single) {
 }
 
 INLINE void next_step(block *x) {
-    x->a += x->across;
-    x->b += ATTN_AMX_TILE;
+    x->a += ATTN_BF16_TILE;
+    x->b += ATTN_BF16_TILE;
     x->left--;
 }
 
@@ -170,8 +170,8 @@ INLINE void run_block(block *x, const bool single) {
     plain_step(x, false, single);
 }
 
-void attn__amx_run(const attn_amx_product *product) {
-    const attn_amx_product p = *product;
+void attn__bf16_run(const attn_bf16_product *product) {
+    const attn_bf16_product p = *product;
     if (p.by_vectors) {
         run_by_vectors(product);
         return;
@@ -192,16 +192,12 @@ void attn__amx_run(const attn_amx_product *product) {
 
 /* ---- operands from rows ---- */
 
-/* 32 x 32 elements to be packed, some of which may have to be made up: then they are a copy, with zeros. */
-typedef struct square {
-    const uint16_t *data;
-    int64_t row;
-    uint16_t copy[32 * 32];
-} square;
+typedef __m512i words;
+#include "bf16_pack.h"
 
 INLINE __mmask32 first_of_32(int32_t n) { return n >= 32 ? ~(__mmask32)0 : ((__mmask32)1 << n) - 1; }
 
-INLINE void take_square(square *q, const uint16_t *from, int64_t row, int32_t rows, int32_t dims) {
+static inline void take_square(square *q, const uint16_t *from, int64_t row, int32_t rows, int32_t dims) {
     q->data = from;
     q->row = row;
     if (rows >= 32 && dims >= 32) return;
@@ -248,7 +244,7 @@ INLINE __m512i transpose_eight(uint16_t *to, const uint16_t *from, int64_t row, 
 }
 
 /* Are elements finite of which the largest, doubled, are these? */
-INLINE bool is_finite(__m512i most) { return _mm512_cmpge_epu16_mask(most, _mm512_set1_epi16((short)(2 * 0x7f80))) == 0; }
+INLINE bool is_finite(__m512i most) { return _mm512_cmpge_epu16_mask(most, _mm512_set1_epi16((short)TWICE_INFINITY)) == 0; }
 
 /* 16 elements of two rows, in turn. */
 INLINE __m512i zip(const uint16_t *even, const uint16_t *odd) {
@@ -257,13 +253,7 @@ INLINE __m512i zip(const uint16_t *even, const uint16_t *odd) {
     return _mm512_or_si512(low, _mm512_slli_epi32(high, 16));
 }
 
-/*
- * Packs one square into its tiles, of which the first is at `to`; the second one of m or n is a panel on, and is left alone where
- * n has none (!both). most: see transpose_eight.
- */
-typedef void pack_square(uint16_t *to, int64_t panel, const square *q, bool both, __m512i *most);
-
-INLINE void square_of_rows(uint16_t *to, int64_t panel, const square *q, bool both, __m512i *most) {
+INLINE void square_of_rows(uint16_t *to, int64_t panel, const square *q, bool both, words *most) {
     (void)both, (void)most;
     for (int32_t n = 0; n < 16; n++) {
         _mm512_storeu_si512(to + (ptrdiff_t)32 * n, _mm512_loadu_si512(q->data + n * q->row));
@@ -271,13 +261,13 @@ INLINE void square_of_rows(uint16_t *to, int64_t panel, const square *q, bool bo
     }
 }
 
-INLINE void square_of_columns(uint16_t *to, int64_t panel, const square *q, bool both, __m512i *most) {
+INLINE void square_of_columns(uint16_t *to, int64_t panel, const square *q, bool both, words *most) {
     (void)both;
     for (int n = 0; n < 4; n++)
         *most = transpose_eight(to + n / 2 * panel + n % 2 * 256, q->data + (ptrdiff_t)8 * n, q->row, *most);
 }
 
-INLINE void square_of_dims(uint16_t *to, int64_t panel, const square *q, bool both, __m512i *most) {
+INLINE void square_of_dims(uint16_t *to, int64_t panel, const square *q, bool both, words *most) {
     (void)most;
     for (int32_t half = 0; half < 1 + both; half++, to += panel) {
         const uint16_t *at = q->data + 16 * half * q->row;
@@ -288,7 +278,7 @@ INLINE void square_of_dims(uint16_t *to, int64_t panel, const square *q, bool bo
     }
 }
 
-INLINE void square_of_pairs(uint16_t *to, int64_t panel, const square *q, bool both, __m512i *most) {
+INLINE void square_of_pairs(uint16_t *to, int64_t panel, const square *q, bool both, words *most) {
     (void)most;
     for (int32_t half = 0; half < 1 + both; half++, to += panel) {
         const uint16_t *at = q->data + (ptrdiff_t)16 * half;
@@ -297,39 +287,25 @@ INLINE void square_of_pairs(uint16_t *to, int64_t panel, const square *q, bool b
     }
 }
 
-/* Packs square after square. k_is_dims: k runs over dims, and m or n over rows; otherwise the other way round. */
-INLINE void pack(pack_square *one, const bool k_is_dims, uint16_t *to, const uint16_t *from, int64_t row, int32_t rows,
-                 int32_t dim, __m512i *most) {
-    int64_t panel = attn__ceil_div(k_is_dims ? dim : rows, 32) * ATTN_AMX_TILE;
-    square q;
-    for (int32_t i = 0; i < rows; i += 32) {
-        for (int32_t x = 0; x < dim; x += 32) {
-            int32_t n = k_is_dims ? i : x, k = k_is_dims ? x : i;
-            take_square(&q, from + i * row + x, row, rows - i, dim - x);
-            one(to + n / 16 * panel + k / 32 * ATTN_AMX_TILE, panel, &q, n + 16 < (k_is_dims ? rows : dim), most);
-        }
-    }
-}
-
-void attn__amx_pack_rows(uint16_t *a, const uint16_t *from, int64_t row, int32_t rows, int32_t dim) {
+void attn__bf16_pack_rows(uint16_t *a, const uint16_t *from, int64_t row, int32_t rows, int32_t dim) {
     pack(square_of_rows, true, a, from, row, rows, dim, NULL);
 }
 
-bool attn__amx_pack_columns(uint16_t *a, const uint16_t *from, int64_t row, int32_t rows, int32_t dim) {
+bool attn__bf16_pack_columns(uint16_t *a, const uint16_t *from, int64_t row, int32_t rows, int32_t dim) {
     __m512i most = _mm512_setzero_si512();
     pack(square_of_columns, false, a, from, row, rows, dim, &most);
     return is_finite(most);
 }
 
-void attn__amx_pack_dims(uint16_t *b, const uint16_t *from, int64_t row, int32_t rows, int32_t dim) {
+void attn__bf16_pack_dims(uint16_t *b, const uint16_t *from, int64_t row, int32_t rows, int32_t dim) {
     pack(square_of_dims, true, b, from, row, rows, dim, NULL);
 }
 
-void attn__amx_pack_pairs(uint16_t *b, const uint16_t *from, int64_t row, int32_t rows, int32_t dim) {
+void attn__bf16_pack_pairs(uint16_t *b, const uint16_t *from, int64_t row, int32_t rows, int32_t dim) {
     pack(square_of_pairs, false, b, from, row, rows, dim, NULL);
 }
 
-bool attn__amx_finite(const uint16_t *from, int64_t row, int32_t rows, int32_t dim) {
+bool attn__bf16_finite(const uint16_t *from, int64_t row, int32_t rows, int32_t dim) {
     __m512i most = _mm512_setzero_si512();
     for (int32_t i = 0; i < rows; i++) {
         for (int32_t x = 0; x < dim; x += 32) {
@@ -338,18 +314,6 @@ bool attn__amx_finite(const uint16_t *from, int64_t row, int32_t rows, int32_t d
         }
     }
     return is_finite(most);
-}
-
-const uint16_t *attn__amx_clean(uint16_t *to, const uint16_t *from, int64_t row, int32_t rows, int32_t dim, bool *bad) {
-    for (int32_t i = 0; i < rows; i++) {
-        bad[i] = false;
-        for (int32_t x = 0; x < dim; x++) {
-            uint16_t value = from[i * row + x];
-            bad[i] |= attn__amx_is_bad(value);
-            to[(int64_t)i * dim + x] = attn__amx_is_bad(value) ? 0 : value;
-        }
-    }
-    return to;
 }
 
 /* ---- softmax ---- */
@@ -382,13 +346,13 @@ INLINE __m512 exp2_of(__m512 t) {
 
 /* Products done in the shade of something else: `steps` of them are owed for every `groups` groups of vectors. */
 typedef struct shade {
-    const attn_amx_product *at, *end;
+    const attn_bf16_product *at, *end;
     int32_t i, j; /* of the block at hand */
     int64_t steps, groups, owed;
     block x;
 } shade;
 
-INLINE void shade_make(shade *d, const attn_amx_product *products, int32_t count, int64_t groups) {
+INLINE void shade_make(shade *d, const attn_bf16_product *products, int32_t count, int64_t groups) {
     *d = (shade){.at = products, .end = products + count, .groups = groups};
     for (int32_t n = 0; n < count; n++)
         d->steps += (int64_t)(products[n].m / 32) * ((products[n].n + 31) / 32) * (products[n].k / 32 + 1);
@@ -507,10 +471,10 @@ static void exp_rest(column *c, uint16_t *p, const float *s, int32_t keys, int32
     c->sum = _mm512_add_ps(c->sum, sum);
 }
 
-INLINE void exp_column(column *c, const attn_amx_softmax *m, int32_t r, shade *d) {
+INLINE void exp_column(column *c, const attn_bf16_softmax *m, int32_t r, shade *d) {
     const float *s = m->s + r / 16 * m->s_panel;
     uint16_t *p = m->p + r / 16 * m->p_panel;
-    int32_t whole = m->keys / GROUP * GROUP, end = (int32_t)attn__amx_pad(m->keys);
+    int32_t whole = m->keys / GROUP * GROUP, end = (int32_t)attn__bf16_pad(m->keys);
     c->sum = _mm512_setzero_ps();
     exp_groups(c, p, s, m->keys, d);
     if (whole < end) exp_rest(c, p + (ptrdiff_t)16 * whole, s + (ptrdiff_t)16 * whole, m->keys - whole, end - whole);
@@ -532,7 +496,7 @@ static void scale_large(float *s, int32_t keys, column *c, __mmask16 large) {
 }
 
 /* 16 columns from r on. */
-INLINE void softmax_columns(const attn_amx_softmax *m, int32_t r, shade *d) {
+INLINE void softmax_columns(const attn_bf16_softmax *m, int32_t r, shade *d) {
     const __m512 none = _mm512_set1_ps(-INFINITY), before = _mm512_loadu_ps(m->max + r);
     float *s = m->s + r / 16 * m->s_panel;
     column c = {.scale = _mm512_set1_ps(m->scale), .factor = _mm512_set1_ps(m->factor)};
@@ -558,7 +522,7 @@ INLINE uint32_t swap_mode(uint32_t mode) {
     return old;
 }
 
-void attn__amx_softmax(const attn_amx_softmax *step, const attn_amx_product *products, int32_t count) {
+void attn__bf16_softmax(const attn_bf16_softmax *step, const attn_bf16_product *products, int32_t count) {
     uint32_t mode = swap_mode(DEFAULT_MODE | FLUSH_TO_ZERO);
     int64_t groups = (int64_t)(step->keys / GROUP + step->keys / MAX_GROUP) * (step->width / 16);
     bool by_vectors = count > 0 && products->by_vectors;
@@ -583,7 +547,7 @@ typedef struct pair_of {
 } pair_of;
 
 /* 16 rows and one key. plain: no slope, no rest, and every lse is a finite number, so that -inf in s makes p = 0 by itself. */
-INLINE pair_of gradient(const attn_amx_gradients *m, const lanes *c, int64_t at, const bool plain) {
+INLINE pair_of gradient(const attn_bf16_gradients *m, const lanes *c, int64_t at, const bool plain) {
     const __m512 log2e = _mm512_set1_ps(1.44269504088896340736f);
     __m512 s = _mm512_loadu_ps(m->s + at), t = _mm512_fmsub_ps(s, _mm512_set1_ps(m->scale), c->lse);
     if (!plain && m->rest) t = _mm512_add_ps(t, _mm512_loadu_ps(m->rest + at));
@@ -599,7 +563,7 @@ INLINE pair_of gradient(const attn_amx_gradients *m, const lanes *c, int64_t at,
 }
 
 /* One key: a row of a tile of p and one of d_s, which is returned. */
-INLINE __m512i gradient_row(const attn_amx_gradients *m, const lanes c[2], int32_t j, const bool plain) {
+INLINE __m512i gradient_row(const attn_bf16_gradients *m, const lanes c[2], int32_t j, const bool plain) {
     pair_of low = gradient(m, &c[0], (int64_t)j * 16, plain), high = gradient(m, &c[1], (int64_t)j * 16 + m->panel, plain);
     int64_t to = j / 16 * m->down + (ptrdiff_t)(j % 16) * 32;
     __m512i d_s = (__m512i)_mm512_cvtne2ps_pbh(high.d_s, low.d_s);
@@ -608,8 +572,8 @@ INLINE __m512i gradient_row(const attn_amx_gradients *m, const lanes c[2], int32
     return d_s;
 }
 
-INLINE void gradient_keys(const attn_amx_gradients *step, const lanes c[2], const bool plain) {
-    attn_amx_gradients m = *step;
+INLINE void gradient_keys(const attn_bf16_gradients *step, const lanes c[2], const bool plain) {
+    attn_bf16_gradients m = *step;
     for (int32_t j = 0; j < m.keys; j += 2) {
         __m512i even = gradient_row(&m, c, j, plain), odd = gradient_row(&m, c, j + 1, plain);
         _mm512_storeu_si512(m.pairs + (ptrdiff_t)16 * j, _mm512_unpacklo_epi16(even, odd));
@@ -617,7 +581,7 @@ INLINE void gradient_keys(const attn_amx_gradients *step, const lanes c[2], cons
     }
 }
 
-void attn__amx_gradients(const attn_amx_gradients *step) {
+void attn__bf16_gradients(const attn_bf16_gradients *step) {
     uint32_t mode = swap_mode(DEFAULT_MODE | FLUSH_TO_ZERO);
     const __m512 none = _mm512_set1_ps(INFINITY);
     bool plain = !step->slope && !step->rest;
@@ -635,20 +599,8 @@ void attn__amx_gradients(const attn_amx_gradients *step) {
     swap_mode(mode);
 }
 
-void attn__amx_rescale(float *o, int32_t dim, const float *alpha) {
+void attn__bf16_rescale(float *o, int32_t dim, const float *alpha) {
     __m512 factor = _mm512_loadu_ps(alpha);
     if (_mm512_cmp_ps_mask(factor, _mm512_set1_ps(1.0f), _CMP_NEQ_UQ) == 0) return;
     for (int32_t x = 0; x < dim; x++, o += 16) _mm512_storeu_ps(o, _mm512_mul_ps(_mm512_loadu_ps(o), factor));
-}
-
-/* ---- the end ---- */
-
-void attn__amx_transpose(float *to, int64_t ld, const float *panel, int32_t dim) {
-    for (int32_t x = 0; x < dim; x += 16, panel += 16 * 16, to += 16) {
-        for (int32_t r = 0; r < 16; r += 4) {
-            const uint16_t *from = (const uint16_t *)(panel + r); /* 32 of these are a row of the panel */
-            transpose_quarters((uint16_t *)(to + r * ld), 2 * ld, four_rows(from, 4 * 32), four_rows(from + 32, 4 * 32),
-                               four_rows(from + 2 * 32, 4 * 32), four_rows(from + 3 * 32, 4 * 32));
-        }
-    }
 }

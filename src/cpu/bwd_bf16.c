@@ -1,5 +1,5 @@
 /*
- * The backward of bf16 by AMX or by AVX-512 BF16 (amx.h): what bwd.c does with a strip of keys, for sequences that are not narrow, q, k, v and o all bf16.
+ * The backward of bf16 by products of bf16 (bf16.h): what bwd.c does with a strip of keys, for sequences that are not narrow, q, k, v and o all bf16.
  *
  * The strip's keys and values are packed into operands once, and so are q and d_o of each query tile of up to ROWS rows. A tile meets the
  * strip in blocks of up to KEYS keys, and a block part by part, 32 rows each:
@@ -14,7 +14,7 @@
  * Masked pairs have p = d_s = 0, which must not meet NaN or infinity (C2). The operands of the last three products have zeros in
  * their place; what that leaves out is added one by one, for the pairs that are allowed.
  */
-#include "amx.h"
+#include "bf16.h"
 
 #include <math.h>
 #include <string.h>
@@ -22,14 +22,14 @@
 #include "../numeric.h"
 #include "tile.h"
 
-#ifdef ATTN_HAVE_AMX
+#ifdef ATTN_HAVE_BF16
 
 enum {
     ROWS = 128,              /* of a tile; a multiple of 32 */
     KEYS = 256,              /* of a block; a multiple of ATTN_TILE_COLS */
     STRIP = ATTN_STRIP_KEYS, /* of a unit */
     CLASSES = KEYS / ATTN_TILE_COLS,
-    PARTS = ROWS / ATTN_AMX_ROWS
+    PARTS = ROWS / ATTN_BF16_ROWS
 };
 
 /* One thread's memory. */
@@ -39,7 +39,7 @@ typedef struct scratch {
     float *d_k, *d_v;              /* [dim / 16][STRIP][16] */
     uint16_t *q, *d_o;             /* operands b: n over rows */
     uint16_t *q_t, *d_o_t;         /* n over dims; NaN and infinity are 0 */
-    float *d_q;                    /* [ROWS / 16][dim][16], rows of 32 in the order of attn__amx_row */
+    float *d_q;                    /* [ROWS / 16][dim][16], rows of 32 in the order of attn__bf16_row */
     float *s, *d_p, *slope, *rest; /* of a part, [2][keys][16] */
     uint16_t *p, *d_s;             /* of a block, operands a, m over keys, k over rows */
     uint16_t *pairs;               /* d_s of a part, operand b */
@@ -51,8 +51,8 @@ typedef struct scratch {
 /* As attn__lay_out, which it calls. */
 static int64_t lay_out(scratch *m, char *at, const attn_plan *plan) {
     const attn_problem *p = &plan->problem;
-    int64_t qk = attn__amx_pad(p->dim_qk), v = attn__amx_pad(p->dim_v), most = qk > v ? qk : v;
-    int64_t half = sizeof(uint16_t), whole = sizeof(float), part = KEYS * ATTN_AMX_ROWS;
+    int64_t qk = attn__bf16_pad(p->dim_qk), v = attn__bf16_pad(p->dim_v), most = qk > v ? qk : v;
+    int64_t half = sizeof(uint16_t), whole = sizeof(float), part = KEYS * ATTN_BF16_ROWS;
     const attn_room rooms[] = {
         {&m->k, STRIP * qk * half},   {&m->v, STRIP * v * half},
         {&m->k_t, STRIP * qk * half}, {&m->d_k, STRIP * qk * whole},
@@ -69,7 +69,7 @@ static int64_t lay_out(scratch *m, char *at, const attn_plan *plan) {
     return attn__lay_out(at, rooms, sizeof rooms / sizeof rooms[0]);
 }
 
-int64_t attn__amx_bwd_scratch(const attn_plan *plan) {
+int64_t attn__bf16_bwd_scratch(const attn_plan *plan) {
     scratch unused;
     return lay_out(&unused, NULL, plan);
 }
@@ -106,12 +106,12 @@ static const uint16_t *q_row(const strip *s, const attn_tensor *of, int32_t r) {
 static void load_keys(strip *s) {
     const uint16_t *k = kv_row(s, &s->f->k, s->j0), *v = kv_row(s, &s->f->v, s->j0);
     int64_t k_row = s->f->k.stride[1], v_row = s->f->v.stride[1];
-    attn__amx_pack_rows(s->m.k, k, k_row, s->keys, s->p->dim_qk);
-    attn__amx_pack_rows(s->m.v, v, v_row, s->keys, s->p->dim_v);
-    s->any_k = !attn__amx_pack_columns(s->m.k_t, k, k_row, s->keys, s->p->dim_qk);
+    attn__bf16_pack_rows(s->m.k, k, k_row, s->keys, s->p->dim_qk);
+    attn__bf16_pack_rows(s->m.v, v, v_row, s->keys, s->p->dim_v);
+    s->any_k = !attn__bf16_pack_columns(s->m.k_t, k, k_row, s->keys, s->p->dim_qk);
     if (!s->any_k) return;
-    k = attn__amx_clean(s->m.rows, k, k_row, s->keys, s->p->dim_qk, s->bad_k);
-    attn__amx_pack_columns(s->m.k_t, k, s->p->dim_qk, s->keys, s->p->dim_qk);
+    k = attn__bf16_clean(s->m.rows, k, k_row, s->keys, s->p->dim_qk, s->bad_k);
+    attn__bf16_pack_columns(s->m.k_t, k, s->p->dim_qk, s->keys, s->p->dim_qk);
 }
 
 /* q or d_o of the tile as operands b, `b` with n over rows and `b_t` with n over dims. Rows without a key become 0 (C1). True: bad has rows. */
@@ -128,11 +128,11 @@ static bool load_operands(strip *s, const attn_tensor *of, int32_t dim, uint16_t
             memcpy(to, from + r * row, (size_t)dim * sizeof *to);
     }
     if (is_empty) from = s->m.rows, row = dim;
-    if (s->rows % 32 != 0) memset(b, 0, (size_t)(attn__amx_pad(s->rows) * attn__amx_pad(dim)) * sizeof *b);
-    attn__amx_pack_dims(b, from, row, s->rows, dim);
-    bool finite = attn__amx_finite(from, row, s->rows, dim);
-    if (!finite) from = attn__amx_clean(s->m.rows, from, row, s->rows, dim, bad), row = dim;
-    attn__amx_pack_pairs(b_t, from, row, s->rows, dim);
+    if (s->rows % 32 != 0) memset(b, 0, (size_t)(attn__bf16_pad(s->rows) * attn__bf16_pad(dim)) * sizeof *b);
+    attn__bf16_pack_dims(b, from, row, s->rows, dim);
+    bool finite = attn__bf16_finite(from, row, s->rows, dim);
+    if (!finite) from = attn__bf16_clean(s->m.rows, from, row, s->rows, dim, bad), row = dim;
+    attn__bf16_pack_pairs(b_t, from, row, s->rows, dim);
     return !finite;
 }
 
@@ -185,17 +185,18 @@ static item make_item(const strip *s, int32_t n, int32_t at) {
 
 /* c = a b, where a has keys and b rows of the part: scores, or d_p. */
 static void score_product(const strip *s, const item *w, float *c, const uint16_t *a, const uint16_t *b, int64_t dim) {
-    int32_t keys = (int32_t)attn__amx_pad(w->end - w->first);
-    attn__amx_run(&(attn_amx_product){.c = c,
-                                      .ldc = 16,
-                                      .c_panel = 16 * keys,
-                                      .a = attn__amx_packed(a + (w->at + w->first) * dim, (int32_t)dim, 0),
-                                      .b = b + 32 * w->n * dim,
-                                      .b_panel = 16 * dim,
-                                      .m = keys,
-                                      .n = ATTN_AMX_ROWS,
-                                      .k = (int32_t)dim,
-                                      .by_vectors = attn__by_vectors(s->plan)});
+    int32_t keys = (int32_t)attn__bf16_pad(w->end - w->first);
+    attn__bf16_run(&(attn_bf16_product){.c = c,
+                                        .ldc = 16,
+                                        .c_panel = 16 * keys,
+                                        .a = a + (w->at + w->first) * dim,
+                                        .a_panel = 16 * dim,
+                                        .b = b + 32 * w->n * dim,
+                                        .b_panel = 16 * dim,
+                                        .m = keys,
+                                        .n = ATTN_BF16_ROWS,
+                                        .k = (int32_t)dim,
+                                        .by_vectors = attn__by_vectors(s->plan)});
 }
 
 static void fill(float *x, float value, int64_t count) {
@@ -206,7 +207,7 @@ static void fill(float *x, float value, int64_t count) {
 static void prepare_tile(const strip *s, const item *w, int32_t n, int32_t first, int32_t keys) {
     const attn_rows *t = &s->panel[2 * w->n + n];
     int class = w->class[first / ATTN_TILE_COLS];
-    int64_t at = 16 * (n * attn__amx_pad(w->end - w->first) + first - w->first);
+    int64_t at = 16 * (n * attn__bf16_pad(w->end - w->first) + first - w->first);
     float *slope = s->p->softcap > 0 ? s->m.slope + at : NULL, *rest = s->p->flags & ATTN_ALIBI ? s->m.rest + at : NULL;
     if (class == ATTN_TILE_SKIP) {
         fill(s->m.s + at, -INFINITY, keys * 16);
@@ -224,15 +225,13 @@ static void prepare(const strip *s, const item *w) {
     for (int32_t n = 0; n < 2; n++) {
         for (int32_t j = w->first; j < w->end; j += ATTN_TILE_COLS)
             prepare_tile(s, w, n, j, attn__min32(ATTN_TILE_COLS, w->end - j));
-        fill(s->m.s + 16 * (n * attn__amx_pad(keys) + keys), -INFINITY,
-             16 * (attn__amx_pad(keys) - keys)); /* keys that are not there */
+        fill(s->m.s + 16 * (n * attn__bf16_pad(keys) + keys), -INFINITY,
+             16 * (attn__bf16_pad(keys) - keys)); /* keys that are not there */
     }
 }
 
 /* Where p or d_s of row r and key j of the block is in operand a. */
-static int64_t place(int32_t r, int32_t j) {
-    return (int64_t)(j / 16 * PARTS + r / 32) * ATTN_AMX_TILE + j % 16 * 32 + r % 32;
-}
+static int64_t place(int32_t r, int32_t j) { return attn__bf16_place_a(PARTS * ATTN_BF16_TILE, j, r); }
 
 static void drop(const strip *s, const item *w) {
     const attn_rows *t = s->panel;
@@ -248,19 +247,19 @@ static void drop(const strip *s, const item *w) {
 }
 
 static void add_d_q(const strip *s, const item *w) {
-    int32_t keys = (int32_t)attn__amx_pad(w->end - w->first);
-    attn__amx_run(
-        &(attn_amx_product){.c = s->m.d_q + 32 * w->n * s->qk,
-                            .ldc = 16,
-                            .c_panel = 16 * s->qk,
-                            .a = attn__amx_packed(s->m.k_t, (int32_t)attn__amx_pad(s->keys), (w->at + w->first) / 32),
-                            .b = s->m.pairs,
-                            .b_panel = 16 * keys,
-                            .m = (int32_t)s->qk,
-                            .n = ATTN_AMX_ROWS,
-                            .k = keys,
-                            .accumulate = true,
-                            .by_vectors = attn__by_vectors(s->plan)});
+    int32_t keys = (int32_t)attn__bf16_pad(w->end - w->first);
+    attn__bf16_run(&(attn_bf16_product){.c = s->m.d_q + 32 * w->n * s->qk,
+                                        .ldc = 16,
+                                        .c_panel = 16 * s->qk,
+                                        .a = s->m.k_t + (w->at + w->first) / 32 * ATTN_BF16_TILE,
+                                        .a_panel = 16 * attn__bf16_pad(s->keys),
+                                        .b = s->m.pairs,
+                                        .b_panel = 16 * keys,
+                                        .m = (int32_t)s->qk,
+                                        .n = ATTN_BF16_ROWS,
+                                        .k = keys,
+                                        .accumulate = true,
+                                        .by_vectors = attn__by_vectors(s->plan)});
 }
 
 /* p and d_s of a part, and its share of d_q. */
@@ -268,20 +267,20 @@ static void work_part(const strip *s, const item *w) {
     score_product(s, w, s->m.s, s->m.k, s->m.q, s->qk);
     score_product(s, w, s->m.d_p, s->m.v, s->m.d_o, s->v);
     prepare(s, w);
-    attn__amx_gradients(&(attn_amx_gradients){.s = s->m.s,
-                                              .d_p = s->m.d_p,
-                                              .slope = s->p->softcap > 0 ? s->m.slope : NULL,
-                                              .rest = s->p->flags & ATTN_ALIBI ? s->m.rest : NULL,
-                                              .panel = 16 * attn__amx_pad(w->end - w->first),
-                                              .keys = (int32_t)attn__amx_pad(w->end - w->first),
-                                              .scale = s->scaled ? 1 : s->scale,
-                                              .keep = (float)(1 / (1 - s->p->dropout)),
-                                              .lse = s->m.lse + 32 * w->n,
-                                              .delta = s->m.delta + 32 * w->n,
-                                              .p = s->m.p + place(32 * w->n, w->first),
-                                              .d_s = s->m.d_s + place(32 * w->n, w->first),
-                                              .down = PARTS * ATTN_AMX_TILE,
-                                              .pairs = s->m.pairs});
+    attn__bf16_gradients(&(attn_bf16_gradients){.s = s->m.s,
+                                                .d_p = s->m.d_p,
+                                                .slope = s->p->softcap > 0 ? s->m.slope : NULL,
+                                                .rest = s->p->flags & ATTN_ALIBI ? s->m.rest : NULL,
+                                                .panel = 16 * attn__bf16_pad(w->end - w->first),
+                                                .keys = (int32_t)attn__bf16_pad(w->end - w->first),
+                                                .scale = s->scaled ? 1 : s->scale,
+                                                .keep = (float)(1 / (1 - s->p->dropout)),
+                                                .lse = s->m.lse + 32 * w->n,
+                                                .delta = s->m.delta + 32 * w->n,
+                                                .p = s->m.p + place(32 * w->n, w->first),
+                                                .d_s = s->m.d_s + place(32 * w->n, w->first),
+                                                .down = PARTS * ATTN_BF16_TILE,
+                                                .pairs = s->m.pairs});
     if (s->p->dropout > 0) drop(s, w);
     if (s->f->d_q.data) add_d_q(s, w);
 }
@@ -291,19 +290,19 @@ static void work_part(const strip *s, const item *w) {
 /* c += a b, where a has keys [first, end) of the block and b rows of parts [n, n_end): d_v, or d_k. */
 static void add_to_keys(const strip *s, float *c, const uint16_t *a, const uint16_t *b, int32_t dim, const item *all,
                         int32_t n_end) {
-    int64_t b_panel = (int64_t)s->parts * ATTN_AMX_TILE;
-    attn_amx_a keys = {a + place(32 * all->n, all->first), 32, ATTN_AMX_TILE, PARTS * ATTN_AMX_TILE};
-    attn__amx_run(&(attn_amx_product){.c = c + 16 * (all->at + all->first),
-                                      .ldc = 16,
-                                      .c_panel = 16 * STRIP,
-                                      .a = keys,
-                                      .b = b + (int64_t)all->n * ATTN_AMX_TILE,
-                                      .b_panel = b_panel,
-                                      .m = (int32_t)attn__amx_pad(all->end - all->first),
-                                      .n = (dim + 15) / 16 * 16,
-                                      .k = 32 * (n_end - all->n),
-                                      .accumulate = true,
-                                      .by_vectors = attn__by_vectors(s->plan)});
+    int64_t b_panel = (int64_t)s->parts * ATTN_BF16_TILE;
+    attn__bf16_run(&(attn_bf16_product){.c = c + 16 * (all->at + all->first),
+                                        .ldc = 16,
+                                        .c_panel = 16 * STRIP,
+                                        .a = a + place(32 * all->n, all->first),
+                                        .a_panel = PARTS * ATTN_BF16_TILE,
+                                        .b = b + (int64_t)all->n * ATTN_BF16_TILE,
+                                        .b_panel = b_panel,
+                                        .m = (int32_t)attn__bf16_pad(all->end - all->first),
+                                        .n = (dim + 15) / 16 * 16,
+                                        .k = 32 * (n_end - all->n),
+                                        .accumulate = true,
+                                        .by_vectors = attn__by_vectors(s->plan)});
 }
 
 static bool allowed(const strip *s, int32_t r, int32_t j) {
@@ -315,15 +314,15 @@ static bool allowed(const strip *s, int32_t r, int32_t j) {
 /* to[x] += weight * from[x] where that is NaN or infinity; elements of `to` are in panels of 16, `panel` apart. */
 static void add_bad(float *to, int64_t panel, float weight, const uint16_t *from, int32_t dim) {
     for (int32_t x = 0; x < dim; x++)
-        if (attn__amx_is_bad(from[x])) to[x / 16 * panel + x % 16] += weight * attn__from_bf16(from[x]);
+        if (attn__bf16_is_bad(from[x])) to[x / 16 * panel + x % 16] += weight * attn__from_bf16(from[x]);
 }
 
 /* The same for d_q, where dims are 16 apart. */
 static void add_bad_d_q(const strip *s, int32_t r, float weight, const uint16_t *k) {
-    int32_t in = r % 32, panel = r / 32 * 2 + in / 4 % 2;
-    float *to = s->m.d_q + 16 * panel * s->qk + in / 8 * 4 + in % 4;
+    int32_t in = attn__bf16_column(r % 32);
+    float *to = s->m.d_q + (r / 32 * 32 + in / 16 * 16) * s->qk + in % 16;
     for (int32_t x = 0; x < s->p->dim_qk; x++)
-        if (attn__amx_is_bad(k[x])) to[(int64_t)x * 16] += weight * attn__from_bf16(k[x]);
+        if (attn__bf16_is_bad(k[x])) to[(int64_t)x * 16] += weight * attn__from_bf16(k[x]);
 }
 
 /* What the operands leave out, of keys [first, end) of the block, for the pairs that are allowed. */
@@ -343,11 +342,11 @@ static void add_left_out(const strip *s, const item *all) {
     }
 }
 
-/* Zeros for p and d_s of part n and keys [first, end). */
+/* Zeros for p and d_s of part n and keys [first, end), both multiples of 16: tiles. */
 static void clear(const strip *s, int32_t n, int32_t first, int32_t end) {
-    for (int32_t j = first; j < end; j++) {
-        memset(s->m.p + place(32 * n, j), 0, 32 * sizeof(uint16_t));
-        memset(s->m.d_s + place(32 * n, j), 0, 32 * sizeof(uint16_t));
+    for (int32_t j = first; j < end; j += 16) {
+        memset(s->m.p + place(32 * n, j), 0, ATTN_BF16_TILE * sizeof(uint16_t));
+        memset(s->m.d_s + place(32 * n, j), 0, ATTN_BF16_TILE * sizeof(uint16_t));
     }
 }
 
@@ -366,9 +365,10 @@ static void work_block(const strip *s, int32_t at) {
     if (all.n < 0) return;
     for (int32_t n = all.n; n < n_end; n++) {
         if (part[n].end > 0) work_part(s, &part[n]);
-        int32_t end = all.first + (int32_t)attn__amx_pad(all.end - all.first), mine = part[n].end > 0 ? part[n].first : end;
+        int32_t end = all.first + (int32_t)attn__bf16_pad(all.end - all.first),
+                mine = part[n].end > 0 ? part[n].first : end;
         clear(s, n, all.first, mine);
-        if (part[n].end > 0) clear(s, n, mine + (int32_t)attn__amx_pad(part[n].end - mine), end);
+        if (part[n].end > 0) clear(s, n, mine + (int32_t)attn__bf16_pad(part[n].end - mine), end);
     }
     if (s->f->d_v.data) add_to_keys(s, s->m.d_v, s->m.p, s->m.d_o_t, s->p->dim_v, &all, n_end);
     if (s->f->d_k.data) add_to_keys(s, s->m.d_k, s->m.d_s, s->m.q_t, s->p->dim_qk, &all, n_end);
@@ -379,7 +379,7 @@ static void work_block(const strip *s, int32_t at) {
 
 /* Where column c of panel n of d_q is a row of the tile: the panel of 16 rows that it belongs to, or NULL. */
 static const attn_rows *row_of(const strip *s, int32_t n, int32_t c, int32_t *r) {
-    *r = n / 2 * 32 + attn__amx_row(n % 2, c);
+    *r = n / 2 * 32 + attn__bf16_row(n % 2, c);
     return *r < s->rows ? &s->panel[*r / 16] : NULL;
 }
 
@@ -401,7 +401,7 @@ static void take_turn(const strip *s, int32_t before) {
 static void give_turn(const strip *s, int32_t before, bool is_last) {
     int32_t r;
     for (int32_t n = 0; n < 2 * s->parts; n++) {
-        attn__amx_transpose(s->m.out, s->qk, s->m.d_q + 16 * n * s->qk, (int32_t)s->qk);
+        attn__bf16_transpose(s->panel->micro, s->m.out, s->qk, s->m.d_q + 16 * n * s->qk, (int32_t)s->qk);
         for (int32_t c = 0; c < 16; c++) {
             const attn_rows *t = row_of(s, n, c, &r);
             if (t) attn__bwd_give_row_f32(t, r % 16, s->m.out + c * s->qk, is_last);
@@ -431,13 +431,13 @@ static void store(const strip *s, const attn_tensor *to, const float *from, int3
     }
 }
 
-void attn__amx_keys(const attn_plan *plan, const attn_buffers *f, const attn_unit *unit, int32_t kv_head, int32_t slot) {
+void attn__bf16_keys(const attn_plan *plan, const attn_buffers *f, const attn_unit *unit, int32_t kv_head, int32_t slot) {
     const attn_problem *p = &plan->problem;
     int32_t group = p->heads_q / p->heads_kv, first, end;
     strip s = {.plan = plan, .f = f, .p = p, .j0 = unit->row, .keys = unit->rows};
     lay_out(&s.m, (char *)attn__part(plan, f, CPU_SCRATCH) + slot * attn__bwd_scratch(plan), plan);
-    s.qk = attn__amx_pad(p->dim_qk);
-    s.v = attn__amx_pad(p->dim_v);
+    s.qk = attn__bf16_pad(p->dim_qk);
+    s.v = attn__bf16_pad(p->dim_v);
     s.scale = (float)p->scale;
     s.scaled = p->softcap > 0 || (p->flags & (ATTN_ALIBI | ATTN_BIAS)) || !(s.scale > 1e-30f && s.scale < 1e30f);
     attn__tile_make_f32(s.panel, plan, f, &(attn_unit){unit->b, 0, 1, -1}, kv_head * group, false);
@@ -445,22 +445,22 @@ void attn__amx_keys(const attn_plan *plan, const attn_buffers *f, const attn_uni
     memset(s.m.d_v, 0, (size_t)(STRIP * s.v) * sizeof *s.m.d_v);
     attn__mask_cols(&s.panel->mask, s.j0, s.j0 + s.keys, &first, &end);
     if (first < end) load_keys(&s);
-    if (!attn__by_vectors(plan)) attn__amx_begin();
+    attn__bf16_begin(attn__by_vectors(plan));
     for (int32_t h = kv_head * group; h < (kv_head + 1) * group; h++) {
         for (int32_t i0 = first / ROWS * ROWS; i0 < end; i0 += ROWS)
             work_tile(&s, unit->b, h, i0, attn__min32(ROWS, s.panel->mask.sq - i0));
     }
-    if (!attn__by_vectors(plan)) attn__amx_end();
+    attn__bf16_end(attn__by_vectors(plan));
     store(&s, &f->d_k, s.m.d_k, p->dim_qk, p->scale);
     store(&s, &f->d_v, s.m.d_v, p->dim_v, 1 / (1 - p->dropout));
 }
 
 #else
 
-void attn__amx_keys(const attn_plan *plan, const attn_buffers *f, const attn_unit *unit, int32_t kv_head, int32_t slot) {
+void attn__bf16_keys(const attn_plan *plan, const attn_buffers *f, const attn_unit *unit, int32_t kv_head, int32_t slot) {
     (void)plan, (void)f, (void)unit, (void)kv_head, (void)slot; /* no plan has this kernel */
 }
-int64_t attn__amx_bwd_scratch(const attn_plan *plan) {
+int64_t attn__bf16_bwd_scratch(const attn_plan *plan) {
     (void)plan;
     return 0;
 }

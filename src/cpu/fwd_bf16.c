@@ -1,9 +1,9 @@
 /*
- * The forward of bf16 by AMX or by AVX-512 BF16 (amx.h): sequences that are not narrow, q, k, v and o all bf16. The rest is as in fwd.c: strips of query tiles
+ * The forward of bf16 by products of bf16 (bf16.h): sequences that are not narrow, q, k, v and o all bf16. The rest is as in fwd.c: strips of query tiles
  * share each load of keys, which is here a packing into operands of tiles; every row walks its keys in ascending order.
  *
- * An item of work is a tile of 32 rows against up to 256 keys: scores S, softmax, and the product of P and V. While the vector units
- * make the exponentials of one item, the tiles multiply the scores of the next and P V of the one before:
+ * An item of work is a tile of 32 rows against up to 256 keys: scores S, softmax, and the product of P and V. With the softmax of one item
+ * come the scores of the next and P V of the one before, so that the tiles of AMX multiply while vectors make exponentials:
  *
  *     softmax 0        softmax 1        softmax 2
  *     S 1              P V 0, S 2       P V 1, S 3     ...
@@ -17,7 +17,7 @@
  * no number above 0. Such rows are done again by fwd.c, a tile at a time, so that many of them (a bias of -FLT_MAX for padding) take no
  * longer than there. A scale next to 0 is left to it altogether: it could bring an overflow back among other scores.
  */
-#include "amx.h"
+#include "bf16.h"
 
 #include <math.h>
 #include <string.h>
@@ -25,9 +25,9 @@
 #include "../numeric.h"
 #include "tile.h"
 
-#ifdef ATTN_HAVE_AMX
+#ifdef ATTN_HAVE_BF16
 
-enum { PARTS = ATTN_AMX_KEYS / ATTN_TILE_COLS, MEMBERS = ATTN_STRIP * ATTN_TILE_ROWS / ATTN_AMX_ROWS };
+enum { PARTS = ATTN_BF16_KEYS / ATTN_TILE_COLS, MEMBERS = ATTN_STRIP * ATTN_TILE_ROWS / ATTN_BF16_ROWS };
 
 /* A query tile of the strip: two panels of 16 rows, of which the second may have none. */
 typedef struct member {
@@ -54,20 +54,20 @@ typedef struct scratch {
 /* As attn__lay_out, which it calls. */
 static int64_t lay_out(scratch *m, char *at, const attn_plan *plan) {
     const attn_problem *p = &plan->problem;
-    int64_t qk = attn__amx_pad(p->dim_qk), v = attn__amx_pad(p->dim_v), rows = plan->strip * ATTN_TILE_ROWS;
-    int64_t item = ATTN_AMX_KEYS * ATTN_AMX_ROWS, half = sizeof(uint16_t), whole = sizeof(float);
+    int64_t qk = attn__bf16_pad(p->dim_qk), v = attn__bf16_pad(p->dim_v), rows = plan->strip * ATTN_TILE_ROWS;
+    int64_t item = ATTN_BF16_KEYS * ATTN_BF16_ROWS, half = sizeof(uint16_t), whole = sizeof(float);
     const attn_room rooms[] = {
-        {&m->tile, rows / ATTN_AMX_ROWS * (int64_t)sizeof(member)},
+        {&m->tile, rows / ATTN_BF16_ROWS * (int64_t)sizeof(member)},
         {&m->s[0], item * whole},
         {&m->s[1], item * whole},
         {&m->p[0], item * half},
         {&m->p[1], item * half},
-        {&m->k, ATTN_AMX_KEYS * qk * half},
-        {&m->v, ATTN_AMX_KEYS * v * half},
-        {&m->clean, ATTN_AMX_KEYS * v * half},
-        {&m->rows, ATTN_AMX_KEYS * (qk > v ? qk : v) * half},
+        {&m->k, ATTN_BF16_KEYS * qk * half},
+        {&m->v, ATTN_BF16_KEYS * v * half},
+        {&m->clean, ATTN_BF16_KEYS * v * half},
+        {&m->rows, ATTN_BF16_KEYS * (qk > v ? qk : v) * half},
         {&m->out, 16 * v * whole},
-        {&m->row, ATTN_AMX_KEYS * whole},
+        {&m->row, ATTN_BF16_KEYS * whole},
         {&m->q, rows * qk * half},
         {&m->o, rows * v * whole},
         {&m->max, rows * whole},
@@ -77,7 +77,7 @@ static int64_t lay_out(scratch *m, char *at, const attn_plan *plan) {
     return attn__lay_out(at, rooms, sizeof rooms / sizeof rooms[0]);
 }
 
-int64_t attn__amx_scratch(const attn_plan *plan) {
+int64_t attn__bf16_scratch(const attn_plan *plan) {
     scratch unused;
     return lay_out(&unused, NULL, plan);
 }
@@ -88,11 +88,11 @@ typedef struct strip {
     const attn_plan *plan;
     scratch m;
     int32_t count;
-    int32_t k_at, v_at;      /* first keys of the blocks that m.k and m.v hold; -1: none */
-    bool v_finite;           /* otherwise m.clean is made as well */
-    bool scaled;             /* are the scores scaled before the softmax? */
-    float scale;             /* of q, k and the problem */
-    bool bad[ATTN_AMX_KEYS]; /* keys of which m.clean leaves something out */
+    int32_t k_at, v_at;       /* first keys of the blocks that m.k and m.v hold; -1: none */
+    bool v_finite;            /* otherwise m.clean is made as well */
+    bool scaled;              /* are the scores scaled before the softmax? */
+    float scale;              /* of q, k and the problem */
+    bool bad[ATTN_BF16_KEYS]; /* keys of which m.clean leaves something out */
 } strip;
 
 /* One piece of work: keys [first, first + keys) of the block at j0. */
@@ -118,14 +118,14 @@ static void pack_q(const member *x, scratch *m) {
         from = m->rows;
         row = p->dim_qk;
     }
-    memset(x->q, 0, (size_t)(ATTN_AMX_ROWS * attn__amx_pad(p->dim_qk)) * sizeof *x->q);
-    attn__amx_pack_dims(x->q, from, row, x->rows, p->dim_qk);
+    memset(x->q, 0, (size_t)(ATTN_BF16_ROWS * attn__bf16_pad(p->dim_qk)) * sizeof *x->q);
+    attn__bf16_pack_dims(x->q, from, row, x->rows, p->dim_qk);
 }
 
 /* The tile with these rows joins the strip. */
 static void join(strip *s, const attn_buffers *f, const attn_unit *rows, int32_t h) {
     member *x = &s->m.tile[s->count];
-    int64_t row = (int64_t)s->count * ATTN_AMX_ROWS;
+    int64_t row = (int64_t)s->count * ATTN_BF16_ROWS;
     x->rows = rows->rows;
     for (int32_t n = 0; n < 2; n++) { /* a second panel without rows repeats the first, and nobody looks at it */
         int32_t first = 16 * n < x->rows ? 16 * n : 0;
@@ -133,14 +133,14 @@ static void join(strip *s, const attn_buffers *f, const attn_unit *rows, int32_t
         attn__tile_make_f32(&x->panel[n], s->plan, f, &part, h, false);
     }
     s->count++;
-    int64_t qk = attn__amx_pad(s->plan->problem.dim_qk), v = attn__amx_pad(s->plan->problem.dim_v);
+    int64_t qk = attn__bf16_pad(s->plan->problem.dim_qk), v = attn__bf16_pad(s->plan->problem.dim_v);
     x->q = s->m.q + row * qk;
     x->o = s->m.o + row * v;
     x->max = s->m.max + row;
     x->sum = s->m.sum + row;
     x->alpha = s->m.alpha + row;
-    memset(x->o, 0, (size_t)(ATTN_AMX_ROWS * v) * sizeof *x->o);
-    for (int32_t r = 0; r < ATTN_AMX_ROWS; r++) {
+    memset(x->o, 0, (size_t)(ATTN_BF16_ROWS * v) * sizeof *x->o);
+    for (int32_t r = 0; r < ATTN_BF16_ROWS; r++) {
         x->max[r] = -INFINITY;
         x->sum[r] = 0;
     }
@@ -164,14 +164,14 @@ static const uint16_t *rows_of(strip *s, const attn_tensor *of, int32_t dim, int
     return s->m.rows;
 }
 
-static int32_t keys_of(const strip *s, int32_t j0) { return attn__min32(ATTN_AMX_KEYS, s->m.tile->panel->mask.sk - j0); }
+static int32_t keys_of(const strip *s, int32_t j0) { return attn__min32(ATTN_BF16_KEYS, s->m.tile->panel->mask.sk - j0); }
 
 static void need_k(strip *s, int32_t j0) {
     const attn_rows *t = s->m.tile->panel;
     int64_t row;
     if (s->k_at == j0) return;
     const uint16_t *from = rows_of(s, &t->f->k, t->p->dim_qk, j0, keys_of(s, j0), &row);
-    attn__amx_pack_rows(s->m.k, from, row, keys_of(s, j0), t->p->dim_qk);
+    attn__bf16_pack_rows(s->m.k, from, row, keys_of(s, j0), t->p->dim_qk);
     s->k_at = j0;
 }
 
@@ -181,11 +181,11 @@ static void need_v(strip *s, int32_t j0) {
     int64_t row;
     if (s->v_at == j0) return;
     const uint16_t *from = rows_of(s, &t->f->v, dim, j0, keys, &row);
-    s->v_finite = attn__amx_pack_columns(s->m.v, from, row, keys, dim);
+    s->v_finite = attn__bf16_pack_columns(s->m.v, from, row, keys, dim);
     s->v_at = j0;
     if (s->v_finite) return;
-    from = attn__amx_clean(s->m.rows, from, row, keys, dim, s->bad);
-    attn__amx_pack_columns(s->m.clean, from, dim, keys, dim);
+    from = attn__bf16_clean(s->m.rows, from, row, keys, dim, s->bad);
+    attn__bf16_pack_columns(s->m.clean, from, dim, keys, dim);
 }
 
 /* ---- one item ---- */
@@ -209,34 +209,36 @@ static bool make_item(item *w, member *x, int32_t j0, int32_t keys) {
     return w->first >= 0;
 }
 
-static attn_amx_product scores(const strip *s, const item *w, int place) {
-    int32_t dim = (int32_t)attn__amx_pad(s->plan->problem.dim_qk), keys = (int32_t)attn__amx_pad(w->keys);
-    return (attn_amx_product){.c = s->m.s[place],
-                              .ldc = 16,
-                              .c_panel = 16 * keys,
-                              .a = attn__amx_packed(s->m.k + (int64_t)w->first * dim, dim, 0),
-                              .b = w->x->q,
-                              .b_panel = 16 * dim,
-                              .m = keys,
-                              .n = ATTN_AMX_ROWS,
-                              .k = dim,
-                              .by_vectors = attn__by_vectors(s->plan)};
+static attn_bf16_product scores(const strip *s, const item *w, int place) {
+    int32_t dim = (int32_t)attn__bf16_pad(s->plan->problem.dim_qk), keys = (int32_t)attn__bf16_pad(w->keys);
+    return (attn_bf16_product){.c = s->m.s[place],
+                               .ldc = 16,
+                               .c_panel = 16 * keys,
+                               .a = s->m.k + (int64_t)w->first * dim,
+                               .a_panel = 16 * dim,
+                               .b = w->x->q,
+                               .b_panel = 16 * dim,
+                               .m = keys,
+                               .n = ATTN_BF16_ROWS,
+                               .k = dim,
+                               .by_vectors = attn__by_vectors(s->plan)};
 }
 
-static attn_amx_product p_v(const strip *s, const item *w, int place) {
-    int32_t dim = (int32_t)attn__amx_pad(s->plan->problem.dim_v), block = (int32_t)attn__amx_pad(keys_of(s, w->j0));
+static attn_bf16_product p_v(const strip *s, const item *w, int place) {
+    int32_t dim = (int32_t)attn__bf16_pad(s->plan->problem.dim_v), block = (int32_t)attn__bf16_pad(keys_of(s, w->j0));
     const uint16_t *v = s->v_finite || w->full ? s->m.v : s->m.clean;
-    return (attn_amx_product){.c = w->x->o,
-                              .ldc = 16,
-                              .c_panel = 16 * dim,
-                              .a = attn__amx_packed(v, block, w->first / 32),
-                              .b = s->m.p[place],
-                              .b_panel = 16 * attn__amx_pad(w->keys),
-                              .m = dim,
-                              .n = ATTN_AMX_ROWS,
-                              .k = (int32_t)attn__amx_pad(w->keys),
-                              .accumulate = true,
-                              .by_vectors = attn__by_vectors(s->plan)};
+    return (attn_bf16_product){.c = w->x->o,
+                               .ldc = 16,
+                               .c_panel = 16 * dim,
+                               .a = v + w->first / 32 * ATTN_BF16_TILE,
+                               .a_panel = 16 * block,
+                               .b = s->m.p[place],
+                               .b_panel = 16 * attn__bf16_pad(w->keys),
+                               .m = dim,
+                               .n = ATTN_BF16_ROWS,
+                               .k = (int32_t)attn__bf16_pad(w->keys),
+                               .accumulate = true,
+                               .by_vectors = attn__by_vectors(s->plan)};
 }
 
 /* From dot products to scores. */
@@ -246,7 +248,7 @@ static void prepare(const strip *s, const item *w, int place) {
         int class = w->class[at / ATTN_TILE_COLS];
         for (int32_t n = 0; n < 2; n++) {
             const attn_rows *t = &w->x->panel[n];
-            float *tile = s->m.s[place] + n * 16 * attn__amx_pad(w->keys) + (int64_t)(at - w->first) * 16;
+            float *tile = s->m.s[place] + n * 16 * attn__bf16_pad(w->keys) + (int64_t)(at - w->first) * 16;
             if (class == ATTN_TILE_SKIP) {
                 for (int32_t i = 0; i < keys * 16; i++) tile[i] = -INFINITY;
             } else if (s->scaled) {
@@ -261,7 +263,7 @@ static void prepare(const strip *s, const item *w, int place) {
 
 /* Where p of row r and key j of the item is in operand b. */
 static int64_t p_place(const item *w, int32_t r, int32_t j) {
-    return r / 16 * (16 * attn__amx_pad(w->keys)) + (int64_t)(j / 2) * 32 + r % 16 * 2 + j % 2;
+    return attn__bf16_place_b(16 * attn__bf16_pad(w->keys), r, j);
 }
 
 static void drop(const item *w, uint16_t *p) {
@@ -289,9 +291,9 @@ static void add_bad(const strip *s, const item *w, const uint16_t *p) {
         for (int32_t r = 0; r < w->x->rows; r++) {
             if (!attn__mask_allowed(&t->mask, t->i0 + r, w->j0 + j, flash)) continue;
             float weight = attn__from_bf16(p[p_place(w, r, j - w->first)]);
-            float *o = w->x->o + r / 16 * (16 * attn__amx_pad(dim)) + r % 16;
+            float *o = w->x->o + r / 16 * (16 * attn__bf16_pad(dim)) + r % 16;
             for (int32_t x = 0; x < dim; x++)
-                if (attn__amx_is_bad(v[x])) o[(int64_t)x * 16] += weight * attn__from_bf16(v[x]);
+                if (attn__bf16_is_bad(v[x])) o[(int64_t)x * 16] += weight * attn__from_bf16(v[x]);
         }
     }
 }
@@ -300,7 +302,7 @@ static void add_bad(const strip *s, const item *w, const uint16_t *p) {
 
 /* The item after that of member n - 1 in the block at *j0; false at the end. */
 static bool next_item(strip *s, item *w, int32_t *n, int32_t *j0, int32_t end) {
-    for (; *j0 < end; *j0 += ATTN_AMX_KEYS, *n = 0) {
+    for (; *j0 < end; *j0 += ATTN_BF16_KEYS, *n = 0) {
         while (*n < s->count)
             if (make_item(w, &s->m.tile[(*n)++], *j0, keys_of(s, *j0))) return true;
     }
@@ -310,11 +312,11 @@ static bool next_item(strip *s, item *w, int32_t *n, int32_t *j0, int32_t end) {
 static void work_items(strip *s, int32_t first, int32_t end) {
     item last, now, next;
     bool is_last = false, more;
-    int32_t n = 0, j0 = first / ATTN_AMX_KEYS * ATTN_AMX_KEYS;
+    int32_t n = 0, j0 = first / ATTN_BF16_KEYS * ATTN_BF16_KEYS;
     if (!next_item(s, &now, &n, &j0, end)) return;
     need_k(s, now.j0);
-    attn_amx_product product[2] = {scores(s, &now, 0)};
-    attn__amx_run(product);
+    attn_bf16_product product[2] = {scores(s, &now, 0)};
+    attn__bf16_run(product);
     for (int place = 0;; place ^= 1) {
         int32_t count = 0;
         if (is_last) {
@@ -327,28 +329,28 @@ static void work_items(strip *s, int32_t first, int32_t end) {
             product[count++] = scores(s, &next, place ^ 1);
         }
         prepare(s, &now, place);
-        attn_amx_softmax step = {.s = s->m.s[place],
-                                 .s_panel = 16 * attn__amx_pad(now.keys),
-                                 .keys = now.keys,
-                                 .width = ATTN_AMX_ROWS,
-                                 .scale = s->scaled ? 1 : s->scale,
-                                 .factor = 1.44269504088896340736f,
-                                 .max = now.x->max,
-                                 .sum = now.x->sum,
-                                 .alpha = now.x->alpha,
-                                 .p = s->m.p[place],
-                                 .p_panel = 16 * attn__amx_pad(now.keys)};
-        attn__amx_softmax(&step, product, count);
+        attn_bf16_softmax step = {.s = s->m.s[place],
+                                  .s_panel = 16 * attn__bf16_pad(now.keys),
+                                  .keys = now.keys,
+                                  .width = ATTN_BF16_ROWS,
+                                  .scale = s->scaled ? 1 : s->scale,
+                                  .factor = 1.44269504088896340736f,
+                                  .max = now.x->max,
+                                  .sum = now.x->sum,
+                                  .alpha = now.x->alpha,
+                                  .p = s->m.p[place],
+                                  .p_panel = 16 * attn__bf16_pad(now.keys)};
+        attn__bf16_softmax(&step, product, count);
         if (is_last) add_bad(s, &last, s->m.p[place ^ 1]);
         if (s->plan->problem.dropout > 0) drop(&now, s->m.p[place]);
-        int32_t dim = (int32_t)attn__amx_pad(s->plan->problem.dim_v);
-        for (int32_t r = 0; r < step.width; r += 16) attn__amx_rescale(now.x->o + (int64_t)r * dim, dim, now.x->alpha + r);
+        int32_t dim = (int32_t)attn__bf16_pad(s->plan->problem.dim_v);
+        for (int32_t r = 0; r < step.width; r += 16) attn__bf16_rescale(now.x->o + (int64_t)r * dim, dim, now.x->alpha + r);
         last = now;
         is_last = true;
         if (!more) {
             need_v(s, last.j0);
             product[0] = p_v(s, &last, place);
-            attn__amx_run(product);
+            attn__bf16_run(product);
             add_bad(s, &last, s->m.p[place]);
             return;
         }
@@ -366,18 +368,18 @@ static bool is_doubtful(const member *x, int32_t r) {
 
 /* Returns the rows that are to be done again, as bits. */
 static uint32_t finish(const strip *s, const member *x) {
-    int32_t dim = (int32_t)attn__amx_pad(s->plan->problem.dim_v);
+    int32_t dim = (int32_t)attn__bf16_pad(s->plan->problem.dim_v);
     uint32_t again = 0;
     for (int32_t r = 0; r < x->rows; r++) {
         float *out = s->m.out + (int64_t)(r % 16) * dim;
-        if (r % 16 == 0) attn__amx_transpose(s->m.out, dim, x->o + (int64_t)r * dim, dim);
+        if (r % 16 == 0) attn__bf16_transpose(x->panel->micro, s->m.out, dim, x->o + (int64_t)r * dim, dim);
         attn__fwd_finish_row_f32(&x->panel[r / 16], r % 16, out, x->max[r] * 0.69314718055994530942, x->sum[r]);
         if (is_doubtful(x, r)) again |= UINT32_C(1) << r;
     }
     return again;
 }
 
-void attn__amx_unit(const attn_plan *plan, const attn_buffers *f, const attn_unit *unit, int32_t h, int32_t slot) {
+void attn__bf16_unit(const attn_plan *plan, const attn_buffers *f, const attn_unit *unit, int32_t h, int32_t slot) {
     const attn_problem *p = &plan->problem;
     int32_t group = p->heads_q / p->heads_kv, fit = attn__strip_heads(plan), first, end;
     if (h % group % fit != 0) return;
@@ -388,16 +390,16 @@ void attn__amx_unit(const attn_plan *plan, const attn_buffers *f, const attn_uni
     s.scale = (float)(p->scale * descale);
     s.scaled = p->softcap > 0 || (p->flags & (ATTN_ALIBI | ATTN_BIAS)) || !(s.scale > 1e-30f && s.scale < 1e30f);
     for (int32_t n = h; n < h + attn__min32(fit, group - h % group); n++) {
-        for (int32_t i = 0; i < unit->rows; i += ATTN_AMX_ROWS) {
-            attn_unit rows = {unit->b, unit->row + i, attn__min32(ATTN_AMX_ROWS, unit->rows - i), -1};
+        for (int32_t i = 0; i < unit->rows; i += ATTN_BF16_ROWS) {
+            attn_unit rows = {unit->b, unit->row + i, attn__min32(ATTN_BF16_ROWS, unit->rows - i), -1};
             join(&s, f, &rows, n);
         }
     }
     attn__mask_rows(&s.m.tile->panel->mask, unit->row, unit->row + unit->rows, &first, &end);
     if (!(fabsf(s.scale) < 1e-30f)) {
-        if (!attn__by_vectors(plan)) attn__amx_begin();
+        attn__bf16_begin(attn__by_vectors(plan));
         work_items(&s, first, end);
-        if (!attn__by_vectors(plan)) attn__amx_end();
+        attn__bf16_end(attn__by_vectors(plan));
     }
     struct {
         attn_unit tile;
@@ -411,7 +413,7 @@ void attn__amx_unit(const attn_plan *plan, const attn_buffers *f, const attn_uni
         again[n].rows = finish(&s, &s.m.tile[n]);
     }
     for (int32_t n = 0; n < s.count; n++) { /* the scratch is theirs now */
-        attn_place rows[ATTN_AMX_ROWS];
+        attn_place rows[ATTN_BF16_ROWS];
         int32_t count = 0;
         for (int32_t r = 0; r < again[n].tile.rows; r++)
             if (again[n].rows >> r & 1) rows[count++] = (attn_place){again[n].h, again[n].tile.row + r};
@@ -421,10 +423,10 @@ void attn__amx_unit(const attn_plan *plan, const attn_buffers *f, const attn_uni
 
 #else
 
-void attn__amx_unit(const attn_plan *plan, const attn_buffers *f, const attn_unit *unit, int32_t h, int32_t slot) {
+void attn__bf16_unit(const attn_plan *plan, const attn_buffers *f, const attn_unit *unit, int32_t h, int32_t slot) {
     (void)plan, (void)f, (void)unit, (void)h, (void)slot; /* no plan has this kernel */
 }
-int64_t attn__amx_scratch(const attn_plan *plan) {
+int64_t attn__bf16_scratch(const attn_plan *plan) {
     (void)plan;
     return 0;
 }

@@ -1,8 +1,9 @@
 /*
- * The micro-kernels of AMX and of AVX-512 BF16 (src/cpu/amx.h), each against plain C in double. Inputs are bf16 exactly, so products must be right to
- * the accuracy of float sums. What packing may not read lies behind a guard page or is NaN, and what it must write is NaN before.
+ * The micro-kernels of bf16 products (src/cpu/bf16.h), by AMX, AVX-512 BF16 or BFMMLA, each against plain C in double. Inputs are bf16
+ * exactly, so products must be right to the accuracy of float sums. What packing may not read lies behind a guard page or is NaN, and
+ * what it must write is NaN before.
  *
- * Without AMX on the machine, or AVX-512 BF16 where that does, they are not run; without it in the library they are not here.
+ * Without such products on the machine they are not run; without them in the library they are not here.
  */
 #define _GNU_SOURCE
 #include <math.h>
@@ -17,9 +18,20 @@
 
 #include "build.h"
 #include "cpu/amx.h"
+#include "cpu/bf16.h"
 #include "cpu/features.h"
+#include "cpu/micro.h"
 #include "numeric.h"
 #include "test.h"
+
+#ifdef ATTN_HAVE_BF16
+
+/* Of what needs no tiles. */
+static bool skip_vectors(void) {
+    if (attn__cpu_detect() & (ATTN_CPU_AVX512_BF16 | ATTN_CPU_NEON_BF16)) return false;
+    test_skip("this machine has no AVX-512 BF16, or no BFMMLA");
+    return true;
+}
 
 #ifdef ATTN_HAVE_AMX
 
@@ -27,21 +39,6 @@ static bool skip(void) {
     if (attn__amx_available()) return false;
     test_skip("this machine or its kernel has no AMX for bf16");
     return true;
-}
-
-/* Of what needs no tiles. */
-static bool skip_vectors(void) {
-    if (attn__cpu_detect() & ATTN_CPU_AVX512_BF16) return false;
-    test_skip("this machine has no AVX-512 BF16");
-    return true;
-}
-
-static void begin(bool by_vectors) {
-    if (!by_vectors) attn__amx_begin();
-}
-
-static void end(bool by_vectors) {
-    if (!by_vectors) attn__amx_end();
 }
 
 /* ---- permission ---- */
@@ -97,6 +94,8 @@ TEST(amx_permission_is_asked_for_when_amx_is_used) {
     CHECK(is_permitted());
 }
 
+#endif
+
 /* ---- inputs ---- */
 
 static int32_t pad(int32_t n, int32_t to) { return (n + to - 1) / to * to; }
@@ -148,23 +147,32 @@ static const int32_t sizes[][3] = {{32, 32, 32}, {1, 1, 1},     {33, 17, 31},  {
 enum { SIZES = sizeof sizes / sizeof sizes[0] };
 
 /* The elements that a packed operand of x by y takes, one of which is m or n, the other k. */
-static int64_t operand_size(int32_t x, int32_t y) { return attn__amx_pad(x) * attn__amx_pad(y); }
-
-/* Operand a of rows as they lie in memory, where all of a multiple of 32 rows and of 32 dims is there. */
-static attn_amx_a as_it_lies(const uint16_t *rows, int64_t row) { return (attn_amx_a){rows, row, 32, 16 * row}; }
+static int64_t operand_size(int32_t x, int32_t y) { return attn__bf16_pad(x) * attn__bf16_pad(y); }
 
 /* ---- packing ---- */
 
 /* Where a packed operand has element (i, x): i of m or n, x of k, which is padded to `k`. */
-static int64_t place_a(int32_t i, int32_t x, int32_t k) {
-    return ((int64_t)(i / 16) * (k / 32) + x / 32) * 512 + (i % 16) * 32 + x % 32;
+static int64_t place_a(int32_t i, int32_t x, int32_t k) { return attn__bf16_place_a(16 * (int64_t)k, i, x); }
+
+static int64_t place_b(int32_t i, int32_t x, int32_t k) { return attn__bf16_place_b(16 * (int64_t)k, i, x); }
+
+/* A tile is the same wherever it is; in it, each element has a place of its own. */
+TEST(bf16_tiles_have_a_place_for_every_element) {
+    for (int operand = 0; operand < 2; operand++) {
+        int64_t (*place)(int32_t, int32_t, int32_t) = operand ? place_b : place_a;
+        bool taken[512] = {false};
+        for (int32_t i = 0; i < 16; i++)
+            for (int32_t x = 0; x < 32; x++) {
+                int64_t at = place(i, x, 96);
+                CHECK(at >= 0 && at < 512 && !taken[at]);
+                taken[at] = true;
+                CHECK(place(i + 16, x + 64, 96) == at + (3 + 2) * 512);
+            }
+    }
+    for (int32_t r = 0; r < 32; r++) CHECK(attn__bf16_row(attn__bf16_column(r) / 16, attn__bf16_column(r) % 16) == r);
 }
 
-static int64_t place_b(int32_t i, int32_t x, int32_t k) {
-    return ((int64_t)(i / 16) * (k / 32) + x / 32) * 512 + (x % 32) / 2 * 32 + (i % 16) * 2 + x % 2;
-}
-
-TEST(amx_packing_puts_every_element_in_its_place) {
+TEST(bf16_packing_puts_every_element_in_its_place) {
     if (skip_vectors()) return;
     uint64_t random = 1;
     for (int n = 0; n < SIZES; n++) {
@@ -174,10 +182,10 @@ TEST(amx_packing_puts_every_element_in_its_place) {
         int64_t size = operand_size(rows, dim);
         uint16_t *out[4];
         for (int i = 0; i < 4; i++) out[i] = room(2 * size);
-        attn__amx_pack_rows(out[0], m.data, m.row, rows, dim);
-        CHECK(attn__amx_pack_columns(out[1], m.data, m.row, rows, dim));
-        attn__amx_pack_dims(out[2], m.data, m.row, rows, dim);
-        attn__amx_pack_pairs(out[3], m.data, m.row, rows, dim);
+        attn__bf16_pack_rows(out[0], m.data, m.row, rows, dim);
+        CHECK(attn__bf16_pack_columns(out[1], m.data, m.row, rows, dim));
+        attn__bf16_pack_dims(out[2], m.data, m.row, rows, dim);
+        attn__bf16_pack_pairs(out[3], m.data, m.row, rows, dim);
         int wrong = 0;
         for (int32_t i = 0; i < all_rows; i++)
             for (int32_t x = 0; x < all_dims; x++) {
@@ -193,7 +201,7 @@ TEST(amx_packing_puts_every_element_in_its_place) {
     }
 }
 
-TEST(amx_pack_columns_finds_what_is_not_finite) {
+TEST(bf16_pack_columns_finds_what_is_not_finite) {
     if (skip_vectors()) return;
     static const struct {
         uint16_t bits;
@@ -207,7 +215,8 @@ TEST(amx_pack_columns_finds_what_is_not_finite) {
         for (int32_t at = 0; at < 45 * 40; at += 37) {
             uint16_t *place = m.data + at / 40 * m.row + at % 40, before = *place;
             *place = cases[n].bits;
-            CHECK_SAY(attn__amx_pack_columns(a, m.data, m.row, 45, 40) == cases[n].finite, "%04x at %d", cases[n].bits, at);
+            CHECK_SAY(attn__bf16_pack_columns(a, m.data, m.row, 45, 40) == cases[n].finite, "%04x at %d", cases[n].bits,
+                      at);
             *place = before;
         }
     free(a);
@@ -231,49 +240,46 @@ static void check_product(const float *c, int64_t ldc, int64_t c_panel, const ma
 
 static void check_products(bool by_vectors) {
     uint64_t random = 3;
-    begin(by_vectors);
+    attn__bf16_begin(by_vectors);
     for (int n = 0; n < 2 * SIZES; n++) {
         int32_t m = sizes[n / 2][0], cols = sizes[n / 2][1], k = sizes[n / 2][2];
         int32_t all_m = pad(m, 32), all_n = pad(cols, 16), all_k = pad(k, 32);
-        bool panels = n % 2, in_place = m % 32 == 0 && k % 32 == 0;
+        bool panels = n % 2;
         test_context("%d x %d x %d%s", m, cols, k, panels ? ", c in panels" : "");
         matrix a = matrix_make(m, k, k + 5 * (n % 3), &random), b = matrix_make(cols, k, k + 3, &random);
         uint16_t *packed_a = room(2 * operand_size(m, k)), *packed_b = room(2 * operand_size(cols, k));
         float *c = room(4 * (int64_t)all_m * all_n), *again = room(4 * (int64_t)all_m * all_n);
-        attn__amx_pack_rows(packed_a, a.data, a.row, m, k);
-        attn__amx_pack_dims(packed_b, b.data, b.row, cols, k);
-        attn_amx_product p = {.c = c,
-                              .ldc = panels ? 16 : all_n,
-                              .c_panel = panels ? 16 * (int64_t)all_m : 16,
-                              .a = attn__amx_packed(packed_a, all_k, 0),
-                              .b = packed_b,
-                              .b_panel = 16 * (int64_t)all_k,
-                              .m = all_m,
-                              .n = all_n,
-                              .k = all_k,
-                              .by_vectors = by_vectors};
-        attn__amx_run(&p);
+        attn__bf16_pack_rows(packed_a, a.data, a.row, m, k);
+        attn__bf16_pack_dims(packed_b, b.data, b.row, cols, k);
+        attn_bf16_product p = {.c = c,
+                               .ldc = panels ? 16 : all_n,
+                               .c_panel = panels ? 16 * (int64_t)all_m : 16,
+                               .a = packed_a,
+                               .a_panel = 16 * (int64_t)all_k,
+                               .b = packed_b,
+                               .b_panel = 16 * (int64_t)all_k,
+                               .m = all_m,
+                               .n = all_n,
+                               .k = all_k,
+                               .by_vectors = by_vectors};
+        attn__bf16_run(&p);
         check_product(c, p.ldc, p.c_panel, &a, &b, 0);
-        if (in_place) {
-            p.c = again;
-            p.a = as_it_lies(a.data, a.row);
-            attn__amx_run(&p);
-            CHECK(memcmp(c, again, 4 * (size_t)all_m * (size_t)all_n) == 0);
-        }
         for (int32_t i = 0; i < all_m * all_n; i++) again[i] = 0.75f;
         p.c = again;
         p.accumulate = true;
-        attn__amx_run(&p);
+        attn__bf16_run(&p);
         check_product(again, p.ldc, p.c_panel, &a, &b, 0.75);
         free(packed_a), free(packed_b), free(c), free(again);
         matrix_free(&a), matrix_free(&b);
     }
-    end(by_vectors);
+    attn__bf16_end(by_vectors);
 }
 
+#ifdef ATTN_HAVE_AMX
 TEST(amx_products_are_right_to_the_accuracy_of_float) {
     if (!skip()) check_products(false);
 }
+#endif
 
 TEST(bf16_vectors_products_are_right_to_the_accuracy_of_float) {
     if (!skip_vectors()) check_products(true);
@@ -282,7 +288,7 @@ TEST(bf16_vectors_products_are_right_to_the_accuracy_of_float) {
 /* The five products of the backward are this one with other operands: k over rows of both. */
 static void check_products_over_rows(bool by_vectors) {
     uint64_t random = 4;
-    begin(by_vectors);
+    attn__bf16_begin(by_vectors);
     for (int n = 0; n < SIZES; n++) {
         int32_t k = sizes[n][0], m = sizes[n][2], cols = sizes[n][1], all_k = pad(k, 32);
         test_context("%d rows of %d and %d", k, m, cols);
@@ -290,19 +296,20 @@ static void check_products_over_rows(bool by_vectors) {
         uint16_t *packed_a = room(2 * operand_size(k, m)), *packed_b = room(2 * operand_size(k, cols));
         int64_t ldc = pad(cols, 16);
         float *c = room(4 * pad(m, 32) * ldc);
-        attn__amx_pack_columns(packed_a, a.data, a.row, k, m);
-        attn__amx_pack_pairs(packed_b, b.data, b.row, k, cols);
-        attn_amx_product p = {.c = c,
-                              .ldc = ldc,
-                              .c_panel = 16,
-                              .a = attn__amx_packed(packed_a, all_k, 0),
-                              .b = packed_b,
-                              .b_panel = 16 * (int64_t)all_k,
-                              .m = pad(m, 32),
-                              .n = pad(cols, 16),
-                              .k = all_k,
-                              .by_vectors = by_vectors};
-        attn__amx_run(&p);
+        attn__bf16_pack_columns(packed_a, a.data, a.row, k, m);
+        attn__bf16_pack_pairs(packed_b, b.data, b.row, k, cols);
+        attn_bf16_product p = {.c = c,
+                               .ldc = ldc,
+                               .c_panel = 16,
+                               .a = packed_a,
+                               .a_panel = 16 * (int64_t)all_k,
+                               .b = packed_b,
+                               .b_panel = 16 * (int64_t)all_k,
+                               .m = pad(m, 32),
+                               .n = pad(cols, 16),
+                               .k = all_k,
+                               .by_vectors = by_vectors};
+        attn__bf16_run(&p);
         for (int32_t i = 0; i < m; i++)
             for (int32_t j = 0; j < cols; j++) {
                 double sum = 0, size = 0;
@@ -315,33 +322,38 @@ static void check_products_over_rows(bool by_vectors) {
         free(packed_a), free(packed_b), free(c);
         matrix_free(&a), matrix_free(&b);
     }
-    end(by_vectors);
+    attn__bf16_end(by_vectors);
 }
 
+#ifdef ATTN_HAVE_AMX
 TEST(amx_products_over_rows) {
     if (!skip()) check_products_over_rows(false);
 }
+#endif
 
 TEST(bf16_vectors_products_over_rows) {
     if (!skip_vectors()) check_products_over_rows(true);
 }
+
+#ifdef ATTN_HAVE_AMX
 
 /* A thread that is made later may use tiles, too. */
 static void *use_tiles(void *wrong) {
     uint16_t *a = room(2 * 1024), *b = room(2 * 512);
     float *c = room(4 * 512);
     for (int n = 0; n < 1024; n++) a[n] = 0x3f80, b[n / 2] = 0x4000;
-    attn__amx_begin();
-    attn__amx_run(&(attn_amx_product){.c = c,
-                                      .ldc = 16,
-                                      .c_panel = 16,
-                                      .a = attn__amx_packed(a, 32, 0),
-                                      .b = b,
-                                      .b_panel = 512,
-                                      .m = 32,
-                                      .n = 16,
-                                      .k = 32});
-    attn__amx_end();
+    attn__bf16_begin(false);
+    attn__bf16_run(&(attn_bf16_product){.c = c,
+                                        .ldc = 16,
+                                        .c_panel = 16,
+                                        .a = a,
+                                        .a_panel = 16 * (int64_t)32,
+                                        .b = b,
+                                        .b_panel = 512,
+                                        .m = 32,
+                                        .n = 16,
+                                        .k = 32});
+    attn__bf16_end(false);
     for (int n = 0; n < 512; n++) *(int *)wrong += c[n] != 64;
     free(a), free(b), free(c);
     return NULL;
@@ -358,9 +370,11 @@ TEST(amx_works_in_threads) {
     }
 }
 
+#endif
+
 /* ---- scores as operands ---- */
 
-/* One case of attn__amx_gradients: what it is given, [32][keys] each, and whether there are a slope and a rest. */
+/* One case of attn__bf16_gradients: what it is given, [32][keys] each, and whether there are a slope and a rest. */
 typedef struct gradients {
     int32_t keys;
     float *s, *d_p, *slope, *rest, lse[32], delta[32];
@@ -391,23 +405,23 @@ static void check_pair(const gradients *g, int32_t r, int32_t j, uint16_t p, uin
 static void check_gradients(const gradients *g) {
     int64_t count = 32 * (int64_t)g->keys;
     uint16_t *p = room(2 * count), *d_s = room(2 * count), *pairs = room(2 * count);
-    attn__amx_gradients(&(attn_amx_gradients){.s = g->s,
-                                              .d_p = g->d_p,
-                                              .slope = g->with_slope ? g->slope : NULL,
-                                              .rest = g->with_rest ? g->rest : NULL,
-                                              .panel = 16 * (int64_t)g->keys,
-                                              .keys = g->keys,
-                                              .scale = 0.125f,
-                                              .keep = 1.5f,
-                                              .lse = g->lse,
-                                              .delta = g->delta,
-                                              .p = p,
-                                              .d_s = d_s,
-                                              .down = ATTN_AMX_TILE,
-                                              .pairs = pairs});
+    attn__bf16_gradients(&(attn_bf16_gradients){.s = g->s,
+                                                .d_p = g->d_p,
+                                                .slope = g->with_slope ? g->slope : NULL,
+                                                .rest = g->with_rest ? g->rest : NULL,
+                                                .panel = 16 * (int64_t)g->keys,
+                                                .keys = g->keys,
+                                                .scale = 0.125f,
+                                                .keep = 1.5f,
+                                                .lse = g->lse,
+                                                .delta = g->delta,
+                                                .p = p,
+                                                .d_s = d_s,
+                                                .down = ATTN_BF16_TILE,
+                                                .pairs = pairs});
     for (int32_t j = 0; j < g->keys; j++) {
         for (int32_t n = 0; n < 32; n++) {
-            int32_t r = attn__amx_row(n / 16, n % 16);
+            int32_t r = attn__bf16_row(n / 16, n % 16);
             int64_t at = place_a(j, r, 32);
             check_pair(g, r, j, p[at], d_s[at]);
             CHECK_SAY(pairs[place_b(n, j, g->keys)] == d_s[at], "pairs: row %d, key %d", r, j);
@@ -416,7 +430,7 @@ static void check_gradients(const gradients *g) {
     free(p), free(d_s), free(pairs);
 }
 
-TEST(amx_gradients_against_double) {
+TEST(bf16_gradients_against_double) {
     if (skip_vectors()) return;
     uint64_t random = 5;
     for (int n = 0; n < 16; n++) {
@@ -449,24 +463,24 @@ TEST(amx_gradients_against_double) {
 
 /* A step's arrays. Scores are in panels, [width / 16][keys][16]. */
 typedef struct softmax {
-    attn_amx_softmax m;
+    attn_bf16_softmax m;
     float *scores; /* as m.s, kept */
     int32_t all;   /* keys padded */
 } softmax;
 
 static softmax softmax_make(int32_t keys, int32_t width, float factor) {
     softmax x = {.all = pad(keys, 32)};
-    x.m = (attn_amx_softmax){.s = room(4 * (int64_t)keys * width),
-                             .s_panel = 16 * (int64_t)keys,
-                             .keys = keys,
-                             .width = width,
-                             .scale = 1,
-                             .factor = factor,
-                             .max = room(4 * width),
-                             .sum = room(4 * width),
-                             .alpha = room(4 * width),
-                             .p = room(2 * (int64_t)x.all * width),
-                             .p_panel = 16 * (int64_t)x.all};
+    x.m = (attn_bf16_softmax){.s = room(4 * (int64_t)keys * width),
+                              .s_panel = 16 * (int64_t)keys,
+                              .keys = keys,
+                              .width = width,
+                              .scale = 1,
+                              .factor = factor,
+                              .max = room(4 * width),
+                              .sum = room(4 * width),
+                              .alpha = room(4 * width),
+                              .p = room(2 * (int64_t)x.all * width),
+                              .p_panel = 16 * (int64_t)x.all};
     x.scores = room(4 * (int64_t)keys * width);
     for (int32_t r = 0; r < width; r++) x.m.max[r] = -INFINITY, x.m.sum[r] = 0;
     return x;
@@ -480,9 +494,9 @@ static float *score(softmax *x, int32_t j, int32_t r) { return x->scores + r / 1
 
 static float p_of(const softmax *x, int32_t j, int32_t r) { return attn__from_bf16(x->m.p[place_b(r, j, x->all)]); }
 
-static void softmax_run(softmax *x, const attn_amx_product *products, int32_t count) {
+static void softmax_run(softmax *x, const attn_bf16_product *products, int32_t count) {
     memcpy(x->m.s, x->scores, 4 * (size_t)x->m.keys * (size_t)x->m.width);
-    attn__amx_softmax(&x->m, products, count);
+    attn__bf16_softmax(&x->m, products, count);
 }
 
 /* Column r after a step from (max, sum), against double. Errors: of the argument's rounding, of the exponential, of the sum. */
@@ -505,7 +519,7 @@ static void check_column(softmax *x, int32_t r, float max, float sum) {
     CHECK_CLOSE((double)x->m.sum[r], total, total * 8e-7);
 }
 
-TEST(amx_softmax_against_double) {
+TEST(bf16_softmax_against_double) {
     if (skip_vectors()) return;
     static const double spreads[] = {0.01, 3, 40, 1000};
     uint64_t random = 6;
@@ -529,7 +543,7 @@ TEST(amx_softmax_against_double) {
     }
 }
 
-TEST(amx_softmax_of_large_scores) {
+TEST(bf16_softmax_of_large_scores) {
     if (skip_vectors()) return;
     softmax x = softmax_make(40, 16, 1.44269504f);
     for (int32_t j = 0; j < 40; j++)
@@ -547,7 +561,7 @@ TEST(amx_softmax_of_large_scores) {
     softmax_free(&x);
 }
 
-TEST(amx_softmax_of_what_is_not_finite) {
+TEST(bf16_softmax_of_what_is_not_finite) {
     if (skip_vectors()) return;
     softmax x = softmax_make(35, 16, 0.7f);
     for (int step = 0; step < 2; step++) {
@@ -572,7 +586,7 @@ TEST(amx_softmax_of_what_is_not_finite) {
 }
 
 /* C5: a column has the same bits wherever it is, and whatever the others are. */
-TEST(amx_softmax_columns_do_not_know_of_each_other) {
+TEST(bf16_softmax_columns_do_not_know_of_each_other) {
     if (skip_vectors()) return;
     enum { KEYS = 77 };
     uint64_t random = 7;
@@ -592,6 +606,20 @@ TEST(amx_softmax_columns_do_not_know_of_each_other) {
     softmax_free(&many);
 }
 
+/* The processor's mode of floating-point arithmetic, the usual one, one of a caller's that rounds up, and the bits that count. */
+#if defined(__aarch64__)
+enum { USUAL = 0, UPWARDS = 1 << 22, MODE_BITS = ~0 };
+
+static uint32_t get_mode(void) {
+    uint64_t mode;
+    __asm__ volatile("mrs %0, fpcr" : "=r"(mode));
+    return (uint32_t)mode;
+}
+
+static void set_mode(uint32_t mode) { __asm__ volatile("msr fpcr, %0" ::"r"((uint64_t)mode)); }
+#else
+enum { USUAL = 0x1f80, UPWARDS = 0x5f80, MODE_BITS = 0xffc0 }; /* the rest is what has happened */
+
 static uint32_t get_mode(void) {
     uint32_t mode;
     __asm__ volatile("stmxcsr %0" : "=m"(mode));
@@ -599,11 +627,12 @@ static uint32_t get_mode(void) {
 }
 
 static void set_mode(uint32_t mode) { __asm__ volatile("ldmxcsr %0" ::"m"(mode)); }
+#endif
 
 /* Products along with softmax have the bits that they have alone, and so has softmax; the processor's mode is as before. */
 static void check_softmax_with_products(bool by_vectors) {
     uint64_t random = 8;
-    begin(by_vectors);
+    attn__bf16_begin(by_vectors);
     for (int n = 0; n < 12; n++) {
         int32_t keys = (int32_t[]){3, 64, 200}[n % 3], width = n % 2 ? 48 : 32, count = n / 3;
         test_context("%d keys, %d columns, %d products", keys, width, count);
@@ -611,52 +640,55 @@ static void check_softmax_with_products(bool by_vectors) {
         for (int32_t i = 0; i < keys * width; i++)
             alone.scores[i] = along.scores[i] = (float)random_range(&random, -2000, 2000) * 0.01f;
         matrix a = matrix_make(96, 160, 160, &random), b = matrix_make(48, 160, 160, &random);
-        uint16_t *packed = room(2 * operand_size(48, 160));
-        attn__amx_pack_dims(packed, b.data, b.row, 48, 160);
+        uint16_t *packed = room(2 * operand_size(48, 160)), *packed_a = room(2 * operand_size(96, 160));
+        attn__bf16_pack_dims(packed, b.data, b.row, 48, 160);
+        attn__bf16_pack_rows(packed_a, a.data, a.row, 96, 160);
         float *c[2][3];
-        attn_amx_product p[3];
+        attn_bf16_product p[3];
         for (int i = 0; i < count; i++) {
             for (int w = 0; w < 2; w++) {
                 c[w][i] = room(4 * 96 * 48);
                 for (int e = 0; e < 96 * 48; e++) c[w][i][e] = 1;
             }
-            p[i] = (attn_amx_product){.c = c[0][i],
-                                      .ldc = 16,
-                                      .c_panel = 16 * 96,
-                                      .a = as_it_lies(a.data, a.row),
-                                      .b = packed,
-                                      .b_panel = 16 * 160,
-                                      .m = 96,
-                                      .n = i == 1 ? 48 : 32,
-                                      .k = 64 + 32 * i,
-                                      .accumulate = i == 2,
-                                      .by_vectors = by_vectors};
-            attn__amx_run(&p[i]);
+            p[i] = (attn_bf16_product){.c = c[0][i],
+                                       .ldc = 16,
+                                       .c_panel = 16 * 96,
+                                       .a = packed_a,
+                                       .a_panel = 16 * 160,
+                                       .b = packed,
+                                       .b_panel = 16 * 160,
+                                       .m = 96,
+                                       .n = i == 1 ? 48 : 32,
+                                       .k = 64 + 32 * i,
+                                       .accumulate = i == 2,
+                                       .by_vectors = by_vectors};
+            attn__bf16_run(&p[i]);
             p[i].c = c[1][i];
         }
-        uint32_t usual = 0x1f80, upwards = 0x5f80; /* a mode of the caller's: rounding up */
-        set_mode(upwards);
+        set_mode(UPWARDS);
         softmax_run(&alone, NULL, 0);
         softmax_run(&along, p, count);
         uint32_t mode = get_mode();
-        set_mode(usual);
-        CHECK((mode & 0xffc0) == upwards); /* the rest is what has happened */
+        set_mode(USUAL);
+        CHECK((mode & (uint32_t)MODE_BITS) == UPWARDS);
         CHECK(memcmp(alone.m.p, along.m.p, 2 * (size_t)alone.all * (size_t)width) == 0);
         CHECK(memcmp(alone.m.sum, along.m.sum, 4 * (size_t)width) == 0);
         for (int i = 0; i < count; i++) {
             CHECK(memcmp(c[0][i], c[1][i], 4 * 96 * 48) == 0);
             free(c[0][i]), free(c[1][i]);
         }
-        free(packed);
+        free(packed), free(packed_a);
         matrix_free(&a), matrix_free(&b);
         softmax_free(&alone), softmax_free(&along);
     }
-    end(by_vectors);
+    attn__bf16_end(by_vectors);
 }
 
+#ifdef ATTN_HAVE_AMX
 TEST(amx_softmax_with_products) {
     if (!skip()) check_softmax_with_products(false);
 }
+#endif
 
 TEST(bf16_vectors_with_softmax) {
     if (!skip_vectors()) check_softmax_with_products(true);
@@ -664,18 +696,20 @@ TEST(bf16_vectors_with_softmax) {
 
 /* ---- the rest ---- */
 
-TEST(amx_rescale_and_transpose) {
+extern const struct attn__micro_f32 attn__micro_c_f32;
+
+TEST(bf16_rescale_and_transpose) {
     if (skip_vectors()) return;
     float panel[48 * 16], alpha[16], to[16 * 50], before[48 * 16];
     for (int n = 0; n < 48 * 16; n++) before[n] = panel[n] = (float)n;
     for (int r = 0; r < 16; r++) alpha[r] = 1;
-    attn__amx_rescale(panel, 48, alpha);
+    attn__bf16_rescale(panel, 48, alpha);
     CHECK(memcmp(panel, before, sizeof panel) == 0);
     alpha[3] = 0.25f;
-    attn__amx_rescale(panel, 48, alpha);
+    attn__bf16_rescale(panel, 48, alpha);
     for (int n = 0; n < 48 * 16; n++) CHECK(panel[n] == before[n] * (n % 16 == 3 ? 0.25f : 1));
     for (int n = 0; n < 16 * 50; n++) to[n] = -1;
-    attn__amx_transpose(to, 50, before, 48);
+    attn__bf16_transpose(&attn__micro_c_f32, to, 50, before, 48);
     for (int r = 0; r < 16; r++)
         for (int x = 0; x < 50; x++) CHECK(to[r * 50 + x] == (x < 48 ? before[x * 16 + r] : -1));
 }
@@ -696,49 +730,52 @@ static void check_attention_from_the_parts(bool by_vectors) {
     double scale = 1 / sqrt(DIM);
     for (int r = 0; r < ALL_ROWS; r++) max[r] = -INFINITY, sum[r] = 0;
     memset(o, 0, 4 * ALL_V * ALL_ROWS);
-    begin(by_vectors);
-    attn__amx_pack_dims(packed_q, q.data, q.row, ROWS, DIM);
+    attn__bf16_begin(by_vectors);
+    attn__bf16_pack_dims(packed_q, q.data, q.row, ROWS, DIM);
     for (int32_t j = 0; j < KEYS; j += BLOCK) {
         int32_t keys = KEYS - j < BLOCK ? KEYS - j : BLOCK, all = pad(keys, 32);
-        attn__amx_pack_rows(packed_k, k.data + j * k.row, k.row, keys, DIM);
-        CHECK(attn__amx_pack_columns(packed_v, v.data + j * v.row, v.row, keys, DIM_V));
-        attn__amx_run(&(attn_amx_product){.c = s,
-                                          .ldc = 16,
-                                          .c_panel = BLOCK * 16,
-                                          .a = attn__amx_packed(packed_k, ALL_DIM, 0),
-                                          .b = packed_q,
-                                          .b_panel = ALL_DIM * 16,
-                                          .m = all,
-                                          .n = ALL_ROWS,
-                                          .k = ALL_DIM,
-                                          .by_vectors = by_vectors});
-        attn__amx_softmax(&(attn_amx_softmax){.s = s,
-                                              .s_panel = BLOCK * 16,
-                                              .keys = keys,
-                                              .width = ALL_ROWS,
-                                              .scale = (float)scale,
-                                              .factor = (float)ATTN_LOG2E,
-                                              .max = max,
-                                              .sum = sum,
-                                              .alpha = alpha,
-                                              .p = p,
-                                              .p_panel = 16 * (int64_t)all},
-                          NULL, 0);
-        for (int r = 0; r < ALL_ROWS; r += 16) attn__amx_rescale(o + r * ALL_V, ALL_V, alpha + r);
-        attn__amx_run(&(attn_amx_product){.c = o,
-                                          .ldc = 16,
-                                          .c_panel = ALL_V * 16,
-                                          .a = attn__amx_packed(packed_v, all, 0),
-                                          .b = p,
-                                          .b_panel = 16 * (int64_t)all,
-                                          .m = ALL_V,
-                                          .n = ALL_ROWS,
-                                          .k = all,
-                                          .accumulate = true,
-                                          .by_vectors = by_vectors});
+        attn__bf16_pack_rows(packed_k, k.data + j * k.row, k.row, keys, DIM);
+        CHECK(attn__bf16_pack_columns(packed_v, v.data + j * v.row, v.row, keys, DIM_V));
+        attn__bf16_run(&(attn_bf16_product){.c = s,
+                                            .ldc = 16,
+                                            .c_panel = BLOCK * 16,
+                                            .a = packed_k,
+                                            .a_panel = 16 * (int64_t)ALL_DIM,
+                                            .b = packed_q,
+                                            .b_panel = ALL_DIM * 16,
+                                            .m = all,
+                                            .n = ALL_ROWS,
+                                            .k = ALL_DIM,
+                                            .by_vectors = by_vectors});
+        attn__bf16_softmax(&(attn_bf16_softmax){.s = s,
+                                                .s_panel = BLOCK * 16,
+                                                .keys = keys,
+                                                .width = ALL_ROWS,
+                                                .scale = (float)scale,
+                                                .factor = (float)ATTN_LOG2E,
+                                                .max = max,
+                                                .sum = sum,
+                                                .alpha = alpha,
+                                                .p = p,
+                                                .p_panel = 16 * (int64_t)all},
+                           NULL, 0);
+        for (int r = 0; r < ALL_ROWS; r += 16) attn__bf16_rescale(o + r * ALL_V, ALL_V, alpha + r);
+        attn__bf16_run(&(attn_bf16_product){.c = o,
+                                            .ldc = 16,
+                                            .c_panel = ALL_V * 16,
+                                            .a = packed_v,
+                                            .a_panel = 16 * (int64_t)all,
+                                            .b = p,
+                                            .b_panel = 16 * (int64_t)all,
+                                            .m = ALL_V,
+                                            .n = ALL_ROWS,
+                                            .k = all,
+                                            .accumulate = true,
+                                            .by_vectors = by_vectors});
     }
-    end(by_vectors);
-    for (int r = 0; r < ALL_ROWS; r += 16) attn__amx_transpose(out + r * ALL_V, ALL_V, o + r * ALL_V, ALL_V);
+    attn__bf16_end(by_vectors);
+    for (int r = 0; r < ALL_ROWS; r += 16)
+        attn__bf16_transpose(&attn__micro_c_f32, out + r * ALL_V, ALL_V, o + r * ALL_V, ALL_V);
     for (int32_t i = 0; i < ROWS; i++) {
         double weight[KEYS], most = -INFINITY, total = 0;
         for (int32_t j = 0; j < KEYS; j++) {
@@ -761,9 +798,11 @@ static void check_attention_from_the_parts(bool by_vectors) {
     matrix_free(&q), matrix_free(&k), matrix_free(&v);
 }
 
+#ifdef ATTN_HAVE_AMX
 TEST(amx_attention_from_the_parts) {
     if (!skip()) check_attention_from_the_parts(false);
 }
+#endif
 
 TEST(bf16_vectors_attention_from_the_parts) {
     if (!skip_vectors()) check_attention_from_the_parts(true);
@@ -771,6 +810,6 @@ TEST(bf16_vectors_attention_from_the_parts) {
 
 #else
 
-TEST(amx_is_not_in_this_library) { CHECK(!attn__amx_available()); }
+TEST(bf16_products_are_not_in_this_library) { CHECK(!attn__amx_available()); }
 
 #endif

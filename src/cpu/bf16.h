@@ -1,0 +1,183 @@
+/*
+ * Products of bf16, and the softmax between them: what a bf16 kernel is made of, on CPUs that multiply bf16. On x86 that is AMX tiles, or
+ * vectors of AVX-512 BF16 where there are no tiles (bf16_amx.c); on Arm BFMMLA (bf16_neon.c). The loops around it are fwd_bf16.c and
+ * bwd_bf16.c.
+ *
+ * As in micro.h, scores are transposed, [key][row], with query rows in the lanes; so is the output while it is summed up,
+ * [dim][row]. Rows come in panels of 16. Both products of the forward are then c[m][n] (+)= sum_k a[m][k] b[k][n] with n over query rows:
+ *
+ *     S^T = K Q^T       a: K, packed             b: q                           k over dims
+ *     O^T += V^T P^T    a: V^T, packed           b: P                           k over keys
+ *
+ * Operands are in panels of 16 (of m or of n), a panel being a row of tiles along k, of 16 x 32 elements, 1 KiB, without gaps: [panel][tile].
+ * How the elements of a tile lie is the instruction's choice: as many of k are neighbours as it takes of each row or column at once
+ * (ATTN_BF16_GROUP_A and _B),
+ *
+ *     tile [32 / group][16 of m or n][group]
+ *
+ * Sizes are padded with zeros, which change no bit of a sum: m and k to 32, n to 16. Memory beyond what is given is neither
+ * read nor does it matter (C2).
+ *
+ * The products treat subnormal numbers as zero, in and out, whatever the mode of the processor. How a sum is rounded is the
+ * instruction's:
+ *
+ *     AMX         in the order of k, in steps of 32: even k and odd k of a step apart, then both onto the rest; to the nearest
+ *     AVX-512     pair by pair of k, each product onto the rest; to the nearest
+ *     BFMMLA      pair by pair of k: the sum of a pair, then that onto the rest; each to odd, which is to say that bit 0 of a sum that
+ *                 is not exact is 1, so it may be off by as much as one unit in the last place
+ *
+ * An element depends on its own row of a and column of b only, so on neither the other rows of a tile nor their number (C5).
+ */
+#ifndef ATTN_CPU_BF16_H
+#define ATTN_CPU_BF16_H
+
+#include "../internal.h"
+
+struct attn__micro_f32;
+
+#if defined(ATTN_HAVE_AMX) || defined(ATTN_HAVE_NEONBF16)
+#define ATTN_HAVE_BF16 1
+#endif
+
+enum {
+    ATTN_BF16_M = 32,    /* m and k are multiples of this */
+    ATTN_BF16_N = 16,    /* n is a multiple of this; on x86 twice as much is faster */
+    ATTN_BF16_TILE = 512 /* elements of a tile */
+};
+
+/* Elements of k that are neighbours in a tile of a, and of b; and see attn__bf16_row. */
+#if defined(__aarch64__)
+enum { ATTN_BF16_GROUP_A = 4, ATTN_BF16_GROUP_B = 4, ATTN_BF16_GROUP_ROWS = 16 };
+#else
+enum { ATTN_BF16_GROUP_A = 32, ATTN_BF16_GROUP_B = 2, ATTN_BF16_GROUP_ROWS = 4 };
+#endif
+
+/* Where element (i, x), i of m or n and x of k, is in a packed operand whose panels are `panel` apart. */
+static inline int64_t attn__bf16_place(int32_t group, int64_t panel, int32_t i, int32_t x) {
+    return i / 16 * panel + x / group * (16 * group) + i % 16 * group + x % group;
+}
+static inline int64_t attn__bf16_place_a(int64_t panel, int32_t i, int32_t x) {
+    return attn__bf16_place(ATTN_BF16_GROUP_A, panel, i, x);
+}
+static inline int64_t attn__bf16_place_b(int64_t panel, int32_t i, int32_t x) {
+    return attn__bf16_place(ATTN_BF16_GROUP_B, panel, i, x);
+}
+
+/*
+ * Around each unit of work: sets the tile registers of AMX up, and gives them back. A thread that sleeps is to hold no tiles, for the
+ * kernel would save 8 KiB of them each time. by_vectors: there are none, and nothing is done.
+ */
+void attn__bf16_begin(bool by_vectors);
+void attn__bf16_end(bool by_vectors);
+
+/*
+ * c = (accumulate ? c : 0) + a b. Row i of c is at c + i * ldc, panels of 16 columns are c_panel apart: [m][n] with c_panel = 16, or
+ * [n / 16][m][16], which is better for the caches. Either operand may begin at any panel and at any tile of it. b may stay in the first cache
+ * while a comes from the second: on x86, where n is worked in pairs of panels, up to k = 256 or 512.
+ */
+typedef struct attn_bf16_product {
+    float *c;
+    int64_t ldc, c_panel;
+    const uint16_t *a, *b;
+    int64_t a_panel, b_panel; /* elements from panel to panel */
+    int32_t m, n, k;          /* padded */
+    bool accumulate;
+    bool by_vectors; /* without tiles; on Arm always */
+} attn_bf16_product;
+
+void attn__bf16_run(const attn_bf16_product *product);
+
+/* ---- operands from rows of bf16: `rows` of `dim` elements, `row` elements apart ---- */
+
+/* m or k, padded. */
+static inline int64_t attn__bf16_pad(int64_t n) { return (n + ATTN_BF16_M - 1) / ATTN_BF16_M * ATTN_BF16_M; }
+
+/* a with m over rows, k over dims. */
+void attn__bf16_pack_rows(uint16_t *a, const uint16_t *from, int64_t row, int32_t rows, int32_t dim);
+
+/* a with m over dims, k over rows: the transpose. False if there is NaN or infinity among them. */
+bool attn__bf16_pack_columns(uint16_t *a, const uint16_t *from, int64_t row, int32_t rows, int32_t dim);
+
+/* b with n over rows, k over dims. The panels are ceil(rows / 16). */
+void attn__bf16_pack_dims(uint16_t *b, const uint16_t *from, int64_t row, int32_t rows, int32_t dim);
+
+/* b with n over dims, k over rows. The panels are ceil(dim / 16). */
+void attn__bf16_pack_pairs(uint16_t *b, const uint16_t *from, int64_t row, int32_t rows, int32_t dim);
+
+/* Is there neither NaN nor infinity among them? */
+bool attn__bf16_finite(const uint16_t *from, int64_t row, int32_t rows, int32_t dim);
+
+/* Are these bits of bf16 NaN or infinity? */
+static inline bool attn__bf16_is_bad(uint16_t bits) { return (bits & 0x7f80) == 0x7f80; }
+
+/* A copy without gaps, which is returned, with zeros for NaN and infinity; bad[i]: does row i differ? */
+const uint16_t *attn__bf16_clean(uint16_t *to, const uint16_t *from, int64_t row, int32_t rows, int32_t dim, bool *bad);
+
+/* ---- between the products ---- */
+
+/*
+ * One step of online softmax: p = 2^(factor * x - max), where x = scale * s, rounded; p is rounded to bf16, as operand b of the product with V; sum grows by the p
+ * before they are rounded. max is the largest factor * x so far, hence p of the largest is 1, which bf16 has: without that the
+ * error of o would be 3 percent larger. alpha = 2^(old max - new max) is what O must be multiplied by, exactly 1 where nothing
+ * has changed. The logarithm of the sum of e^scores is (max + log2(sum)) ln 2.
+ *
+ * A column of nothing but -inf so far keeps max = -inf and sum = 0, and its p is 0. NaN comes through. What would be
+ * below 2^-126 is 0. The columns have nothing to do with each other.
+ */
+typedef struct attn_bf16_softmax {
+    float *s; /* [width / 16][keys][16], scratch afterwards */
+    int64_t s_panel;
+    int32_t keys, width;
+    float scale, factor;      /* above 0; factor is log2(e) for scores in base e */
+    float *max, *sum, *alpha; /* [width] */
+    uint16_t *p;              /* keys padded to 32 */
+    int64_t p_panel;
+} attn_bf16_softmax;
+
+/*
+ * The step, and products (`count`, may be 0) that have nothing to do with it, done meanwhile: tiles multiply while vectors make
+ * exponentials. Such are the scores of the next keys, and the product of V and P of those before. The bits are the same either way.
+ * Products by vectors, which would be in each other's way, come after it.
+ */
+void attn__bf16_softmax(const attn_bf16_softmax *step, const attn_bf16_product *products, int32_t count);
+
+/*
+ * Between the products of the backward, for 32 query rows, two panels:
+ *
+ *     p = e^(scale * s + rest - lse)        d_s = p (keep * d_p - delta) slope
+ *
+ * both rounded to bf16 (to the nearest, half-way to even; subnormals become 0). p is 0 where s is -inf or lse is +inf, whatever else there is;
+ * d_s is 0 where p is. The columns have nothing to do with each other.
+ */
+typedef struct attn_bf16_gradients {
+    const float *s, *d_p;      /* [2][keys][16], `panel` from the first to the second */
+    const float *slope, *rest; /* the same; NULL: 1 and 0 */
+    int64_t panel;
+    int32_t keys; /* a multiple of 32 */
+    float scale, keep;
+    const float *lse, *delta; /* [32] */
+    uint16_t *p, *d_s;        /* operands a, m over keys, k over these rows; panels are `down` apart */
+    int64_t down;
+    uint16_t
+        *pairs; /* d_s as operand b, k over keys, n over rows in the order of attn__bf16_row; panels are 16 * keys apart */
+} attn_bf16_gradients;
+
+void attn__bf16_gradients(const attn_bf16_gradients *step);
+
+/* The row, of 32, that is column `c` of panel `n` of `pairs`: what is cheapest to make may have them in groups. And back: 16 n + c. */
+static inline int32_t attn__bf16_row(int32_t n, int32_t c) {
+    const int32_t group = ATTN_BF16_GROUP_ROWS;
+    return c / group * (2 * group) + n * group + c % group;
+}
+static inline int32_t attn__bf16_column(int32_t r) {
+    const int32_t group = ATTN_BF16_GROUP_ROWS;
+    return r / group % 2 * 16 + r / (2 * group) * group + r % group;
+}
+
+/* o[dim][16] times alpha[16], a panel of O^T; nothing is done where alpha is 1. */
+void attn__bf16_rescale(float *o, int32_t dim, const float *alpha);
+
+/* to[16][ld] = the transpose of a panel [dim][16], dim a multiple of 16. */
+void attn__bf16_transpose(const struct attn__micro_f32 *micro, float *to, int64_t ld, const float *panel, int32_t dim);
+
+#endif
