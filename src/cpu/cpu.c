@@ -147,8 +147,8 @@ static void limit_threads(attn_plan *plan) {
 static void choose_strip(attn_plan *plan) {
     const attn_problem *p = &plan->problem;
     bool is_short = attn__is_short(p->max_q);
-    const int64_t units_per_thread = is_short ? 2 : attn__by_bf16(plan) ? 4 : 8,
-                  most_bytes = 768 << 10; /* q and o of a strip stay in a cache of 1 MiB */
+    const int64_t units_per_thread = is_short ? 2 : attn__by_bf16(plan) ? 4 : 8;
+    const int64_t most_bytes = 768 << 10; /* q and o of a strip stay in a cache of 1 MiB */
     int64_t tiles = is_short ? p->batch * p->heads_kv * attn__short_tiles(p, p->max_q) : 0;
     if (is_short && plan->partials > 0) tiles *= attn__ceil_div(p->max_kv, ATTN_CHUNK);
     if (!is_short) tiles = (int64_t)p->batch * p->heads_q * attn__ceil_div(p->max_q, ATTN_TILE_ROWS);
