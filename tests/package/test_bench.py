@@ -366,6 +366,7 @@ def test_cpu_verdicts(capsys):
         result("decode", "f16", 2.0, 0.5, ort=1.5, best=1.5),
         result("verify", "f32", 1.0, 0.61),
     ]
+    results[2]["ms"]["torch"] = 9.0
     peers_cpu.print_verdicts(results, [{"what": "first call", "us": 900.0}, {}, {"what": "a call", "us": 2.5}])
     lines = capsys.readouterr().out.splitlines()
     assert "prefill d64 f32, share of peak: MISSED in 0 of 1 cases, least 0.70" in "\n".join(lines)
@@ -376,6 +377,7 @@ def test_cpu_verdicts(capsys):
         "decode f16 / f32: met in 1 of 1 cases, least 2.00",
         "decode f32 batch 1, of the lower bar: met in 1 of 1 cases, least 1.04",
         "decode f32 batch 8, of the lower bar: not measured",
+        "decode / torch with enable_gqa: MISSED in 0 of 1 cases, least 2.25",
         "decode f16 / ONNX Runtime: met",
         "verify, share of peak: met",
         "first call: met, 900.00 us",
