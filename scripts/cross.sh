@@ -50,6 +50,10 @@ emulate() {
     local folder=$1 wanted=$2 tests=$3 isas isa only
     shift 3
     "$@" "$folder/attn" info | sed -n 's/^cpu  *\(.*: .*\)/emulated CPU: \1/p'
+    if "$@" "$folder/attn" info | grep -q 'fwd_neonbf16_bf16 .* no '; then
+        echo "the library has neonbf16, and the emulated CPU has no BF16: its tests would be left out"
+        exit 1
+    fi
     run "$@" "$folder/attn-tests" $tests
     isas=$("$@" "$folder/attn" info | sed -nE "/^cpu .* yes /{
         s/.* fwd_(($wanted)[a-z0-9]*)_f32 .*/\1/p
