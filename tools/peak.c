@@ -21,17 +21,27 @@
 #include <arm_neon.h>
 #endif
 
+/* Chains of multiply-adds that run side by side: as many as a latency of 4 and two units want, or four (Neoverse-V1). */
+#define TWELVE(X) X(0) X(1) X(2) X(3) X(4) X(5) X(6) X(7) X(8) X(9) X(10) X(11)
+#if defined(__aarch64__)
+#define EACH(X) TWELVE(X) X(12) X(13) X(14) X(15) X(16) X(17) X(18) X(19) X(20) X(21) X(22) X(23)
+enum { ACCUMULATORS = 24 };
+#else
+#define EACH(X) TWELVE(X)
 enum { ACCUMULATORS = 12 };
-
-#define EACH(X) X(0) X(1) X(2) X(3) X(4) X(5) X(6) X(7) X(8) X(9) X(10) X(11)
+#endif
 #define DECLARE(n) a##n = start,
 #define STEP(n) a##n = FMA(a##n, x, y);
 #define GATHER(n) sum = FMA(sum, x, a##n);
 
-/* `rounds` times 12 vector multiply-adds; every number stays small. The result keeps the loop from being left out. */
+/*
+ * `rounds` times ACCUMULATORS multiply-adds; every number stays small. The result keeps the loop from being left out, and `volatile` the
+ * chains from being one: a compiler that knew them to be equal would compute the first.
+ */
 #define FMA_LOOP(name, target, vector, set1, first)                                                                        \
     target static double name(long rounds) {                                                                               \
-        vector x = set1(0.5), y = set1(0.5), start = set1(0.75), EACH(DECLARE) sum = set1(0);                              \
+        volatile vector start = set1(0.75);                                                                                \
+        vector x = set1(0.5), y = set1(0.5), EACH(DECLARE) sum = set1(0);                                                  \
         for (long i = 0; i < rounds; i++) {                                                                                \
             EACH(STEP)                                                                                                     \
         }                                                                                                                  \
@@ -72,15 +82,16 @@ FMA_LOOP(loop_neon_f64, , float64x2_t, vdupq_n_f64, FIRST_F64)
 #undef FMA
 
 /* The same with vectors of SVE, whose length is the CPU's affair; in assembly, for the types want a compiler that was told. */
-#define SVE_STEP(n) "fmla z" #n SVE_TYPE ", p0/m, z12" SVE_TYPE ", z13" SVE_TYPE "\n\t"
+#define SVE_STEP(n) "fmla z" #n SVE_TYPE ", p0/m, z24" SVE_TYPE ", z25" SVE_TYPE "\n\t"
+#define SVE_NAME(n) "v" #n,
 #define SVE_CLEAR(n) "dup z" #n SVE_TYPE ", #0\n\t"
 #define SVE_LOOP(name)                                                                                                     \
     static double name(long rounds) {                                                                                      \
-        __asm__ volatile(".arch_extension sve\n\tptrue p0" SVE_TYPE "\n\tfdup z12" SVE_TYPE ", #0.5\n\tfdup z13" SVE_TYPE  \
+        __asm__ volatile(".arch_extension sve\n\tptrue p0" SVE_TYPE "\n\tfdup z24" SVE_TYPE ", #0.5\n\tfdup z25" SVE_TYPE  \
                          ", #0.5\n\t" EACH(SVE_CLEAR) "0: " EACH(SVE_STEP) "subs %0, %0, #1\n\tb.ne 0b"                    \
                          : "+r"(rounds)                                                                                    \
                          :                                                                                                 \
-                         : "cc", "v0", "v1", "v2", "v3", "v4", "v5", "v6", "v7", "v8", "v9", "v10", "v11", "v12", "v13");  \
+                         : "cc", EACH(SVE_NAME) "v24", "v25");                                                             \
         return 0;                                                                                                          \
     }
 #define SVE_TYPE ".s"
