@@ -179,6 +179,36 @@ INLINE void exp2_all(const int n, vreal *x) {
     EACH(x[i] = y[i] * shifted[i]);
 }
 
+#elif defined(__AVX512F__)
+
+/*
+ * e^(x + rest) as below, of n vectors: a CPU looks ahead by some hundred instructions, which of one vector after the other are too few to
+ * fill the time that each of them waits for the last.
+ */
+INLINE void exp_all(const int n, vreal *x, const bool with_rest, const vreal *rest) {
+    const vreal magic = splat(12582912.0f);
+    __mmask16 counts[8];
+    vreal whole[8], y[8];
+    EACH(whole[i] = _mm512_fmadd_ps(x[i], splat(1.44269504089f), magic));
+    EACH(counts[i] = _mm512_cmp_ps_mask(x[i], splat(-87.336544f), _CMP_NLT_UQ));
+    EACH(whole[i] = whole[i] - magic);
+    EACH(x[i] = _mm512_fnmadd_ps(whole[i], splat(0.693359375f), x[i]));
+    EACH(x[i] = _mm512_fmadd_ps(whole[i], splat(2.12194440e-4f), x[i]));
+    if (with_rest) EACH(x[i] += rest[i]);
+    EACH(y[i] = _mm512_fmadd_ps(x[i], splat(1.38145986467e-3f), splat(8.36871687973e-3f)));
+    EACH(y[i] = _mm512_fmadd_ps(y[i], x[i], splat(4.16683880453e-2f)));
+    EACH(y[i] = _mm512_fmadd_ps(y[i], x[i], splat(1.66665206317e-1f)));
+    EACH(y[i] = _mm512_fmadd_ps(y[i], x[i], splat(4.99999934478e-1f)));
+    EACH(y[i] = _mm512_fmadd_ps(y[i], x[i], splat(1.0f)));
+    EACH(y[i] = _mm512_fmadd_ps(y[i], x[i], splat(1.0f)));
+    EACH(x[i] = _mm512_maskz_scalef_ps(counts[i], y[i], whole[i]));
+}
+
+INLINE vreal exp_of(vreal x, const bool with_rest, vreal rest) {
+    exp_all(1, &x, with_rest, &rest);
+    return x;
+}
+
 #else
 
 /*
@@ -198,12 +228,8 @@ INLINE vreal exp_of(vreal x, const bool with_rest, vreal rest) {
     y = y * f + 4.99999934478e-1f;
     y = y * f + 1.0f;
     y = y * f + 1.0f;
-#if defined(__AVX512F__)
-    return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, splat(-87.336544f), _CMP_NLT_UQ), y, n);
-#else
     y = (vreal)((vbits)y + ((vbits)shifted << 23)); /* unsigned: it wraps for what is set to 0 below */
     return (vreal)(~(vint)(x < splat(-87.336544f)) & (vint)(y + (x - x)));
-#endif
 }
 
 #endif
@@ -231,6 +257,8 @@ INLINE vreal exp_vector(vreal x) { return exp_of(x, false, x); }
 
 #if defined(ATTN_NEON)
 enum { EXP_AT_ONCE = 8 };
+#elif defined(__AVX512F__) && !defined(ATTN_REAL_F64)
+enum { EXP_AT_ONCE = 4 };
 #else
 enum { EXP_AT_ONCE = 1 };
 INLINE void exp_all(const int n, vreal *x, const bool with_rest, const vreal *rest) {

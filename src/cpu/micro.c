@@ -18,20 +18,24 @@
 
 #if defined(__AVX512F__)
 #include "block_avx512.h"
-#define BY_HAND(mr) block_##mr((char *)c, ldc *B, (const char *)a, row *B, col *B, (const char *)b, ldb *B, k, accumulate)
+#define BY_ROWS(mr, call, ...)                                                                                             \
+    switch (mr) {                                                                                                          \
+    case 6: call##_6(__VA_ARGS__); break;                                                                                  \
+    case 5: call##_5(__VA_ARGS__); break;                                                                                  \
+    case 4: call##_4(__VA_ARGS__); break;                                                                                  \
+    case 3: call##_3(__VA_ARGS__); break;                                                                                  \
+    case 2: call##_2(__VA_ARGS__); break;                                                                                  \
+    default: call##_1(__VA_ARGS__); break;                                                                                 \
+    }
 INLINE bool block_by_hand(const int mr, const int nv, const attn_dtype of, real *c, int64_t ldc, const real *a, int64_t row,
                           int64_t col, const real *b, int64_t ldb, int32_t k, bool accumulate) {
     const int64_t B = sizeof(real);
     if (nv != NV || of != REAL_DTYPE || k <= 0) return false;
-    switch (mr) {
-    case 6: BY_HAND(6); break;
-    case 5: BY_HAND(5); break;
-    case 4: BY_HAND(4); break;
-    case 3: BY_HAND(3); break;
-    case 2: BY_HAND(2); break;
-    default: BY_HAND(1); break;
-    }
-    return true;
+    if (row == 1)
+        BY_ROWS(mr, across, (char *)c, ldc * B, (const char *)a, col * B, (const char *)b, ldb * B, k, accumulate)
+    else if (col == 1)
+        BY_ROWS(mr, along, (char *)c, ldc * B, NULL, (const char *)a, row * B, (const char *)b, ldb * B, k, accumulate)
+    return row == 1 || col == 1;
 }
 #elif defined(ATTN_NEON) && !defined(ATTN_REAL_F64)
 #include "block_neon.h"
@@ -116,12 +120,37 @@ static void micro_gemm(real *c, int64_t ldc, const real *a, int64_t row, int64_t
 
 /* ---- dot products ---- */
 
+#if defined(__AVX512F__)
+/* One group, of dim <= GROUP dims, by hand: blocks meet in s if this is the first group, or else in a place of their own and then s. */
+INLINE bool dots_by_blocks(const int mr, const int nv, real *s, int32_t width, const real *k, int64_t ldk, const real *q_t,
+                           int32_t ldq, int32_t dim, bool accumulate) {
+    const int64_t B = sizeof(real), lds = width * B, ldg = NV * VL * B;
+    if (nv != NV) return false;
+    real group[MR * NV * VL] __attribute__((aligned(64)));
+    for (int32_t n = 0, some; n < dim; n += some) {
+        some = dim - n < BLOCK ? dim - n : BLOCK;
+        const bool last = n + some == dim, here = !accumulate || last;
+        BY_ROWS(mr, along, (char *)(here ? s : group), here ? lds : ldg, accumulate && last && n > 0 ? (char *)group : NULL,
+                (const char *)(k + n), ldk * B, (const char *)(q_t + (int64_t)n * ldq), ldq * B, some,
+                accumulate ? last || n > 0 : n > 0)
+    }
+    return true;
+}
+#else
+INLINE bool dots_by_blocks(const int mr, const int nv, real *s, int32_t width, const real *k, int64_t ldk, const real *q_t,
+                           int32_t ldq, int32_t dim, bool accumulate) {
+    (void)mr, (void)nv, (void)s, (void)width, (void)k, (void)ldk, (void)q_t, (void)ldq, (void)dim;
+    return (void)accumulate, false;
+}
+#endif
+
 /*
  * One group, of dim <= GROUP dims: mr keys against nv vectors of rows. Blocks meet in a place of their own, at distances that the
  * compiler knows, and then s, unless this is the first group.
  */
 INLINE void dots_block(const int mr, const int nv, real *s, int32_t width, const real *k, int64_t ldk, const real *q_t,
                        int32_t ldq, int32_t dim, bool accumulate) {
+    if (dots_by_blocks(mr, nv, s, width, k, ldk, q_t, ldq, dim, accumulate)) return;
     real group[MR * NV * VL] __attribute__((aligned(64)));
     block(mr, nv, REAL_DTYPE, group, NV * VL, k, ldk, 1, q_t, 0, ldq, dim < BLOCK ? dim : BLOCK, false);
     for (int32_t n = BLOCK; n < dim; n += BLOCK)
