@@ -151,22 +151,22 @@ TEST(accuracy_f32_of_few_rows_is_rounded_once) {
 
 /*
  * In float alone they keep to the bar of many rows. ALiBi makes scores of any size: one of size S is rounded by up to 2^-24 S, which is the
- * relative error of its weight, in o above the line and below it. lse is as large as the largest score.
+ * relative error of its weight. Scores are up to 1430 here, so 1e-4 would be no surprise, but rows of such scores weigh one key or two:
+ * the error is 7.5e-6 where products of slopes are rounded by themselves, 2.8e-6 where they are fused, and is not to grow unnoticed.
  */
 static void compare_o(const rig *want, const rig *have, const double *bars) {
     int64_t rows = (int64_t)want->p.heads_q * want->p.max_q;
-    double o = relative_rms(ATTN_F32, have->f.o.data, want->f.o.data, rows * want->full.dim_v), bar = bars[0], most = 0;
-    for (int64_t n = 0; n < rows; n++) most = fmax(most, fabs(((const double *)want->f.lse)[n]));
-    if (want->p.flags & ATTN_ALIBI) bar += 2 * 0x1p-24 * most;
-    CHECK_SAY(o <= bar, "o: relative RMS %.3g, may be %.3g, lse up to %.3g", o, bar, most);
+    double o = relative_rms(ATTN_F32, have->f.o.data, want->f.o.data, rows * want->full.dim_v);
+    CHECK_SAY(o <= bars[0], "o: relative RMS %.3g, may be %.3g", o, bars[0]);
 }
 
 TEST(accuracy_f32_of_few_rows_by_itself) {
     for (size_t c = 0; c < FEW_ROWS; c++) {
         rig want = few_rows_rig(c, ATTN_F64), have = few_rows_rig(c, ATTN_F32);
+        double bar = few_rows[c].flags & ATTN_ALIBI ? 1.2e-5 : 1e-6;
         want.backward = have.backward = true; /* widen wants d_o */
         CHECK(rig_make(&want, c + 1) && rig_make(&have, c + 1));
-        on_each_isa(few_rows[c].name, &want, &have, true, (double[]){1e-6}, compare_o);
+        on_each_isa(few_rows[c].name, &want, &have, true, &bar, compare_o);
     }
 }
 

@@ -183,6 +183,8 @@ def forward(q, k, v, options: Options, heads_first: bool = False):
         return None
     if type(q) not in _TYPES or type(k) not in _TYPES or type(v) not in _TYPES:
         return None
+    if _torch.is_lazy(q) or _torch.is_lazy(k) or _torch.is_lazy(v):
+        return None
     if _is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         return None
     device = q.device
@@ -208,7 +210,7 @@ def forward(q, k, v, options: Options, heads_first: bool = False):
     if tables is not None:
         for name in tables:
             x = getattr(options, name)
-            if name not in _TABLES or type(x) not in _TYPES or (x.requires_grad and _is_grad_enabled()):
+            if name not in _TABLES or type(x) not in _TYPES or _torch.is_lazy(x) or (x.requires_grad and _is_grad_enabled()):
                 return None
             key += (name, x.shape, x.stride(), x.dtype, x.device)
     ready = _ready.get(key)

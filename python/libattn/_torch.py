@@ -211,10 +211,10 @@ def _is_eager(*tensors):
     """Do plain tensors come here, and nobody who looks on: no compiler, tracer, mode of the dispatcher or transform?"""
     if torch.compiler.is_compiling() or torch.jit.is_tracing() or _modes() or _transforms():
         return False
-    return all(x is None or type(x) in _PLAIN and not x.is_meta and not _is_lazy(x) and not _is_batched(x) for x in tensors)
+    return all(x is None or type(x) in _PLAIN and not x.is_meta and not is_lazy(x) and not _is_batched(x) for x in tensors)
 
 
-def _is_lazy(x):
+def is_lazy(x):
     """Does its memory not hold what it is? A sign that waits, or zeros that are nowhere: the dispatcher makes them real."""
     return x.is_neg() or x._is_zerotensor()
 

@@ -150,7 +150,8 @@ static void choose_strip(attn_plan *plan) {
     const int64_t units_per_thread = is_short ? 2 : attn__by_bf16(plan) ? 4 : 8;
     const int64_t most_bytes = 768 << 10; /* q and o of a strip stay in a cache of 1 MiB */
     int64_t tiles = is_short ? p->batch * p->heads_kv * attn__short_tiles(p, p->max_q) : 0;
-    if (is_short && plan->partials > 0) tiles *= attn__ceil_div(p->max_kv, ATTN_CHUNK);
+    const bool by_chunks = plan->partials > 0 && (!attn__by_bf16(plan) || p->max_q <= ATTN_NARROW_ROWS);
+    if (is_short && by_chunks) tiles *= attn__ceil_div(p->max_kv, ATTN_CHUNK);
     if (!is_short) tiles = (int64_t)p->batch * p->heads_q * attn__ceil_div(p->max_q, ATTN_TILE_ROWS);
     plan->strip = p->op == ATTN_FORWARD ? ATTN_STRIP : 1;
     while (plan->strip > 1 && plan->slots > 1 && tiles / plan->strip < units_per_thread * plan->slots) plan->strip /= 2;

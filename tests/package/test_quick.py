@@ -53,6 +53,12 @@ def test_what_is_not_for_it():
     q, k, v = tensors()
     plain = Options()
     assert _quick.forward(q, k, v, plain) is not None
+    negated = [torch._neg_view(-x) for x in (q, k, v)]  # signs that wait, zeros without memory: not for who reads memory
+    assert all(_quick.forward(*(negated[n] if n == m else x for n, x in enumerate((q, k, v))), plain) is None for m in range(3))
+    assert _quick.forward(torch._efficientzerotensor(q.shape), k, v, plain) is None
+    padded = torch.zeros(q.shape[0], dtype=torch.int32)
+    assert _quick.forward(q, k, v, Options(leftpad=padded)) is not None
+    assert _quick.forward(q, k, v, Options(leftpad=torch._neg_view(padded))) is None
     assert _quick.forward(q.clone().requires_grad_(), k, v, plain) is None
     with torch.no_grad():
         assert _quick.forward(q.clone().requires_grad_(), k, v, plain) is not None
