@@ -469,8 +469,11 @@ static void choose_split(attn_plan *plan) {
         if (p->max_q > ATTN_CUDA_SPLIT_ROWS)
             attn__plan_say(plan, "sequences of at most %d rows: %s\n", ATTN_CUDA_SPLIT_ROWS,
                            attn__cuda_entries[plan->gpu_decode[gpu_of(plan)]].name);
-        attn__plan_say(plan, "split: %s in spans of %d keys\n", p->max_q > ATTN_CUDA_SPLIT_ROWS ? "these" : "all sequences",
+        attn__plan_say(plan, "split: %s in spans of %d keys", p->max_q > ATTN_CUDA_SPLIT_ROWS ? "these" : "all sequences",
                        latent ? ATTN_DECODE90_SPAN : ATTN_DECODE_SPAN);
+        const int32_t super = ATTN_DECODE_SUPER * ATTN_DECODE_SPAN;
+        if (!latent && p->max_kv > super) attn__plan_say(plan, ", from key %d on two at a time", super);
+        attn__plan_say(plan, "\n");
         if (!latent) return;
     }
     plan->chunks = chunks > 1 ? (int32_t)chunks : 0; /* latent: more than its spans */

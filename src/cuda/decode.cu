@@ -8,7 +8,7 @@
  * spans of a super are folded in their order, and then the supers: so every sum has one order, whoever works on it, and the bits depend
  * on the sequence alone.
  *
- * The spans of all items in a row are shared out evenly: each block has as many tiles of keys as the others, to within a span. A super that is
+ * The spans of all items in a row are shared out evenly: each block has as many tiles of keys as the others, to within a span or a pair. A super that is
  * one block's stays in registers; of one that several blocks have, the results of spans go to the workspace, and the last to finish
  * folds them. Likewise the last to finish a super of an item folds the supers. Nobody waits.
  *
