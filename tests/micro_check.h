@@ -1,11 +1,13 @@
 /*
- * Micro-kernels of NEON and SVE against those of plain C, one number type at a time (cpu/real.h): products and dot products have the same
- * bits, for all fuse multiplications with additions and add in the same order. Dot products of few rows have an order that goes by the
- * vector, so those of SVE are held to chain_dots, which have another way to the same bits. Compiled where there is NEON.
+ * Micro-kernels by hand against those of plain C, one number type at a time (cpu/real.h): products and dot products have the same bits, for
+ * all fuse multiplications with additions and add in the same order. Plain C is table `c` on aarch64, and on x86-64, where that one has
+ * nothing to fuse with, what the compiler makes of the same C for AVX2. Dot products of few rows have an order that goes by the vector, so those
+ * of other vectors than plain C's are held to chain_dots, which have another way to the same bits; softmax of few columns to that of many.
  */
 #ifndef MICRO_CHECK_H
 #define MICRO_CHECK_H
 
+#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -19,6 +21,16 @@
 #define ISA(name, bits, words) extern const attn_micro REAL(micro_##name);
 #include "cpu/isa.def"
 #undef ISA
+
+#if defined(__x86_64__)
+#define PLAIN REAL(micro_avx2)
+#define SAME_VECTORS PLAIN
+#define MADE_FOR ATTN_CPU_AVX2
+#else
+#define PLAIN REAL(micro_c)
+#define SAME_VECTORS REAL(micro_neon)
+#define MADE_FOR 0
+#endif
 
 enum { MOST = 20 * 1024 };
 static const attn_micro *micro; /* the one to check */
@@ -41,7 +53,7 @@ static void check_gemm(int32_t m, int32_t n, int32_t k) {
         int64_t row = form & 1 ? 1 : lda, col = form & 1 ? lda : 1;
         memcpy(want, a, sizeof want);
         memcpy(have, a, sizeof have);
-        REAL(micro_c).gemm(want, n + 16, a, row, col, b, n, m, n, k, form & 2);
+        PLAIN.gemm(want, n + 16, a, row, col, b, n, m, n, k, form & 2);
         micro->gemm(have, n + 16, a, row, col, b, n, m, n, k, form & 2);
         same("gemm", m, k, n);
     }
@@ -50,7 +62,7 @@ static void check_gemm(int32_t m, int32_t n, int32_t k) {
 static void check_dots(int32_t columns, int32_t keys, int32_t dim) {
     memcpy(want, a, sizeof want);
     memcpy(have, a, sizeof have);
-    REAL(micro_c).dots(want, 64, a, dim + 3, b, columns, keys, dim);
+    PLAIN.dots(want, 64, a, dim + 3, b, columns, keys, dim);
     micro->dots(have, 64, a, dim + 3, b, columns, keys, dim);
     same("dots", columns, keys, dim);
 }
@@ -80,16 +92,52 @@ static void check_narrow(attn_dtype dtype, int32_t rows, int32_t keys, int32_t d
     memset(want, 0, sizeof want);
     memset(have, 0, sizeof have);
     micro->narrow_dots(have, width, &panel, a, dim, rows, keys, dim);
-    if (micro == &REAL(micro_neon))
-        REAL(micro_c).narrow_dots(want, width, &plain, a, dim, rows, keys, dim);
+    if (micro == &SAME_VECTORS)
+        PLAIN.narrow_dots(want, width, &plain, a, dim, rows, keys, dim);
     else
         chain_dots(rows, keys, dim);
     same(attn_dtype_name(dtype), rows, keys, dim);
     memcpy(want, a, sizeof want);
     memcpy(have, a, sizeof have);
-    REAL(micro_c).narrow_gemm(want, dim, a, width, &plain, rows, dim, keys);
+    PLAIN.narrow_gemm(want, dim, a, width, &plain, rows, dim, keys);
     micro->narrow_gemm(have, dim, a, width, &panel, rows, dim, keys);
     same(attn_dtype_name(dtype), rows, keys, dim);
+}
+
+static bool same_number(real x, real y) { return memcmp(&x, &y, sizeof x) == 0 || (x != x && y != y); }
+
+/* A step of softmax over the first columns has the bits that it has among others, with scores that are not there, not finite, and far apart. */
+static void check_softmax(int32_t columns, int32_t keys, uint64_t *random) {
+    const int32_t width = ATTN_LANES;
+    real state[2][3][ATTN_LANES];
+    for (int32_t n = 0; n < keys * width; n++) {
+        int32_t kind = (int32_t)random_range(random, 0, 40);
+        want[n] = kind == 0   ? (real)-INFINITY
+                  : kind == 1 ? (real)NAN
+                              : (real)random_range(random, -1000, 1000) / (kind == 2 ? 8 : 100);
+        if (n % width == 0 && columns > 1) want[n] = (real)-INFINITY; /* a column that sees nothing */
+    }
+    memcpy(have, want, sizeof want);
+    for (int r = 0; r < ATTN_LANES; r++)
+        for (int i = 0; i < 2; i++) {
+            state[i][0][r] = r % 3 == 0 ? (real)-INFINITY : (real)(r % 3 == 1 ? 0.25 : 20);
+            state[i][1][r] = r % 3 == 0 ? 0 : 3;
+            state[i][2][r] = 7;
+        }
+    micro->softmax(want, keys, width, ATTN_LANES, state[0][0], state[0][1], state[0][2]);
+    micro->softmax(have, keys, width, columns, state[1][0], state[1][1], state[1][2]);
+    for (int32_t r = 0; r < columns; r++) {
+        for (int32_t j = 0; j < keys; j++)
+            CHECK_SAY(same_number(want[j * width + r], have[j * width + r]),
+                      "%s, softmax of %d columns, %d keys: key %d, column %d", isa, columns, keys, j, r);
+        for (int i = 0; i < 3; i++)
+            CHECK_SAY(same_number(state[0][i][r], state[1][i][r]), "%s, softmax of %d columns, %d keys: %s of column %d",
+                      isa, columns, keys,
+                      i == 0   ? "max"
+                      : i == 1 ? "sum"
+                               : "alpha",
+                      r);
+    }
 }
 
 static void check_table(void) {
@@ -104,13 +152,17 @@ static void check_table(void) {
         for (int32_t dim = 1; dim <= 300; dim += dim % 4 == 3 ? 1 : dim < 70 ? 3 : 13) check_dots(ATTN_LANES, keys, dim);
     check_dots(ATTN_LANES, 64, 128);
     check_dots(ATTN_LANES, 64, 256);
+    for (int32_t keys = 1; keys <= 64; keys += keys < 9 ? 1 : 5)
+        for (int32_t dim = 1; dim <= 256; dim += dim < 20 ? 1 : dim % 4 == 3 ? 13 : 20) check_dots(64, keys, dim);
+    for (int32_t keys = 1; keys <= 64; keys += keys < 21 ? 1 : 43)
+        for (int32_t columns = 1; columns <= ATTN_LANES; columns++) check_softmax(columns, keys, &random);
     for (size_t n = 0; n < sizeof dims / sizeof *dims; n++)
         for (int32_t keys = 1; keys <= 70; keys += 23)
             for (int32_t rows = 1; rows <= 8; rows++)
                 for (int d = 0; d < 3; d++) check_narrow(dtypes[d], rows, keys, dims[n], &random);
 }
 
-/* All tables that this machine can run, but for plain C's own. */
+/* All tables that this machine can run. */
 static void check_micro(void) {
     static const struct {
         const char *name;
@@ -121,6 +173,10 @@ static void check_micro(void) {
 #include "cpu/isa.def"
 #undef ISA
     };
+    if (MADE_FOR & ~attn__cpu_detect()) {
+        test_skip("this CPU has nothing to fuse multiplications and additions with");
+        return;
+    }
     for (size_t n = 1; n < sizeof tables / sizeof *tables; n++) {
         if (tables[n].needs & ~attn__cpu_detect()) continue;
         isa = tables[n].name;

@@ -1,5 +1,5 @@
 /* Micro-kernels of double by hand. */
-#ifdef ATTN_HAVE_NEON
+#if defined(ATTN_HAVE_NEON) || defined(ATTN_HAVE_AVX2)
 #define ATTN_REAL_F64 1
 #include "micro_check.h"
 

@@ -215,6 +215,8 @@ enum { KEYS_AT_ONCE = 8 };
 
 #if defined(ATTN_NEON)
 #include "narrow_neon.h"
+#elif defined(__AVX512F__) && !defined(ATTN_REAL_F64)
+#include "narrow_avx512.h"
 #endif
 
 /*
@@ -261,6 +263,9 @@ INLINE void narrow_product(const attn_dtype of, real *c, int64_t ldc, const real
         x = n / (NV * VL) * (NV * VL);
         if (x > 0)
             sums_by_hand(of, c, ldc, p, width, v + j * ldv * size, ldv, next + j * pitch, pitch, m, x / (NV * VL), some);
+#elif defined(__AVX512F__) && !defined(ATTN_REAL_F64)
+        x = n / (NV * VL) * (NV * VL);
+        sums_by_hand(of, c, ldc, p, width, v + j * ldv * size, ldv * size, next + j * pitch, pitch, m, x / (NV * VL), some);
 #endif
         for (; x + NV * VL <= n; x += NV * VL) {
             ask_for(next + j * pitch + x * size, some, pitch, NV * VL * size);
@@ -396,6 +401,8 @@ INLINE void dots(const attn_dtype of, real *s, int32_t width, const attn_panel *
             for (int32_t r = rows; r < NARROW_ROWS; r++) s[(int64_t)i * width + r] = 0;
         }
     }
+#elif defined(__AVX512F__) && !defined(ATTN_REAL_F64)
+    if (rows <= NARROW_ROWS) j = dots_by_hand(of, s, width, k, ldk * size, next, pitch, q, ldq, rows, keys, dim);
 #endif
     for (; j + KB <= keys; j += KB) {
         ask_for(next + j * pitch, KB, pitch, dim * size);
@@ -538,7 +545,70 @@ INLINE vreal softmax_keys(const int n, real *s, int32_t width, vreal base, vreal
     return part;
 }
 
+#if defined(__AVX512F__) && !defined(ATTN_REAL_F64)
+
+/* A vector of four columns of four keys. */
+INLINE vreal load_quarters(const real *s, int32_t width) {
+    __m512 x = _mm512_castps128_ps512(_mm_loadu_ps(s));
+    x = _mm512_insertf32x4(x, _mm_loadu_ps(s + width), 1);
+    x = _mm512_insertf32x4(x, _mm_loadu_ps(s + 2 * width), 2);
+    return _mm512_insertf32x4(x, _mm_loadu_ps(s + 3 * width), 3);
+}
+
+INLINE void store_quarters(real *s, int32_t width, vreal x) {
+    _mm_storeu_ps(s, _mm512_castps512_ps128(x));
+    _mm_storeu_ps(s + width, _mm512_extractf32x4_ps(x, 1));
+    _mm_storeu_ps(s + 2 * width, _mm512_extractf32x4_ps(x, 2));
+    _mm_storeu_ps(s + 3 * width, _mm512_extractf32x4_ps(x, 3));
+}
+
+/*
+ * micro_softmax of up to four columns: the exponentials of four keys in a vector, of which one key would fill a quarter. Maxima and sums
+ * are made as they are there.
+ */
+static void softmax_of_four(real *s, int32_t keys, int32_t width, real *max, real *sum, real *alpha) {
+    const vreal before = load(max);
+    __m128 chain[4] = {_mm512_castps512_ps128(before), _mm512_castps512_ps128(before), _mm512_castps512_ps128(before),
+                       _mm512_castps512_ps128(before)};
+    int32_t j = 0;
+    for (; j + 4 <= keys; j += 4) {
+        UNROLL for (int i = 0; i < 4; i++) chain[i] = _mm_max_ps(_mm_loadu_ps(s + (int64_t)(j + i) * width), chain[i]);
+    }
+    for (; j < keys; j++) chain[0] = _mm_max_ps(_mm_loadu_ps(s + (int64_t)j * width), chain[0]);
+    __m128 largest = _mm_max_ps(_mm_max_ps(chain[0], chain[1]), _mm_max_ps(chain[2], chain[3]));
+    vreal most = _mm512_mask_mov_ps(before, 0xf, _mm512_zextps128_ps512(largest));
+    vreal none = splat((real)-INFINITY), base = pick(most == none, (vreal){0}, most), shrink = exp_vector(before - base);
+    vreal bases = _mm512_shuffle_f32x4(base, base, 0);
+    for (j = 0; j + 16 <= keys; j += 16) {
+        vreal x[4];
+        UNROLL for (int i = 0; i < 4; i++) x[i] = load_quarters(s + (int64_t)(j + 4 * i) * width, width) - bases;
+        exp_all(4, x, false, x);
+        UNROLL for (int i = 0; i < 4; i++) store_quarters(s + (int64_t)(j + 4 * i) * width, width, x[i]);
+    }
+    for (; j < keys; j++) {
+        __m512 x = exp_vector(_mm512_zextps128_ps512(_mm_loadu_ps(s + (int64_t)j * width)) - bases);
+        _mm_storeu_ps(s + (int64_t)j * width, _mm512_castps512_ps128(x));
+    }
+    __m128 total = _mm_setzero_ps();
+    for (int32_t j0 = 0; j0 < keys; j0 += 8) { /* short sums keep the rounding error small */
+        __m128 part = _mm_setzero_ps();
+        for (j = j0; j < keys && j < j0 + 8; j++) part += _mm_loadu_ps(s + (int64_t)j * width);
+        total += part;
+    }
+    store(max, most);
+    store(alpha, shrink);
+    store(sum, load(sum) * shrink + _mm512_zextps128_ps512(total));
+}
+
+#endif
+
 static void micro_softmax(real *s, int32_t keys, int32_t width, int32_t columns, real *max, real *sum, real *alpha) {
+#if defined(__AVX512F__) && !defined(ATTN_REAL_F64)
+    if (columns <= 4) {
+        softmax_of_four(s, keys, width, max, sum, alpha);
+        return;
+    }
+#endif
     for (int32_t r = 0; r < columns; r += VL) {
         vreal before = load(max + r), most = column_max(s + r, keys, width, before), total = (vreal){0};
         vreal none = splat((real)-INFINITY), base = pick(most == none, (vreal){0}, most);

@@ -162,14 +162,16 @@ bool REAL(tile_in_one_page)(const attn_rows *t, int32_t j0, int32_t keys) {
 }
 
 /*
- * How many rows are asked for before they are read. Intel's cores fetch rows that follow each other by themselves, and better if nobody
- * is far ahead of them: 1 KB is best for floats, and as good as more for bf16.
+ * How many rows of so many bytes, `pitch` bytes apart, are asked for before they are read. Intel's cores fetch rows that follow each other by
+ * themselves, and better if nobody is far ahead of them: 1 KB is best for floats, and as good as more for bf16. Of rows with gaps between
+ * them 6 KB are.
  */
-static int32_t rows_ahead(int64_t row, int64_t size) {
+static int32_t rows_ahead(int64_t bytes, int64_t pitch) {
 #if defined(__x86_64__)
-    if (row > 0 && row * size <= 512) return attn__min32((int32_t)(1024 / (row * size)), ATTN_AHEAD);
+    if (pitch > 0 && pitch <= 512) return attn__min32((int32_t)(1024 / pitch), ATTN_AHEAD);
+    if (pitch > bytes) return attn__min32(attn__max32((int32_t)(6144 / bytes), ATTN_AHEAD), ATTN_TILE_COLS / 2);
 #endif
-    (void)row, (void)size;
+    (void)bytes, (void)pitch;
     return ATTN_AHEAD;
 }
 
@@ -183,14 +185,15 @@ static attn_panel view(const attn_rows *t, const attn_tensor *of, int32_t dim, i
         load_kv(t, room, of, dim, attn__pad(dim), j0, keys);
         return (attn_panel){room, attn__pad(dim), REAL_DTYPE, 0, attn__pad(dim)};
     }
-    int64_t row = pitch_of(t, of, keys), ahead = rows_ahead(row, (int64_t)attn_dtype_size(p->kv_dtype)) * row;
+    int64_t row = pitch_of(t, of, keys), size = (int64_t)attn_dtype_size(p->kv_dtype);
+    int64_t ahead = rows_ahead(dim * size, row * size) * row;
     return (attn_panel){REAL(tile_kv_row)(t, of, t->s.leftpad + j0, NULL), row, p->kv_dtype, ahead, row};
 }
 
 /* The first rows of a panel of `keys`, or all that are left of it: the last ones, for which it is to ask for what comes next, come apart. */
-static int32_t part_of(attn_panel *panel, int32_t done, int32_t keys, const void *next) {
+static int32_t part_of(attn_panel *panel, int32_t dim, int32_t done, int32_t keys, const void *next) {
     int64_t size = (int64_t)attn_dtype_size(panel->dtype);
-    int32_t first = keys - rows_ahead(panel->row, size);
+    int32_t first = keys - rows_ahead(dim * size, panel->row * size);
     if (done == 0 && first > 0) return first;
     panel->data = (const char *)panel->data + done * panel->row * size;
     panel->ahead = next ? ((intptr_t)next - (intptr_t)panel->data) / size : 0;
@@ -284,7 +287,7 @@ void REAL(tile_narrow_scores)(const attn_rows *t, real *s, const real *q, int32_
     if (few_rows(t)) {
         attn_panel k = view(t, &t->f->k, t->p->dim_qk, j0, keys, room);
         for (int32_t j = 0, some; j < keys; j += some) {
-            some = part_of(&k, j, keys, next);
+            some = part_of(&k, t->p->dim_qk, j, keys, next);
             t->micro->narrow_dots(s + (int64_t)j * t->width, t->width, &k, q, t->dim_qk, t->rows, some, t->dim_qk);
         }
     }
@@ -378,7 +381,7 @@ void REAL(tile_narrow_gemm)(const attn_rows *t, real *c, const real *p, int32_t 
         attn_panel v = view(t, &t->f->v, t->p->dim_v, j0, keys, room);
         memset(t->guard, 0, (size_t)t->rows * (size_t)t->dim_v * sizeof(real));
         for (int32_t j = 0, some; j < keys; j += some) {
-            some = part_of(&v, j, keys, next);
+            some = part_of(&v, t->p->dim_v, j, keys, next);
             t->micro->narrow_gemm(t->guard, t->dim_v, p + (int64_t)j * t->width, t->width, &v, t->rows, t->dim_v, some);
         }
         t->micro->add(c, t->guard, t->rows * t->dim_v);
