@@ -12,6 +12,9 @@
 #ifndef ATTN_CPU_BLOCK_AVX512_H
 #define ATTN_CPU_BLOCK_AVX512_H
 
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Woverlength-strings" /* of assembly */
+
 /* clang-format off */
 
 #ifdef ATTN_REAL_F64
@@ -133,5 +136,7 @@ BLOCK_OF(5)
 BLOCK_OF(6)
 
 /* clang-format on */
+
+#pragma GCC diagnostic pop
 
 #endif
