@@ -463,6 +463,8 @@ static void micro_chain_dots(real *s, int32_t width, const real *k, int64_t ldk,
 
 #if !defined(ATTN_REAL_F64) && (defined(ATTN_NEON) || defined(ATTN_SVE))
 #define ATTN_BY_NEON 1 /* what is not worth longer vectors */
+#elif !defined(ATTN_REAL_F64) && defined(__F16C__) && defined(__FMA__)
+#define ATTN_BY_F16C 1
 #endif
 
 static void micro_load(real *restrict to, const void *from, attn_dtype dtype, int32_t n) {
@@ -474,6 +476,12 @@ static void micro_load(real *restrict to, const void *from, attn_dtype dtype, in
             vst1q_f32(to, vcvt_f32_f16(vget_low_f16(half)));
             vst1q_f32(to + 4, vcvt_high_f32_f16(half));
         }
+        from = x;
+    }
+#elif defined(ATTN_BY_F16C)
+    if (dtype == ATTN_F16) {
+        const uint16_t *x = from;
+        for (; n >= 8; n -= 8, x += 8, to += 8) _mm256_storeu_ps(to, _mm256_cvtph_ps(_mm_loadu_si128((const void *)x)));
         from = x;
     }
 #endif
@@ -503,6 +511,15 @@ static void micro_store(void *to, attn_dtype dtype, const real *from, real facto
         uint16_t *y = to;
         for (; n >= 4; n -= 4, from += 4, y += 4)
             vst1_u16(y, vreinterpret_u16_f16(vcvt_f16_f32(vld1q_f32(from) * factor + 0)));
+        to = y;
+    }
+#elif defined(ATTN_BY_F16C)
+    if (dtype == ATTN_F16) {
+        uint16_t *y = to;
+        for (; n >= 8; n -= 8, from += 8, y += 8) {
+            __m256 x = _mm256_fmadd_ps(_mm256_loadu_ps(from), _mm256_set1_ps(factor), _mm256_setzero_ps());
+            _mm_storeu_si128((void *)y, _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+        }
         to = y;
     }
 #endif
