@@ -3,8 +3,9 @@
 
     ATTN_CUDA_DRIVER=... tests/emulate/decode.py ATTN      ATTN: the command line's program
 
-Each case runs with several EMULATE_SMS, and each sequence of it by itself and with its keys in pages; all must agree to the last bit,
-and with the reference to what float16 allows. Then infinities and NaN in V, of keys that some rows see and others do not.
+Each case runs with several EMULATE_SMS, and each sequence of it by itself and with its keys in pages, and, if it is causal,
+its last row by itself; all must agree to the last bit, and with the reference to what float16 allows. Then infinities and
+NaN in V, of keys that some rows see and others do not.
 """
 
 import os
@@ -35,6 +36,14 @@ CASES = [
     ([650, 1100], 16, 4, 2, 192, ["--causal"], "f16", "i8"),
     ([520, 17], 1, 2, 1, 37, [], "bf16", "e4m3"),
     ([1300], 1, 8, 1, 64, [], "bf16", "i8"),
+    # From key 8192 on, spans of 512 keys are worked two by two: windows that begin in the second of two; keys that end, and
+    # windows that begin, where pairs and supers do; rows that see from different pairs on (of 10517 keys, from 9215 and
+    # 9216).
+    ([20000, 12000, 9300], 1, 4, 1, 64, ["--causal", "--window", "200,0"]),
+    ([8191, 8192, 8193, 8492, 8493], 1, 2, 1, 64, ["--causal", "--window", "300,0"]),
+    ([16383, 16384, 16385, 17400], 1, 2, 1, 64, ["--causal", "--window", "1300,0"]),
+    ([10517, 17685], 2, 3, 1, 64, ["--causal", "--window", "1300,0"]),
+    ([10517, 9300], 2, 4, 1, 64, ["--causal", "--window", "1300,0"], "f16", "e4m3"),
 ]
 # Of k and v: their dtype in files, options, and a number that must not matter, not a finite one where there is such a one.
 KINDS = {
@@ -107,6 +116,11 @@ def check(folder, number, case):
     first = run(folder, "cuda", 1, with_lengths)
     for sms in (2, 3, 13, 50):
         assert same(first, run(folder, "cuda", sms, with_lengths)), f"{sms} multiprocessors"
+    if rows > 1 and "--causal" in options:
+        save(folder, q=q[:, -1:])
+        last = run(folder, "cuda", 6, with_lengths)
+        save(folder, q=q)
+        assert same([first[0][:, -1:], first[1][:, :, -1:]], last), "the last row alone"
     reference = run(folder, "ref", 1, with_lengths)
     for x, y, name in zip(first, reference, ("o", "lse")):
         x, y = as_numbers(x), as_numbers(y)
