@@ -2,7 +2,8 @@
  * Micro-kernels in C with the compiler's vector types, compiled once per ISA (ATTN_ISA, which sets the vector length) and
  * per number type; intrinsics, and in block_avx512.h assembly, where a measurement said that an ISA gains by them.
  *
- * Every sum runs in the order of its index whatever the blocking, so a row gives the same bits in any tile.
+ * Every sum runs in the order of its index whatever the blocking, so a row gives the same bits in any tile; but for the sign of a zero among
+ * scores, which no result shows, and what a NaN has besides being one.
  */
 #include "micro.h"
 
@@ -482,7 +483,12 @@ static void micro_load(real *restrict to, const void *from, attn_dtype dtype, in
     if (dtype == ATTN_F16) {
         const uint16_t *x = from;
         for (; n >= 8; n -= 8, x += 8, to += 8) _mm256_storeu_ps(to, _mm256_cvtph_ps(_mm_loadu_si128((const void *)x)));
-        from = x;
+        uint16_t last[8] = {0}; /* by the same instruction: what is subnormal may be 0 to others */
+        float wide[8];
+        memcpy(last, x, (size_t)n * sizeof *x);
+        _mm256_storeu_ps(wide, _mm256_cvtph_ps(_mm_loadu_si128((const void *)last)));
+        memcpy(to, wide, (size_t)n * sizeof *to);
+        return;
     }
 #endif
     if (dtype == REAL_DTYPE) {
@@ -505,6 +511,13 @@ static void micro_load(real *restrict to, const void *from, attn_dtype dtype, in
     }
 }
 
+#if defined(ATTN_BY_F16C)
+INLINE void store_f16(uint16_t *to, const float *from, float factor) {
+    __m256 x = _mm256_fmadd_ps(_mm256_loadu_ps(from), _mm256_set1_ps(factor), _mm256_setzero_ps());
+    _mm_storeu_si128((void *)to, _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+}
+#endif
+
 static void micro_store(void *to, attn_dtype dtype, const real *from, real factor, int32_t n) {
 #if defined(ATTN_BY_NEON)
     if (dtype == ATTN_F16) {
@@ -515,12 +528,13 @@ static void micro_store(void *to, attn_dtype dtype, const real *from, real facto
     }
 #elif defined(ATTN_BY_F16C)
     if (dtype == ATTN_F16) {
-        uint16_t *y = to;
-        for (; n >= 8; n -= 8, from += 8, y += 8) {
-            __m256 x = _mm256_fmadd_ps(_mm256_loadu_ps(from), _mm256_set1_ps(factor), _mm256_setzero_ps());
-            _mm_storeu_si128((void *)y, _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
-        }
-        to = y;
+        uint16_t *y = to, last[8];
+        float wide[8] = {0};
+        for (; n >= 8; n -= 8, from += 8, y += 8) store_f16(y, from, factor);
+        memcpy(wide, from, (size_t)n * sizeof *from);
+        store_f16(last, wide, factor);
+        memcpy(y, last, (size_t)n * sizeof *y);
+        return;
     }
 #endif
     if (dtype == REAL_DTYPE) {

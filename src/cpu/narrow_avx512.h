@@ -85,14 +85,14 @@ INLINE int32_t dots_by_hand(const attn_dtype of, float *s, int32_t width, const 
                             int64_t pitch, const float *q, int64_t ldq, int32_t rows, int32_t keys, int32_t dim) {
     const float *row[4]; /* in the place of a row that is not there comes the last one again */
     for (int32_t r = 0; r < 4; r++) row[r] = q + (r < rows ? r : rows - 1) * ldq;
-    int32_t some = keys / (rows > 2 ? 4 : 16 / rows) * (rows > 2 ? 4 : 16 / rows);
+    const int32_t first = rows == 1 ? keys / 16 * 16 : rows == 2 ? keys / 8 * 8 : 0, rest = (keys - first) / 4 * 4;
     if (rows == 1)
-        BY_DTYPE(dots_1, s, width, k, ldk, next, pitch, row, rows, some, dim);
+        BY_DTYPE(dots_1, s, width, k, ldk, next, pitch, row, rows, first, dim);
     else if (rows == 2)
-        BY_DTYPE(dots_2, s, width, k, ldk, next, pitch, row, rows, some, dim);
-    else
-        BY_DTYPE(dots_4, s, width, k, ldk, next, pitch, row, rows, some, dim);
-    return some;
+        BY_DTYPE(dots_2, s, width, k, ldk, next, pitch, row, rows, first, dim);
+    BY_DTYPE(dots_4, s + (int64_t)first * width, width, k + first * ldk, ldk, next + first * pitch, pitch, row, rows, rest,
+             dim);
+    return first + rest;
 }
 
 /* mr rows of c, four vectors of columns, go on with so many keys. */
