@@ -75,6 +75,7 @@ attn_status rig_call(rig *r, attn_context *context);
  * ATTN_TEST_BACKEND=cuda in the environment: what each_cpu and each_host run goes to the GPU instead, on copies in its memory.
  * ATTN_TEST_BACKEND=copies: the same with the cpu backend, to see that the tests stand it.
  * ATTN_TEST_DTYPE=bf16: each_cpu goes through that dtype alone, where an emulated GPU takes its time.
+ * ATTN_TEST_ISA=neon: the same of the instruction sets of cpu_isa, where an emulated CPU does.
  * ATTN_TEST_REPEAT=1000: c5_reruns_* run so often, on a GPU beside other work; c5_latent_caches_of_any_shape has so many shapes.
  */
 bool on_host(void);
