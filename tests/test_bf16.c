@@ -394,6 +394,11 @@ static void check_pair(const gradients *g, int32_t r, int32_t j, uint16_t p, uin
         CHECK(isnan(attn__from_bf16(p)) && isnan(attn__from_bf16(d_s)));
         return;
     }
+    if (want_p >= 0x1p128) {
+        CHECK_SAY(p == 0x7f80, "p of row %d, key %d: %04x instead of infinity", r, j, p);
+        CHECK_SAY(d_s == (want < 0 ? 0xff80 : 0x7f80), "d_s of row %d, key %d: %04x", r, j, d_s);
+        return;
+    }
     CHECK_SAY(fabs((double)attn__from_bf16(p) - want_p) <= 0x1.01p-9 * want_p * 2, "p of row %d, key %d", r, j);
     if (want_p == 0)
         CHECK(d_s << 1 == 0);
@@ -453,6 +458,33 @@ TEST(bf16_gradients_against_double) {
             g.d_p[at] = NAN;
             g.slope[at] = INFINITY;
             if (n & 2) g.rest[at] = NAN;
+        }
+        check_gradients(&g);
+        for (int a = 0; a < 4; a++) free(*arrays[a]);
+    }
+}
+
+/* An lse that is not that of the scores: p of 2^128 and more is infinity, however much more, and below it is a number. */
+TEST(bf16_gradients_past_all_numbers) {
+    if (skip_vectors()) return;
+    enum { ROWS = 32, KEYS = 32 };
+    static const float logs[] = {88.3f, 88.8f, 90, 133, 177.4f, 177.5f, 178, 355, 1000, 1e10f, 1e37f, INFINITY, NAN, 3};
+    const int count = sizeof logs / sizeof *logs;
+    for (int n = 0; n < 4; n++) {
+        gradients g = {.keys = KEYS, .with_slope = n & 1, .with_rest = n & 2};
+        float **arrays[] = {&g.s, &g.d_p, &g.slope, &g.rest};
+        test_context("case %d", n);
+        for (int a = 0; a < 4; a++) *arrays[a] = room(4 * ROWS * KEYS);
+        for (int32_t r = 0; r < ROWS; r++) {
+            g.lse[r] = n && r == 20 ? INFINITY : (float)-r;
+            g.delta[r] = 0.25f;
+            for (int32_t j = 0; j < KEYS; j++) {
+                int64_t at = in_panels(r, j, KEYS);
+                g.s[at] = 8 * (logs[(r + j) % count] - (float)r - (g.with_rest ? 5 : 0));
+                g.rest[at] = 5;
+                g.d_p[at] = j % 2 ? -0.25f : 0.5f; /* d_s is no larger than p */
+                g.slope[at] = j % 3 ? -0.5f : 1;
+            }
         }
         check_gradients(&g);
         for (int a = 0; a < 4; a++) free(*arrays[a]);

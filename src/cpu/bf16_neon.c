@@ -195,13 +195,14 @@ void attn__bf16_pack_pairs(uint16_t *b, const uint16_t *from, int64_t row, int32
 bool attn__bf16_finite(const uint16_t *from, int64_t row, int32_t rows, int32_t dim) {
     uint16x8_t most = vdupq_n_u16(0);
     bool finite = true;
-    for (int32_t i = 0; i < rows; i++, from += row) {
+    for (int32_t i = 0; i < rows; i++) {
+        const uint16_t *at = from + i * row; /* the stride of a row alone may be any number: never past the last one */
         int32_t x = 0;
         for (; x + 8 <= dim; x += 8) {
-            uint16x8_t v = vld1q_u16(from + x);
+            uint16x8_t v = vld1q_u16(at + x);
             most = vmaxq_u16(most, vaddq_u16(v, v));
         }
-        for (; x < dim; x++) finite &= !attn__bf16_is_bad(from[x]);
+        for (; x < dim; x++) finite &= !attn__bf16_is_bad(at[x]);
     }
     return finite && is_finite(most);
 }
@@ -327,13 +328,16 @@ typedef struct lanes {
     uint32x4_t has_key; /* lse is not +inf */
 } lanes;
 
-/* p of four rows and KEYS keys. plain: no slope, no rest, and every lse is a finite number, so that -inf in s makes p = 0 by itself. */
+/*
+ * p of four rows and KEYS keys. plain: no slope, no rest, and every lse is a finite number, so that -inf in s makes p = 0 by
+ * itself. Of an lse that is not that of the scores the exponent may be any number: it is held at 128, where p is infinity.
+ */
 INLINE void p_of(const attn_bf16_gradients *m, const lanes *c, int64_t at, const bool plain, vreal *p) {
     const int n = KEYS;
-    const vreal log2e = splat(1.44269504088896340736f), scale = splat(m->scale);
+    const vreal log2e = splat(1.44269504088896340736f), scale = splat(m->scale), most = splat(128);
     EACH(p[i] = vfmaq_f32(c->minus_lse, load(m->s + at + 16 * i), scale));
     if (!plain && m->rest) EACH(p[i] = vaddq_f32(p[i], load(m->rest + at + 16 * i)));
-    EACH(p[i] = vmulq_f32(p[i], log2e));
+    EACH(p[i] = vminq_f32(vmulq_f32(p[i], log2e), most));
     exp2_all(n, p);
     if (plain) return;
     for (int32_t j = 0; j < KEYS; j++) {

@@ -154,9 +154,10 @@ INLINE vreal exp_of(vreal x, const bool with_rest, vreal rest) {
 }
 
 /*
- * 2^x for x <= 127, of n vectors, in the same way, for what is rounded to bf16 (bf16_neon.c): relative error 9.3e-8, 1.5e-7 with rounding. 2^0 is
- * 1. The power of two comes last: times what is not the whole result yet, the smallest would make 0 of it. It counts on the processor making 0 of results
- * below 2^-126.
+ * 2^x for x <= 128, of n vectors, in the same way, for what is rounded to bf16 (bf16_neon.c): relative error 9.3e-8, 1.5e-7
+ * with rounding. 2^0 is 1, and above 127.5 it is infinity; past 128 the shift would reach the sign: a caller with such x
+ * holds them there. The power of two comes last: times what is not the whole result yet, the smallest would make 0 of it. It
+ * counts on the processor making 0 of results below 2^-126.
  */
 INLINE void exp2_all(const int n, vreal *x) {
     static const vreal coefficient[] = {{9.67129134e-3f, 9.67129134e-3f, 9.67129134e-3f, 9.67129134e-3f},
