@@ -86,7 +86,9 @@ EMULATE_ORDER=random "$build/attn" check --backend cuda --op backward --dtype f1
 EMULATE_ORDER=reverse "$build/attn" check --backend cuda --op backward --dtype f16 --feature flashmask --cases 30 --seed 6
 export EMULATE_ARCH=80
 "$out/pieces"
-python3 tests/emulate/decode.py "$build/attn"
+python=.venv/bin/python # which has numpy; scripts/setup.sh makes it
+[ -x $python ] || python=python3
+$python tests/emulate/decode.py "$build/attn"
 GENERATE_OPTIONS="--backend cuda --dtype bf16 --layers 1" examples/generate/check.sh "$build"
 ATTN_TEST_BACKEND=cuda "$build/attn-tests" c1_ c4_empty s01_ s09_inf c5_unused c5_align c5_varlen_short c5_s03
 # The lines of both tables give the same; with three tiles and columns past the dims.
