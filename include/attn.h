@@ -34,7 +34,7 @@
  *   C3  A bad argument returns an error that names the field, its value and what would do, before anything is written.
  *   C4  Every output element is written: padding rows of o with 0, of lse with -inf, of gradients with 0.
  *   C5  The same call gives the same bits, run after run, whatever else is in the batch, however the cache is paged, and
- *       however many threads there are. (Of a NaN, that it is one: its sign and payload may differ.)
+ *       however many threads there are.
  *   C6  Extra memory is O(sq + sk): nothing of size sq x sk is ever stored, except where you ask for it (probs, d_bias).
  *
  * F32 is computed in float; with ATTN_PRECISE all of it in double. With ATTN_PRECISE_FEW, on a CPU, sequences of at most 4 query rows (decoding) are

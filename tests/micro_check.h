@@ -1,8 +1,7 @@
 /*
- * Micro-kernels by hand against those of plain C, one number type at a time (cpu/real.h): products and dot products have the same bits, for
- * all fuse multiplications with additions and add in the same order. Plain C is table `c` on aarch64, and on x86-64, where that one has
- * nothing to fuse with, what the compiler makes of the same C for AVX2. Dot products of few rows have an order that goes by the vector, so those
- * of other vectors than plain C's are held to chain_dots, which have another way to the same bits; softmax of few columns to that of many.
+ * Micro-kernels against loops of plain C that are written here, one number type at a time (cpu/real.h): products and dot products have the same
+ * bits, for all fuse multiplications with additions and add in the order that micro.h says. Only table `c`, but for aarch64's, has nothing to fuse
+ * with, and is left to other tests. Softmax of few columns has the bits of many, and elements are converted alike one by one and together.
  */
 #ifndef MICRO_CHECK_H
 #define MICRO_CHECK_H
@@ -22,16 +21,6 @@
 #include "cpu/isa.def"
 #undef ISA
 
-#if defined(__x86_64__)
-#define PLAIN REAL(micro_avx2)
-#define SAME_VECTORS REAL(micro_c) /* none of those that are checked */
-#define MADE_FOR ATTN_CPU_AVX2
-#else
-#define PLAIN REAL(micro_c)
-#define SAME_VECTORS REAL(micro_neon)
-#define MADE_FOR 0
-#endif
-
 enum { MOST = 20 * 1024 };
 static const attn_micro *micro; /* the one to check */
 static const char *isa;         /* and its name */
@@ -47,6 +36,10 @@ static void same(const char *what, int32_t rows, int32_t keys, int32_t dim) {
     CHECK_SAY(memcmp(want, have, sizeof want) == 0, "%s, %s: %d rows, %d keys, dim %d", isa, what, rows, keys, dim);
 }
 
+static real fused(real x, real y, real sum) {
+    return sizeof(real) == 4 ? (real)fmaf((float)x, (float)y, (float)sum) : (real)fma(x, y, sum);
+}
+
 /* Products with c as it was and on top of it; a either way round. */
 static void check_gemm(int32_t m, int32_t n, int32_t k) {
     const int64_t lda = 100;
@@ -54,16 +47,32 @@ static void check_gemm(int32_t m, int32_t n, int32_t k) {
         int64_t row = form & 1 ? 1 : lda, col = form & 1 ? lda : 1;
         memcpy(want, a, sizeof want);
         memcpy(have, a, sizeof have);
-        PLAIN.gemm(want, n + 16, a, row, col, b, n, m, n, k, form & 2);
+        for (int32_t i = 0; i < m; i++)
+            for (int32_t j = 0; j < n; j++) {
+                real sum = 0, *c = &want[i * (n + 16) + j];
+                for (int32_t x = 0; x < k; x++) sum = fused(a[i * row + x * col], b[x * n + j], sum);
+                *c = form & 2 ? *c + sum : sum;
+            }
         micro->gemm(have, n + 16, a, row, col, b, n, m, n, k, form & 2);
         same("gemm", m, k, n);
     }
 }
 
 static void check_dots(int32_t columns, int32_t keys, int32_t dim) {
+    enum { BLOCK = 16, GROUP = 64 }; /* see micro.h */
     memcpy(want, a, sizeof want);
     memcpy(have, a, sizeof have);
-    PLAIN.dots(want, 64, a, dim + 3, b, columns, keys, dim);
+    for (int32_t j = 0; j < keys; j++)
+        for (int32_t r = 0; r < columns; r++) {
+            real group = 0, sum = 0, *s = &want[j * 64 + r];
+            for (int32_t x = 0; x < dim; x++) {
+                sum = fused(a[j * (dim + 3) + x], b[x * columns + r], sum);
+                if ((x + 1) % BLOCK != 0 && x + 1 < dim) continue;
+                group = x % GROUP < BLOCK ? sum : group + sum;
+                sum = 0;
+                if ((x + 1) % GROUP == 0 || x + 1 == dim) *s = x < GROUP ? group : *s + group;
+            }
+        }
     micro->dots(have, 64, a, dim + 3, b, columns, keys, dim);
     same("dots", columns, keys, dim);
 }
@@ -77,30 +86,44 @@ static attn_panel panel_of(attn_dtype dtype, int32_t rows, int32_t dim) {
     return (attn_panel){narrow, dim, dtype, 0, dim};
 }
 
-/* What narrow_dots of q in a and keys in b should give: the products of rows that are not there are zero. */
-static void chain_dots(int32_t rows, int32_t keys, int32_t dim) {
-    static real q_t[256 * ATTN_LANES];
-    for (int32_t x = 0; x < dim; x++)
-        for (int32_t r = 0; r < ATTN_LANES; r++) q_t[x * ATTN_LANES + r] = r < rows ? a[r * dim + x] : 0;
-    micro->chain_dots(want, ATTN_LANES, b, dim, q_t, keys, dim);
+/*
+ * Dot products of few rows: as many chains as the table's vector has lanes, each over every so many-th dim, which are added by halves, or by
+ * neighbours (SVE). Rows that are not there have zeros.
+ */
+static real chains(const real *x, const real *y, int32_t dim) {
+    real sum[16] = {0};
+    int lanes = (strstr(isa, "512") ? 64 : strstr(isa, "256") || strcmp(isa, "avx2") == 0 ? 32 : 16) / (int)sizeof(real);
+    for (int32_t n = 0; n < dim; n++) sum[n % lanes] = fused(y[n], x[n], sum[n % lanes]);
+    for (int half = lanes / 2; half > 0; half /= 2)
+        for (int i = 0; i < half; i++)
+            sum[i] = strncmp(isa, "sve", 3) == 0 ? sum[2 * i] + sum[2 * i + 1] : sum[i] + sum[i + half];
+    return sum[0];
 }
 
 static void check_narrow(attn_dtype dtype, int32_t rows, int32_t keys, int32_t dim, uint64_t *random) {
+    static real q_t[256 * ATTN_LANES];
     const int32_t width = ATTN_LANES;
     if (!micro->readable(dtype)) return;
     fill(b, keys * dim, random);
-    attn_panel panel = panel_of(dtype, keys, dim), plain = {b, dim, REAL_DTYPE, 0, dim};
+    attn_panel panel = panel_of(dtype, keys, dim);
     memset(want, 0, sizeof want);
     memset(have, 0, sizeof have);
+    for (int32_t j = 0; j < keys; j++)
+        for (int32_t r = 0; r < rows; r++) want[j * width + r] = chains(a + r * dim, b + j * dim, dim);
     micro->narrow_dots(have, width, &panel, a, dim, rows, keys, dim);
-    if (micro == &SAME_VECTORS)
-        PLAIN.narrow_dots(want, width, &plain, a, dim, rows, keys, dim);
-    else
-        chain_dots(rows, keys, dim);
     same(attn_dtype_name(dtype), rows, keys, dim);
+    for (int32_t x = 0; x < dim; x++)
+        for (int32_t r = 0; r < width; r++) q_t[x * width + r] = r < rows ? a[r * dim + x] : 0;
+    micro->chain_dots(have, width, b, dim, q_t, keys, dim);
+    same("chain_dots", rows, keys, dim);
     memcpy(want, a, sizeof want);
     memcpy(have, a, sizeof have);
-    PLAIN.narrow_gemm(want, dim, a, width, &plain, rows, dim, keys);
+    for (int32_t j = 0; j < keys; j++)
+        for (int32_t r = 0; r < rows; r++)
+            for (int32_t x = 0; x < dim; x++) {
+                real *c = &want[r * dim + x];
+                *c = fused(a[j * width + r], b[j * dim + x], *c);
+            }
     micro->narrow_gemm(have, dim, a, width, &panel, rows, dim, keys);
     same(attn_dtype_name(dtype), rows, keys, dim);
 }
@@ -141,6 +164,20 @@ static void check_softmax(int32_t columns, int32_t keys, uint64_t *random) {
     }
 }
 
+/* Of NaN only one kind is stored (C5). */
+static void check_nan(attn_dtype dtype) {
+    enum { COUNT = 37 };
+    uint8_t stored[2][COUNT * sizeof(double)];
+    const size_t size = attn_dtype_size(dtype);
+    for (int32_t sign = 0; sign < 2; sign++) {
+        for (int32_t n = 0; n < COUNT; n++) have[n] = (n + sign) % 2 ? (real)NAN : -(real)NAN;
+        micro->store(stored[sign], dtype, have, 2, COUNT);
+    }
+    for (int32_t n = 0; n < COUNT; n++)
+        CHECK_SAY(memcmp(stored[0] + n * size, stored[1], size) == 0 && memcmp(stored[1] + n * size, stored[1], size) == 0,
+                  "%s, NaN as %s: element %d", isa, attn_dtype_name(dtype), n);
+}
+
 /* Elements are converted to the same numbers one by one as many at once. */
 static void check_conversion(attn_dtype dtype, uint64_t *random) {
     enum { COUNT = 1021 };
@@ -164,12 +201,19 @@ static void check_conversion(attn_dtype dtype, uint64_t *random) {
     }
 }
 
-static void check_table(void) {
+static void check_elements(void) {
+    uint64_t random = 8;
+    check_conversion(ATTN_F16, &random);
+    check_conversion(ATTN_BF16, &random);
+    for (int dtype = ATTN_F32; attn_dtype_size((attn_dtype)dtype); dtype++) check_nan((attn_dtype)dtype);
+    for (int32_t keys = 1; keys <= 64; keys += keys < 21 ? 1 : 43)
+        for (int32_t columns = 1; columns <= ATTN_LANES; columns++) check_softmax(columns, keys, &random);
+}
+
+static void check_products(void) {
     static const int32_t dims[] = {16, 64, 80, 96, 128, 144, 192, 256};
     static const attn_dtype dtypes[] = {ATTN_F32, ATTN_F16, ATTN_BF16};
     uint64_t random = 7;
-    check_conversion(ATTN_F16, &random);
-    check_conversion(ATTN_BF16, &random);
     fill(a, MOST, &random);
     fill(b, MOST, &random);
     for (int32_t m = 1; m <= 64; m += m < 20 ? 1 : 11)
@@ -180,8 +224,6 @@ static void check_table(void) {
     check_dots(ATTN_LANES, 64, 256);
     for (int32_t keys = 1; keys <= 64; keys += keys < 9 ? 1 : 5)
         for (int32_t dim = 1; dim <= 256; dim += dim < 20 ? 1 : 7) check_dots(64, keys, dim);
-    for (int32_t keys = 1; keys <= 64; keys += keys < 21 ? 1 : 43)
-        for (int32_t columns = 1; columns <= ATTN_LANES; columns++) check_softmax(columns, keys, &random);
     for (size_t n = 0; n < sizeof dims / sizeof *dims; n++)
         for (int32_t keys = 1; keys <= 70; keys += 23)
             for (int32_t rows = 1; rows <= 8; rows++)
@@ -199,15 +241,15 @@ static void check_micro(void) {
 #include "cpu/isa.def"
 #undef ISA
     };
-    if (MADE_FOR & ~attn__cpu_detect()) {
-        test_skip("this CPU has nothing to fuse multiplications and additions with");
-        return;
-    }
-    for (size_t n = 1; n < sizeof tables / sizeof *tables; n++) {
+    for (size_t n = 0; n < sizeof tables / sizeof *tables; n++) {
         if (tables[n].needs & ~attn__cpu_detect()) continue;
         isa = tables[n].name;
         micro = tables[n].table;
-        check_table();
+        check_elements();
+#if !defined(__aarch64__)
+        if (tables[n].needs == 0) continue; /* table c */
+#endif
+        check_products();
     }
 }
 

@@ -157,7 +157,7 @@ void REAL(fwd_finish_row)(const attn_rows *t, int32_t r, const real *o, double m
             total = total * exp(max - most) + exp(sink - most);
         }
         factor = exp(max - most) / total / (1 - p->dropout) * attn__descale(f, f->v_descale, t->s.b, t->kv_head);
-        lse = most + log(total);
+        lse = attn__one_nan(most + log(total));
         t->micro->store(to, p->out_dtype, o, (real)factor, p->dim_v);
     }
     if (f->lse) attn__store(attn__real_dtype(p->dtype), f->lse, attn__lse_index(p, &t->s, t->i[r], t->h[r]), lse);

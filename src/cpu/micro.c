@@ -3,7 +3,7 @@
  * per number type; intrinsics, and in block_avx512.h assembly, where a measurement said that an ISA gains by them.
  *
  * Every sum runs in the order of its index whatever the blocking, so a row gives the same bits in any tile; but for the sign of a zero among
- * scores, which no result shows, and what a NaN has besides being one.
+ * scores, which no result shows, and which of two NaN a sum keeps: results have one kind of NaN only.
  */
 #include "micro.h"
 
@@ -318,16 +318,15 @@ INLINE real sum_of_lanes(vreal v) {
 
 #endif
 
-#if defined(__AVX512F__)
+#if defined(__AVX512F__) && defined(ATTN_REAL_F64)
 
 /*
- * sum_of_lanes of 4 x 4 vectors at once, into s [key][row]. Each step adds halves, as it does, of two vectors, and leaves one: vector
- * 4 r + j ends up in place r of quarter j.
+ * sum_of_lanes of 4 x 4 vectors at once, into s [key][row]. Each step adds halves, as it does, of two vectors, and leaves one. Of floats it
+ * is narrow_avx512.h that does so.
  */
 INLINE void sums_of_lanes(real *s, int32_t width, vreal acc[KB][NV]) {
     vreal x[16];
     UNROLL16 for (int i = 0; i < 16; i++) x[i] = acc[i % 4][i / 4];
-#ifdef ATTN_REAL_F64
     UNROLL for (int i = 0; i < 8; i++) x[i] =
         _mm512_shuffle_f64x2(x[2 * i], x[2 * i + 1], 0x44) + _mm512_shuffle_f64x2(x[2 * i], x[2 * i + 1], 0xee);
     UNROLL for (int i = 0; i < 4; i++) x[i] =
@@ -341,17 +340,6 @@ INLINE void sums_of_lanes(real *s, int32_t width, vreal acc[KB][NV]) {
         memcpy(s + j * width, sum[0] + 2 * j, 2 * sizeof *s);
         memcpy(s + j * width + 2, sum[1] + 2 * j, 2 * sizeof *s);
     }
-#else
-    UNROLL for (int i = 0; i < 8; i++) x[i] =
-        _mm512_shuffle_f32x4(x[2 * i], x[2 * i + 1], 0x44) + _mm512_shuffle_f32x4(x[2 * i], x[2 * i + 1], 0xee);
-    UNROLL for (int i = 0; i < 4; i++) x[i] =
-        _mm512_shuffle_f32x4(x[2 * i], x[2 * i + 1], 0x88) + _mm512_shuffle_f32x4(x[2 * i], x[2 * i + 1], 0xdd);
-    UNROLL for (int i = 0; i < 2; i++) x[i] =
-        _mm512_shuffle_ps(x[2 * i], x[2 * i + 1], 0x44) + _mm512_shuffle_ps(x[2 * i], x[2 * i + 1], 0xee);
-    real sum[16];
-    store(sum, _mm512_shuffle_ps(x[0], x[1], 0x88) + _mm512_shuffle_ps(x[0], x[1], 0xdd));
-    UNROLL for (int j = 0; j < 4; j++) memcpy(s + j * width, sum + 4 * j, 4 * sizeof *s);
-#endif
 }
 
 #endif
@@ -369,7 +357,7 @@ INLINE void dot_block(const int kb, const int rb, const attn_dtype of, real *s, 
             UNROLL for (int r = 0; r < rb; r++) acc[j][r] = fused(kv, qv[r], acc[j][r]);
         }
     }
-#if defined(__AVX512F__)
+#if defined(__AVX512F__) && defined(ATTN_REAL_F64)
     if (kb == 4 && rb == 4) {
         sums_of_lanes(s, width, acc);
         return;
@@ -511,9 +499,16 @@ static void micro_load(real *restrict to, const void *from, attn_dtype dtype, in
     }
 }
 
+/* What is stored of x: no -0, and one kind of NaN. */
+INLINE real stored(real x, real factor) {
+    x = x * factor + 0;
+    return x == x ? x : (real)NAN;
+}
+
 #if defined(ATTN_BY_F16C)
 INLINE void store_f16(uint16_t *to, const float *from, float factor) {
     __m256 x = _mm256_fmadd_ps(_mm256_loadu_ps(from), _mm256_set1_ps(factor), _mm256_setzero_ps());
+    x = _mm256_blendv_ps(x, _mm256_set1_ps(NAN), _mm256_cmp_ps(x, x, _CMP_UNORD_Q));
     _mm_storeu_si128((void *)to, _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
 }
 #endif
@@ -522,8 +517,10 @@ static void micro_store(void *to, attn_dtype dtype, const real *from, real facto
 #if defined(ATTN_BY_NEON)
     if (dtype == ATTN_F16) {
         uint16_t *y = to;
-        for (; n >= 4; n -= 4, from += 4, y += 4)
-            vst1_u16(y, vreinterpret_u16_f16(vcvt_f16_f32(vld1q_f32(from) * factor + 0)));
+        for (; n >= 4; n -= 4, from += 4, y += 4) {
+            float32x4_t x = vld1q_f32(from) * factor + 0;
+            vst1_u16(y, vreinterpret_u16_f16(vcvt_f16_f32(vbslq_f32(vceqq_f32(x, x), x, vdupq_n_f32(NAN)))));
+        }
         to = y;
     }
 #elif defined(ATTN_BY_F16C)
@@ -539,15 +536,15 @@ static void micro_store(void *to, attn_dtype dtype, const real *from, real facto
 #endif
     if (dtype == REAL_DTYPE) {
         real *y = to;
-        for (int32_t i = 0; i < n; i++) y[i] = from[i] * factor + 0;
+        for (int32_t i = 0; i < n; i++) y[i] = stored(from[i], factor);
     } else if (dtype == ATTN_F32) {
         float *y = to;
-        for (int32_t i = 0; i < n; i++) y[i] = (float)(from[i] * factor + 0);
+        for (int32_t i = 0; i < n; i++) y[i] = (float)stored(from[i], factor);
     } else if (dtype == ATTN_BF16) {
         uint16_t *y = to;
-        for (int32_t i = 0; i < n; i++) y[i] = attn__to_bf16((float)(from[i] * factor + 0));
+        for (int32_t i = 0; i < n; i++) y[i] = attn__to_bf16((float)stored(from[i], factor));
     } else {
-        for (int32_t i = 0; i < n; i++) attn__store(dtype, to, i, from[i] * factor + 0);
+        for (int32_t i = 0; i < n; i++) attn__store(dtype, to, i, stored(from[i], factor));
     }
 }
 

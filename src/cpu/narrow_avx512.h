@@ -68,15 +68,13 @@ INLINE void dots_of(const attn_dtype of, const int kb, const int rb, float *s, i
                                                              int32_t rows, int32_t keys, int32_t dim) {                    \
         dots_of(of, kb, rb, s, width, k, ldk, next, pitch, q, rows, keys, dim);                                            \
     }
-DOTS_OF(f32, ATTN_F32, 4, 4)
-DOTS_OF(f32, ATTN_F32, 8, 2)
-DOTS_OF(f32, ATTN_F32, 16, 1)
-DOTS_OF(f16, ATTN_F16, 4, 4)
-DOTS_OF(f16, ATTN_F16, 8, 2)
-DOTS_OF(f16, ATTN_F16, 16, 1)
-DOTS_OF(bf16, ATTN_BF16, 4, 4)
-DOTS_OF(bf16, ATTN_BF16, 8, 2)
-DOTS_OF(bf16, ATTN_BF16, 16, 1)
+#define OF_EACH_DTYPE(DO, ...)                                                                                             \
+    DO(f32, ATTN_F32, __VA_ARGS__)                                                                                         \
+    DO(f16, ATTN_F16, __VA_ARGS__)                                                                                         \
+    DO(bf16, ATTN_BF16, __VA_ARGS__)
+OF_EACH_DTYPE(DOTS_OF, 4, 4)
+OF_EACH_DTYPE(DOTS_OF, 8, 2)
+OF_EACH_DTYPE(DOTS_OF, 16, 1)
 #define BY_DTYPE(call, ...)                                                                                                \
     (of == ATTN_F32 ? call##_f32(__VA_ARGS__) : of == ATTN_F16 ? call##_f16(__VA_ARGS__) : call##_bf16(__VA_ARGS__))
 
@@ -124,18 +122,10 @@ INLINE void sums_of(const attn_dtype of, const int mr, float *c, int64_t ldc, co
                                                              int32_t keys) {                                               \
         sums_of(of, mr, c, ldc, p, width, v, ldv, next, pitch, keys);                                                      \
     }
-SUMS_OF(f32, ATTN_F32, 1)
-SUMS_OF(f32, ATTN_F32, 2)
-SUMS_OF(f32, ATTN_F32, 3)
-SUMS_OF(f32, ATTN_F32, 4)
-SUMS_OF(f16, ATTN_F16, 1)
-SUMS_OF(f16, ATTN_F16, 2)
-SUMS_OF(f16, ATTN_F16, 3)
-SUMS_OF(f16, ATTN_F16, 4)
-SUMS_OF(bf16, ATTN_BF16, 1)
-SUMS_OF(bf16, ATTN_BF16, 2)
-SUMS_OF(bf16, ATTN_BF16, 3)
-SUMS_OF(bf16, ATTN_BF16, 4)
+OF_EACH_DTYPE(SUMS_OF, 1)
+OF_EACH_DTYPE(SUMS_OF, 2)
+OF_EACH_DTYPE(SUMS_OF, 3)
+OF_EACH_DTYPE(SUMS_OF, 4)
 
 /* c[m][ldc], so many blocks of four vectors, goes on with some keys. */
 INLINE void sums_by_hand(const attn_dtype of, float *c, int64_t ldc, const float *p, int32_t width, const char *v,

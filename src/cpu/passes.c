@@ -60,7 +60,7 @@ static void work_sink(void *arg, int64_t h, int32_t slot) {
             if (row->lse != -INFINITY) sum -= exp((double)j->f->sink[h] - row->wide) * row->delta;
         }
     }
-    j->f->d_sink[h] = (float)sum;
+    j->f->d_sink[h] = (float)attn__one_nan(sum);
 }
 
 static void work_keys(void *arg, int64_t index, int32_t slot) {
@@ -93,7 +93,8 @@ static void work_bias(void *arg, int64_t index, int32_t slot) {
     for (int64_t i = row_tile * ATTN_TILE_ROWS; i < j->size[2] && i < (row_tile + 1) * ATTN_TILE_ROWS; i++) {
         for (int64_t col = col_tile * ATTN_TILE_COLS; col < j->size[3] && col < (col_tile + 1) * ATTN_TILE_COLS; col++) {
             int64_t at = b * to->stride[0] + h * to->stride[1] + i * to->stride[2] + col * to->stride[3];
-            attn__store(p->bias_dtype, to->data, at, sum[i % ATTN_TILE_ROWS * ATTN_TILE_COLS + col % ATTN_TILE_COLS]);
+            double x = sum[i % ATTN_TILE_ROWS * ATTN_TILE_COLS + col % ATTN_TILE_COLS];
+            attn__store(p->bias_dtype, to->data, at, attn__one_nan(x));
         }
     }
 }

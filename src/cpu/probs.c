@@ -35,9 +35,9 @@ static scratch lay_out(real *at, const attn_problem *p) {
 /* Of F32 they are floats, whatever they are computed in. */
 static void store(const job *j, int64_t at, real value) {
     if (attn__wide(j->plan->problem.dtype))
-        ((double *)j->f->probs.data)[at] = (double)value;
+        ((double *)j->f->probs.data)[at] = attn__one_nan((double)value);
     else
-        ((float *)j->f->probs.data)[at] = (float)value;
+        ((float *)j->f->probs.data)[at] = (float)attn__one_nan((double)value);
 }
 
 static void write_zeros(const job *j, int32_t b, int32_t h, int32_t i, int32_t first, int32_t end) {

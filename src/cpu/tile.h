@@ -5,9 +5,14 @@
 #ifndef ATTN_CPU_TILE_H
 #define ATTN_CPU_TILE_H
 
+#include <math.h>
+
 #include "../philox.h"
 #include "micro.h"
 #include "work.h"
+
+/* Results have one kind of NaN: which of two a sum keeps goes by the order of its operands, which is the compiler's (C5). */
+static inline double attn__one_nan(double x) { return x == x ? x : NAN; }
 
 /*
  * Query rows of one KV head that are worked together: rows [i0, i0 + count) of `heads` neighbouring query heads, row
