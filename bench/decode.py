@@ -71,6 +71,11 @@ CASES = [
     Case("16x8k", [8192] * 16),
     Case("64x4k", [4096] * 64),
     Case("4x32k, 64 heads", [32768] * 4, heads=64),
+    Case("1x12k", [12288]),
+    Case("1x16k", [16384]),
+    Case("4x16k", [16384] * 4),
+    Case("1x16k, one KV head", [16384], heads=4, heads_kv=1),
+    Case("1x131k, one KV head", [131072], heads=4, heads_kv=1),
     Case("16x8k, used", [8192] * 16, used=True),
     Case("skewed: 131k and 63 of 512", [131072] + [512] * 63),
     Case("16x8k, pages of 16", [8192] * 16, page=16),
@@ -271,27 +276,32 @@ def bench(case, dtype, arguments, report, copy):
 
 LAYERS = 32
 CHAINS = [Case("1x8k", [8192]), Case("1x1k", [1024]), Case("8x2k", [2048] * 8), Case("16x8k", [8192] * 16)]
-STEPS = {"decode": (False, False), "used": (True, False), "append, decode": (True, True)}  # lengths on the device; an append
+# Lengths on the device; an append; a rotation; a window around all keys, which makes append and rotation kernels of their own.
+STEPS = {"decode": (False, False, False, False), "used": (True, False, False, False),
+         "append, decode": (True, True, False, True), "append in decode": (True, True, False, False),
+         "append, rotate, decode": (True, True, True, True), "all in decode": (True, True, True, False)}
 
 
 class Chain:
     """So many layers with one plan and one workspace. Scores are large, so that a result shows which queries it comes from."""
 
     def __init__(self, case, dtype, device, step, context):
-        has_lengths, appends = STEPS[step]
+        has_lengths, appends, rotates, apart = STEPS[step]
         batch, most = len(case.lengths), case.lengths[0]
         self.first = torch.randn(batch, 1, case.heads, case.dim, dtype=dtype, device=device) / 64
         self.x = [torch.empty_like(self.first) for _ in range(2)]
         self.lse = torch.empty(batch, case.heads, 1, device=device)
         lengths = torch.full((batch,), most - appends, dtype=torch.int32, device=device)
-        options = Options(scale=8.0, used_kv=lengths if has_lengths else None)
+        options = Options(scale=8.0, used_kv=lengths if has_lengths else None, window_left=most if apart else -1)
+        angles = torch.rand(most, case.dim // 2, device=device)
+        tables = {"rotary_cos": angles.cos().to(dtype), "rotary_sin": angles.sin().to(dtype)} if rotates else {}
         self.calls = []
         for layer in range(LAYERS):
             k, v = (torch.randn(batch, most, case.heads_kv, case.dim, dtype=dtype, device=device) for _ in range(2))
             q, o = self.x[layer % 2], self.x[1 - layer % 2]
             call = _core.Call(_torch, _lib.FORWARD, q, k, v, options)
             if appends:
-                call.append(_core.Append(q[:, :, : case.heads_kv], q[:, :, -case.heads_kv :]))
+                call.append(_core.Append(q[:, :, : case.heads_kv], q[:, :, -case.heads_kv :], **tables))
             call.buffers.o, call.buffers.lse = _core.tensor(call.keep(o)), call.keep(self.lse).address
             self.calls.append(call)
         self.plan = _lib.Plan(context, self.calls[0].problem)
@@ -336,7 +346,7 @@ def bench_chain(case, dtype, arguments, report):
             if not torch.equal(found.view(torch.int16), wanted.view(torch.int16)) or not wanted.float().norm() > 0:
                 wrong.append(name)
         us = {name: 1e3 * ms / LAYERS for name, ms in times.ms.items()}
-        print(f"{case.name:8} {step:16} " + "  ".join(f"{name} {x:8.2f} us" for name, x in us.items()) +
+        print(f"{case.name:8} {step:22} " + "  ".join(f"{name} {x:8.2f} us" for name, x in us.items()) +
               f"  a layer of {LAYERS}  {chain.plan.kernel} {times.how}{f'  WRONG: {wrong}' if wrong else ''}", flush=True)
         report.write({"chain": case.name, "step": step, "us": us, "layers": LAYERS, "how": times.how, "wrong": wrong})
         del chains

@@ -248,8 +248,9 @@ typedef struct attn_problem {
 /*
  * Element [b][row][head][x] is at data + b*stride[0] + row*stride[1] + head*stride[2] + x. A packed tensor has no batch:
  * stride[0] is ignored. For paged k and v, stride[0] is the distance of pages. Tensors that are read may have zero
- * (broadcast) and negative strides; tensors that are written may not overlap themselves. data is aligned to its dtype.
- * v may be the beginning of the rows of k, as in latent attention: the same data and strides, and a smaller dim.
+ * (broadcast) and negative strides; tensors that are written may overlap neither themselves nor others, but for v, which may
+ * be the beginning of the rows of k, as in latent attention: the same data and strides, and a smaller dim. data is aligned
+ * to its dtype.
  */
 typedef struct attn_tensor {
     void *data;
@@ -279,7 +280,7 @@ static inline attn_tensor attn_dense(void *data, int64_t rows, int64_t heads, in
  *   Keys are the cache positions leftpad[b] <= t < n; sk = n - leftpad[b], and key j is at position leftpad[b] + j.
  * In the cache, sequence b lives in slot batch_index[b], else b: that is the batch index of a contiguous cache, or the row of
  * the page table. batch_index is not for packed KV. An append writes to the positions used_kv[b], used_kv[b] + 1, ...
- * Two sequences of an append may not share the memory they write.
+ * What one sequence appends, no other one of the call may write or read.
  *
  * Rotary: k_new row r is rotated for position pos + r, q row i for position pos + i when causal or window is set and for pos
  * otherwise, where pos is rotary_pos[b], else used_kv[b]. Values are rotated in float32 (F64: in double) and rounded once:

@@ -173,9 +173,12 @@ static void check_nan(attn_dtype dtype) {
         for (int32_t n = 0; n < COUNT; n++) have[n] = (n + sign) % 2 ? (real)NAN : -(real)NAN;
         micro->store(stored[sign], dtype, have, 2, COUNT);
     }
-    for (int32_t n = 0; n < COUNT; n++)
+    for (int32_t n = 0; n < COUNT; n++) {
         CHECK_SAY(memcmp(stored[0] + n * size, stored[1], size) == 0 && memcmp(stored[1] + n * size, stored[1], size) == 0,
                   "%s, NaN as %s: element %d", isa, attn_dtype_name(dtype), n);
+        if (dtype != ATTN_I8)
+            CHECK_SAY(isnan(attn__load(dtype, stored[0], n)), "%s, %s: no NaN", isa, attn_dtype_name(dtype));
+    }
 }
 
 /* Elements are converted to the same numbers one by one as many at once. */

@@ -379,8 +379,7 @@ static void varlen_is_alone(attn_context *context, attn_dtype dtype) {
 }
 TEST(c5_varlen_is_each_sequence_alone) { each_cpu(varlen_is_alone); }
 
-/* One row against many keys, as in decoding, beside long sequences and empty ones, where GPUs have kernels of their own. */
-/* With NaN of both signs, some of them in one sum. */
+/* With NaN of both signs in the first KV head, some of them in one sum. */
 static void nan_is_alone(attn_context *context, attn_dtype dtype) {
     rig r = {.p = problem(dtype, 4, 4, 2, 70, 600, 64), .backward = true};
     r.p.flags = ATTN_VARLEN_Q | ATTN_VARLEN_KV;
@@ -389,15 +388,17 @@ static void nan_is_alone(attn_context *context, attn_dtype dtype) {
     r.f.cu_kv = (int32_t[]){0, 130, 230, 400, 1000};
     CHECK(rig_make(&r, 61));
     for (int64_t at = 0; at < (int64_t)r.p.total_kv * 2 * 64; at += 1987) {
-        attn__store(dtype, (void *)r.f.k.data, at, at % 3 ? NAN : -NAN);
-        attn__store(dtype, (void *)r.f.k.data, at + 16, at % 3 ? -NAN : NAN);
-        attn__store(dtype, (void *)r.f.v.data, at / 2, at % 2 ? NAN : -NAN);
+        const int64_t key = at / 128 * 128, x = at % 48;
+        attn__store(dtype, (void *)r.f.k.data, key + x, at % 3 ? NAN : -NAN);
+        attn__store(dtype, (void *)r.f.k.data, key + x + 16, at % 3 ? -NAN : NAN);
+        attn__store(dtype, (void *)r.f.v.data, key + x, at % 2 ? NAN : -NAN);
     }
     check_alone(context, &r, 0);
     rig_free(&r);
 }
 TEST(c5_sequences_with_nan_are_each_alone) { each_cpu(nan_is_alone); }
 
+/* One row against many keys, as in decoding, beside long sequences and empty ones, where GPUs have kernels of their own. */
 static void wide_varlen_is_alone(attn_context *context, attn_dtype dtype) {
     for (int32_t n = 0, dim; (dim = wide_dim(n)) != 0; n++) {
         rig r = {.p = problem(dtype, 6, 2, 1, 140, 600, dim), .backward = true};

@@ -317,6 +317,53 @@ TEST(cuda_runs_where_the_memory_is) {
     rig_free(&other);
 }
 
+/* Where every new key is one that some row sees, decode brings it into the cache and rotates q itself. */
+TEST(cuda_decode_appends_and_rotates_in_its_own_launch) {
+    static int32_t used[400], rows[] = {3, 0};
+    static const struct {
+        const char *what;
+        int32_t batch, max_new, window;
+        uint32_t flags;
+        attn_dtype table;
+        bool probs;
+        int launches;
+    } cases[] = {
+        {"one launch", 2, 2, 0, 0, ATTN_F32, false, 1},
+        {"tables of float16", 2, 16, 0, 0, ATTN_F16, false, 1},
+        {"tables of double", 2, 2, 0, 0, ATTN_F64, false, 3},
+        {"many new keys", 2, 17, 0, 0, ATTN_F32, false, 3},
+        {"a window", 2, 2, 50, ATTN_WINDOW, ATTN_F32, false, 3},
+        {"sequences without rows", 2, 2, 0, ATTN_USED_Q, ATTN_F32, false, 3},
+        {"many sequences", 400, 2, 0, 0, ATTN_F32, false, 3},
+        {"probabilities", 2, 2, 0, 0, ATTN_F32, true, 4},
+    };
+    for (size_t n = 0; n < sizeof cases / sizeof cases[0]; n++) {
+        rig r = {.p = problem(ATTN_F16, cases[n].batch, 4, 2, 3, 40, 64), .probs = cases[n].probs};
+        r.p.flags = ATTN_CAUSAL | ATTN_USED_KV | ATTN_APPEND | ATTN_ROTARY | cases[n].flags;
+        r.p.max_new = cases[n].max_new;
+        r.p.window_left = cases[n].window;
+        r.p.rotary_dim = 32;
+        r.p.rotary_len = 40;
+        r.p.rotary_dtype = cases[n].table;
+        r.f.used_kv = used;
+        if (cases[n].flags & ATTN_USED_Q) r.f.used_q = rows;
+        test_context("%s", cases[n].what);
+        stub_start();
+        if (!rig_make_on(&r, 0)) return;
+        stub_adopt(STUB_DEVICE, 0, used, sizeof used);
+        stub_adopt(STUB_DEVICE, 0, rows, sizeof rows);
+        attn_context *context = cuda_context();
+        stub_forget();
+        CHECK_OK(rig_plan_and_run(context, &r, 0, NULL));
+        CHECK(stub_launches() == cases[n].launches);
+        CHECK(strncmp(stub_launch_at(stub_launches() - 1 - cases[n].probs)->name, "decode_", 7) == 0);
+        attn_context_destroy(context);
+        CHECK(stub_live() == 0);
+        stub_stop();
+        rig_free(&r);
+    }
+}
+
 /* How many of the launches are early, those of kernels that wait; -1: another one is, too. */
 static int early_launches(attn_context *context, rig *r) {
     int count = 0;

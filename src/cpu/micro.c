@@ -817,8 +817,10 @@ static void micro_transpose(real *to, int64_t ldt, const real *from, int64_t ldf
 #elif defined(ATTN_BY_NEON)
     for (; m == 16 && c + 4 <= n; c += 4) transpose_16(to + c * ldt, ldt, from + c, ldf);
 #endif
-    for (; c < n; c++)
-        for (int32_t r = 0; r < ATTN_LANES; r++) to[c * ldt + r] = r < m ? from[r * ldf + c] : 0;
+    for (; c < n; c++) {
+        memset(to + c * ldt, 0, ATTN_LANES * sizeof *to);
+        for (int32_t r = 0; r < m; r++) to[c * ldt + r] = from[r * ldf + c];
+    }
 }
 
 static void micro_weigh(const real *p, int32_t keys, int32_t width, int32_t columns, real *sum, real *most) {

@@ -2,7 +2,7 @@
  * What a CUDA kernel is given: one struct, by value, the same for all kernels of a run. Host (C) and device (CUDA C) share it.
  *
  * A run is a row of launches on the caller's stream, in this order; most problems need only the forward one. decode.cu's may begin while the one
- * before ends, and waits for it (grid.cuh):
+ * before ends, and waits for it (grid.cuh), and does the first two itself where a.fuses:
  *
  *   append     ATTN_APPEND      k_new, v_new -> cache                                      append.cu
  *   rotate_q   ATTN_ROTARY      q -> workspace, rotated; the others then read it there     rotary.cu
@@ -38,9 +38,10 @@ enum {
     ATTN_CUDA_CHUNK = 512,  /* ... in chunks of so many keys: fixed numbers, so that results do not depend on the batch */
     ATTN_DECODE_SPAN = 512, /* decode.cu: keys that are worked by themselves ... */
     ATTN_DECODE_SUPER = 8192 / ATTN_DECODE_SPAN, /* ... and how many such spans are folded first: fixed numbers too */
+    ATTN_DECODE_PAIRS = 2 * ATTN_DECODE_SUPER,   /* spans from this one on, an even number, are worked two by two */
     ATTN_DECODE_ROWS = 16,                       /* rows of an item */
     ATTN_DECODE_WARPS = 4,                       /* of a block */
-    ATTN_DECODE_NOTES = 3056,                    /* bytes of its shared memory besides tiles */
+    ATTN_DECODE_NOTES = 3072,                    /* bytes of its shared memory besides tiles */
     ATTN_DECODE90_SPAN = 1024, /* decode_sm90.cu: the same. O of 64 rows is a tenth of such a span's keys */
     ATTN_DECODE90_ROWS = 64,
     ATTN_DECODE90_WARPS = 12,
@@ -127,11 +128,12 @@ typedef struct attn_cuda_args {
     int32_t heads; /* heads_q, each dv_blocks times */
     int32_t
         group; /* of these, that are worked side by side: a grid is [groups of heads][slot][head]; decode: heads_q / heads_kv */
-    float scale_log2;                          /* scale * log2(e), the descales aside */
-    attn_philox philox;                        /* dropout */
-    float least;                               /* -FLT_MAX, or so that its product with scale_log2 is still finite */
-    int32_t vector_ok;                         /* every row of q, k, v and o starts at a multiple of 16 bytes */
-    attn_tensor rotated_q;                     /* ATTN_ROTARY: where rotate_q writes, as f.q is later */
+    float scale_log2;    /* scale * log2(e), the descales aside */
+    attn_philox philox;  /* dropout */
+    float least;         /* -FLT_MAX, or so that its product with scale_log2 is still finite */
+    int32_t vector_ok;   /* every row of q, k, v and o starts at a multiple of 16 bytes */
+    int32_t fuses;       /* decode.cu brings new keys into the cache and rotates q; 0: append and rotate_q */
+    attn_tensor other_q; /* ATTN_ROTARY: where rotate_q writes, as f.q is later; where decode.cu fuses it, q as given */
     attn_divider by_group, by_heads, by_share; /* by group, by heads, by heads_q / heads_kv */
     attn_divider by_each;                      /* Hopper: by group * slots */
     attn_divider by_page;                      /* by page_size */

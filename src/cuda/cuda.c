@@ -471,8 +471,8 @@ static void choose_split(attn_plan *plan) {
                            attn__cuda_entries[plan->gpu_decode[gpu_of(plan)]].name);
         attn__plan_say(plan, "split: %s in spans of %d keys", p->max_q > ATTN_CUDA_SPLIT_ROWS ? "these" : "all sequences",
                        latent ? ATTN_DECODE90_SPAN : ATTN_DECODE_SPAN);
-        const int32_t super = ATTN_DECODE_SUPER * ATTN_DECODE_SPAN;
-        if (!latent && p->max_kv > super) attn__plan_say(plan, ", from key %d on two at a time", super);
+        const int32_t pairs = ATTN_DECODE_PAIRS * ATTN_DECODE_SPAN;
+        if (!latent && p->max_kv > pairs) attn__plan_say(plan, ", from key %d on two at a time", pairs);
         attn__plan_say(plan, "\n");
         if (!latent) return;
     }

@@ -4,7 +4,7 @@
  *
  * The rows of all query heads that share a KV head are the 16 rows of mma.sync: an item is a sequence, a KV head and 16 such rows.
  * Its keys are worked in spans of ATTN_DECODE_SPAN keys, counted from the sequence's key 0, each by itself; ATTN_DECODE_SUPER spans
- * are a super. From the second super on two spans are worked as one: short sequences want many spans, long ones few results of them. The
+ * are a super. From the third super on two spans are worked as one: short sequences want many spans, long ones few results of them. The
  * spans of a super are folded in their order, and then the supers: so every sum has one order, whoever works on it, and the bits depend
  * on the sequence alone.
  *
@@ -766,11 +766,14 @@ KERNEL __launch_bounds__(THREADS, K(CTAS)) VARIANT(const __grid_constant__ attn_
     griddepcontrol_wait();
     if (!has_work) return;
     if ((threadIdx.x & 31) == 0) notes.work[warp] = notes.ahead[warp] = first;
+    if (a.fuses) copy_args(a, notes.a);
     __syncthreads();
+    if (a.fuses) bring_new(notes);
     desk d = {cvta_shared(shared) + warp / TEAM * TEAM_BYTES, 0, &notes, start_fetch(a, notes)};
 #pragma unroll 1
     for (int n = 0; n < STAGES; n++) leave_tile(a, a, d);
-    copy_args(a, notes.a);
+    if (!a.fuses) copy_args(a, notes.a);
+    if (a.fuses && (a.p.flags & ATTN_ROTARY)) __syncthreads(); /* q is there */
     do {
         work_part(c, w, d);
         const bool pads = !(a.p.flags & ATTN_VARLEN_Q) && a.p.max_q <= ATTN_CUDA_SPLIT_ROWS;

@@ -5,6 +5,7 @@
 #ifndef ATTN_DECODE_CUH
 #define ATTN_DECODE_CUH
 
+#include "append.cuh"
 #include "ptx.cuh"
 #include "score.cuh"
 
@@ -54,10 +55,10 @@ enum {
     DT = DIM / 8 / WARPS,                   /* and then, when the teams have met */
     TEAM_BYTES = KEYS * ROW_BYTES,          /* the team's rows of a tile */
     TILE_BYTES = BN * ROW_BYTES,
-    SUM_BYTES = ROWS * DIM * 4, /* O of a team, where teams meet */
-    SPAN = ATTN_DECODE_SPAN,    /* keys */
-    SUPER = ATTN_DECODE_SUPER,  /* spans */
-    PAIRS_FROM = SUPER,         /* spans from there on are worked two by two */
+    SUM_BYTES = ROWS * DIM * 4,     /* O of a team, where teams meet */
+    SPAN = ATTN_DECODE_SPAN,        /* keys */
+    SUPER = ATTN_DECODE_SUPER,      /* spans */
+    PAIRS_FROM = ATTN_DECODE_PAIRS, /* spans from there on are worked two by two */
     SPAN_TILES = SPAN / BN,
     STRETCH_TILES = 64 / KEYS,     /* of a stretch, whose scores are in registers at once */
     AT_SUMS = STAGES * TILE_BYTES, /* in shared memory, behind the tiles: NARROW, where teams meet */
@@ -186,6 +187,75 @@ DEVICE void look_ahead(const attn_cuda_args &a, const attn_cuda_args &copy, fetc
 DEVICE void copy_args(const attn_cuda_args &a, attn_cuda_args &copy) {
 #pragma unroll 1
     for (uint32_t n = threadIdx.x; n < sizeof a / 4; n += THREADS) ((uint32_t *)&copy)[n] = ((const uint32_t *)&a)[n];
+}
+
+/* A row that lies so many positions behind the sequence's first new key. */
+static __device__ __noinline__ void rotate_at(const attn_cuda_args &a, const attn_seq &s, int32_t steps, uint16_t *to,
+                                              const uint16_t *from) {
+    attn_rotation r;
+    if (!rotation_at(a, s, steps, &r)) r.rotary_dim = 0;
+    rotate_halves(r, NARROW ? a.p.dtype == ATTN_BF16 : (bool)BF16, to, from, a.p.dim_qk);
+}
+
+/* append_row, half a warp for the key and half for the value. */
+DEVICE void append_here(const attn_cuda_args &a, const attn_seq &s, int32_t row, int32_t h) {
+    if (NARROW) {
+        append_row(a, s, row, h);
+        return;
+    }
+    const uint16_t *k_new = (const uint16_t *)a.f.k_new.data + attn__new_offset(&a.p, &a.f.k_new, &s, row, h),
+                   *v_new = (const uint16_t *)a.f.v_new.data + attn__new_offset(&a.p, &a.f.v_new, &s, row, h);
+    uint16_t *k = (uint16_t *)a.f.k.data + cache_offset(a, a.f.k, s, s.used + row, h),
+             *v = (uint16_t *)a.f.v.data + cache_offset(a, a.f.v, s, s.used + row, h);
+    const bool rotates = a.p.flags & ATTN_ROTARY, is_v = lane_index() >= 16;
+    copy_row((char *)(is_v ? v : k), (const char *)(is_v ? v_new : k_new),
+             is_v      ? 2 * a.p.dim_v
+             : rotates ? 0
+                       : 2 * a.p.dim_qk,
+             lane_index() % 16, 16);
+    if (rotates) rotate_at(a, s, row, k, k_new);
+}
+
+/* New keys and values of the part that are in rows which this warp fetches. Are there any? */
+DEVICE bool append_own(const attn_cuda_args &a, const walk &w) {
+    const int32_t start = w.s.leftpad + (w.first + w.span) * SPAN, used = w.s.used;
+    const int32_t count = attn__min32(w.s.appended, start + (w.span_end - w.span) * SPAN - used);
+    bool wrote = false;
+    for (int32_t row = attn__max32(start - used, 0); row < count; row++) {
+        if ((used + row - w.s.leftpad) % BN / FETCHED != (int32_t)(threadIdx.x >> 5)) continue;
+        append_here(a, w.s, row, w.head);
+        wrote = true;
+    }
+    return wrote;
+}
+
+/* q of the item's rows, a warp for each, from where it was given to where load_q finds it. */
+DEVICE void rotate_own(const attn_cuda_args &a, const walk &w) {
+    const int32_t first = w.block * ROWS, end = attn__min32(first + ROWS, w.s.sq * a.group);
+#pragma unroll 1
+    for (int32_t n = first + (int32_t)(threadIdx.x >> 5); n < end; n += WARPS) {
+        const int32_t i = (int32_t)attn__divide((uint32_t)n, a.by_share), h = w.head * a.group + n - i * a.group;
+        rotate_at(a, w.s, i * attn__rotary_q_step(&a.p), (uint16_t *)a.f.q.data + attn__q_offset(&a.p, &a.f.q, &w.s, i, h),
+                  (const uint16_t *)a.other_q.data + attn__q_offset(&a.p, &a.other_q, &w.s, i, h));
+    }
+}
+
+/*
+ * What append and rotate_q do where they are not launched, for the parts of the block. A new key goes into the cache by way of the warp that
+ * will fetch it, so nobody waits for anybody. Blocks that have other keys or rows of the same item or head write the same.
+ */
+static __device__ __noinline__ void bring_new(shared_notes &notes) {
+    const attn_cuda_args &a = notes.a;
+    walk &w = notes.ahead[threadIdx.x >> 5];
+    bool wrote = false;
+    do {
+        if (a.p.flags & ATTN_ROTARY) rotate_own(a, w);
+        wrote |= append_own(a, w);
+    } while (next_part(a, w, notes.list.mine));
+    if (wrote) __threadfence(); /* other lanes will ask for them */
+    __syncwarp();
+    if (lane_index() == 0) w = notes.work[threadIdx.x >> 5];
+    __syncwarp();
 }
 
 DEVICE fetcher start_fetch(const attn_cuda_args &a, shared_notes &notes) {

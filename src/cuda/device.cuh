@@ -17,6 +17,8 @@
 #define DEVICE static __device__ __forceinline__
 #define KERNEL extern "C" __global__ void
 
+DEVICE int32_t lane_index(void) { return (int32_t)(threadIdx.x % 32); }
+
 /* The number of this block, counted over the whole grid. */
 DEVICE int64_t block_index(void) { return blockIdx.x + (int64_t)blockIdx.y * gridDim.x; }
 

@@ -64,6 +64,21 @@ static void set_parts(const attn_plan *plan, attn_cuda_args *a) {
     a->part_rows = attn__min32(a->p.max_q, ATTN_CUDA_SPLIT_ROWS);
 }
 
+/*
+ * Does decode.cu bring the new keys into the cache and rotate q? Only keys that some row sees pass by it: none is behind a window, and every
+ * sequence has rows. Where rows of V are in rows of K one is written over the other, in an order. A block does so for each item that it has
+ * a part of, before it begins: where these are many, kernels of their own are faster.
+ */
+static bool fuses(const attn_cuda_run *run, const attn_problem *p, const attn_buffers *f) {
+    const uint32_t before = ATTN_APPEND | ATTN_ROTARY, without = ATTN_VARLEN_Q | ATTN_USED_Q | ATTN_WINDOW;
+    const attn_cuda_entry *e = &run->entries[run->forward];
+    const int64_t rows = (int64_t)p->max_q * (p->heads_q / p->heads_kv);
+    const int64_t items = (int64_t)p->batch * p->heads_kv * attn__ceil_div(rows, ATTN_DECODE_ROWS);
+    return e->decode && !e->latent && (p->flags & before) && !(p->flags & without) && p->rotary_dtype != ATTN_F64 &&
+           p->max_q > 0 && p->max_new <= ATTN_CUDA_SPLIT_ROWS && f->k.data != f->v.data && !f->probs.data &&
+           items <= (int64_t)2 * run->sms;
+}
+
 static attn_cuda_args make_args(const attn_cuda_run *run, const attn_plan *plan, const attn_buffers *f) {
     const attn_problem *p = &plan->problem;
     attn_cuda_args a;
@@ -100,19 +115,21 @@ static attn_cuda_args make_args(const attn_cuda_run *run, const attn_plan *plan,
     a.by_each = attn__divider(attn__max32(a.group * a.slots, 1));
     a.by_heads = attn__divider(a.heads);
     a.by_share = attn__divider(p->heads_q / p->heads_kv);
-    if (p->flags & ATTN_ROTARY) a.rotated_q = attn__cuda_rotated_q(plan, f);
+    if (p->flags & ATTN_ROTARY) a.other_q = attn__cuda_rotated_q(plan, f);
+    a.fuses = fuses(run, p, f);
     return a;
 }
 
 /* What the forward kernel reads: the cache with the new keys, the rotated q, FlashMask's ranges. */
 static attn_status launch_before(const attn_cuda_run *run, attn_cuda_args *a) {
     const attn_problem *p = &a->p;
+    if (a->fuses) return ATTN_OK;
     if (p->flags & ATTN_APPEND)
         RETURN_IF_ERROR(launch_warps(run, ATTN_ENTRY_append, (int64_t)p->batch * p->heads_kv * p->max_new, a));
     if (p->op != ATTN_FORWARD) return ATTN_OK;
     if (p->flags & ATTN_ROTARY) {
         RETURN_IF_ERROR(launch_warps(run, ATTN_ENTRY_rotate_q, (int64_t)p->batch * p->heads_q * p->max_q, a));
-        a->f.q = a->rotated_q;
+        a->f.q = a->other_q;
     }
     if (p->flashmask_vectors)
         RETURN_IF_ERROR(launch_warps(run, ATTN_ENTRY_ranges, (int64_t)p->batch * p->flashmask_heads * a->range_tiles, a));
@@ -158,6 +175,10 @@ static attn_status launch_decode(const attn_cuda_run *run, const attn_plan *plan
     memset(&c, 0, sizeof c);
     c.a = *a;
     c.a.group = a->p.heads_q / a->p.heads_kv;
+    if (a->fuses && (a->p.flags & ATTN_ROTARY)) {
+        c.a.f.q = a->other_q;
+        c.a.other_q = a->f.q;
+    }
     attn__cuda_decode_sizes(e, &a->p, run->sms, run->shared, &c, &blocks); /* as the plan has seen */
     c.spans = attn__part(plan, &a->f, CUDA_SPANS);
     c.super_slots = c.spans + (size_t)c.shared * (size_t)c.each * (size_t)attn__cuda_slot(e, &c);

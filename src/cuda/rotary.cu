@@ -3,6 +3,7 @@
  * from device memory: one that is outside of the tables is brought into them and reported.
  */
 #include "rotate.cuh"
+#include "warp.cuh"
 
 /* Warps: [batch][max_q][heads_q]. The rotated q is dense and in the dtype of q. */
 KERNEL rotate_q(const __grid_constant__ attn_cuda_args a) {
@@ -14,7 +15,7 @@ KERNEL rotate_q(const __grid_constant__ attn_cuda_args a) {
     if (i >= s.sq) return;
     attn_rotation r;
     bool rotated = rotation_at(a, s, i * attn__rotary_q_step(&p), &r);
-    attn_tensor dense = a.rotated_q;
+    attn_tensor dense = a.other_q;
     rotate_row(rotated ? &r : NULL, make_row(p.dtype, dense.data, attn__q_offset(&p, &dense, &s, i, h)),
                make_row(p.dtype, a.f.q.data, attn__q_offset(&p, &a.f.q, &s, i, h)), p.dim_qk, 1.0);
 }

@@ -11,7 +11,6 @@ enum { WARPS = ATTN_CUDA_WARPS };
 
 #define ALL_LANES 0xffffffffu
 
-DEVICE int32_t lane_index(void) { return (int32_t)(threadIdx.x % 32); }
 DEVICE int32_t warp_in_block(void) { return (int32_t)(threadIdx.x / 32); }
 
 /* The number of this warp, counted over the whole grid. */

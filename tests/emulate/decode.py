@@ -36,14 +36,14 @@ CASES = [
     ([650, 1100], 16, 4, 2, 192, ["--causal"], "f16", "i8"),
     ([520, 17], 1, 2, 1, 37, [], "bf16", "e4m3"),
     ([1300], 1, 8, 1, 64, [], "bf16", "i8"),
-    # From key 8192 on, spans of 512 keys are worked two by two: windows that begin in the second of two; keys that end, and
-    # windows that begin, where pairs and supers do; rows that see from different pairs on (of 10517 keys, from 9215 and
-    # 9216).
-    ([20000, 12000, 9300], 1, 4, 1, 64, ["--causal", "--window", "200,0"]),
+    # From key 16384 on, spans of 512 keys are worked two by two: windows that begin in the second of two; keys that end, and
+    # windows that begin, where pairs and supers do; rows that see from different pairs on (of 18709 keys, from 17407 and
+    # 17408).
+    ([28192, 20192, 17492], 1, 4, 1, 64, ["--causal", "--window", "200,0"]),
     ([8191, 8192, 8193, 8492, 8493], 1, 2, 1, 64, ["--causal", "--window", "300,0"]),
-    ([16383, 16384, 16385, 17400], 1, 2, 1, 64, ["--causal", "--window", "1300,0"]),
-    ([10517, 17685], 2, 3, 1, 64, ["--causal", "--window", "1300,0"]),
-    ([10517, 9300], 2, 4, 1, 64, ["--causal", "--window", "1300,0"], "f16", "e4m3"),
+    ([16383, 16384, 16385, 17400, 24577], 1, 2, 1, 64, ["--causal", "--window", "1300,0"]),
+    ([18709, 25877], 2, 3, 1, 64, ["--causal", "--window", "1300,0"]),
+    ([18709, 17492], 2, 4, 1, 64, ["--causal", "--window", "1300,0"], "f16", "e4m3"),
 ]
 # Of k and v: their dtype in files, options, and a number that must not matter, not a finite one where there is such a one.
 KINDS = {
@@ -164,11 +164,38 @@ def check_nonfinite(folder, dim, kind="f16"):
     assert np.array_equal(x[~full], y[~full], equal_nan=True) and np.abs(x[full] - y[full]).max() < 3e-3, "reference"
 
 
+def check_append(folder, used, rows, heads, heads_kv, dim, new, rotated):
+    """The last keys of all sequences are new: the kernel brings them into the cache, or, with few multiprocessors, another before it."""
+    rng, batch, most = np.random.default_rng(dim + new), len(used), max(used)
+    q = rng.standard_normal((batch, rows, heads, dim)).astype(np.float16)
+    k, v = (rng.standard_normal((batch, most, heads_kv, dim)).astype(np.float16) for _ in range(2))
+    before = np.array(used, np.int32) - new
+    fresh = {}
+    for name, x in (("k", k), ("v", v)):
+        fresh[f"{name}_new"] = np.stack([x[b, length : length + new] for b, length in enumerate(before)])
+        for b, length in enumerate(before):
+            x[b, length:] = np.nan
+    angles = rng.uniform(0, 6, (most, rotated // 2))
+    save(folder, q=q, k=k, v=v, used=before, cos=np.cos(angles).astype(np.float32), sin=np.sin(angles).astype(np.float32), **fresh)
+    options = ["--causal", "--used-kv", "used.npy", "--k-new", "k_new.npy", "--v-new", "v_new.npy", "--k-out", "k_out.npy", "--v-out", "v_out.npy"]
+    if rotated:
+        options += ["--rotary-cos", "cos.npy", "--rotary-sin", "sin.npy"]
+    results = []
+    for backend, sms in (("cuda", 1), ("cuda", 50), ("cuda", 7), ("cpu", 1)):
+        results.append([*run(folder, backend, sms, options), np.load(folder / "k_out.npy"), np.load(folder / "v_out.npy")])
+    assert same(results[0], results[1]) and same(results[0], results[2]), "the same bits"
+    assert same(results[0][2:], results[3][2:]), "the cache"
+    assert np.abs(results[0][0].astype(float) - results[3][0]).max() < 3e-3, "reference"
+
+
 def main():
     with tempfile.TemporaryDirectory() as name:
         for number, case in enumerate(CASES):
             check(pathlib.Path(name), number, case)
             print("decode", *case[:5], *case[5], *case[6:], "ok", flush=True)
+        for case in (([700, 40, 513], 1, 4, 2, 64, 1, 64), ([9000, 8195], 2, 4, 2, 128, 3, 96), ([300, 16], 16, 8, 2, 192, 16, 0)):
+            check_append(pathlib.Path(name), *case)
+            print("decode, append", *case, "ok", flush=True)
         for dim, kind in ((64, "e4m3"), (128, "e5m2"), (256, "e4m3"), (200, "e5m2")):
             check_nonfinite(pathlib.Path(name), dim, kind)
             print("decode, infinities", dim, kind, "ok", flush=True)
