@@ -276,7 +276,7 @@ def bench(case, dtype, arguments, report, copy):
 
 LAYERS = 32
 CHAINS = [Case("1x8k", [8192]), Case("1x1k", [1024]), Case("8x2k", [2048] * 8), Case("16x8k", [8192] * 16)]
-# Lengths on the device; an append; a rotation; a window around all keys, which makes append and rotation kernels of their own.
+# Lengths on the device; an append; a rotation; numbers of rows there, too, which makes append and rotation kernels of their own.
 STEPS = {"decode": (False, False, False, False), "used": (True, False, False, False),
          "append, decode": (True, True, False, True), "append in decode": (True, True, False, False),
          "append, rotate, decode": (True, True, True, True), "all in decode": (True, True, True, False)}
@@ -292,7 +292,8 @@ class Chain:
         self.x = [torch.empty_like(self.first) for _ in range(2)]
         self.lse = torch.empty(batch, case.heads, 1, device=device)
         lengths = torch.full((batch,), most - appends, dtype=torch.int32, device=device)
-        options = Options(scale=8.0, used_kv=lengths if has_lengths else None, window_left=most if apart else -1)
+        rows = torch.ones(batch, dtype=torch.int32, device=device)
+        options = Options(scale=8.0, used_q=rows if apart else None, used_kv=lengths if has_lengths else None)
         angles = torch.rand(most, case.dim // 2, device=device)
         tables = {"rotary_cos": angles.cos().to(dtype), "rotary_sin": angles.sin().to(dtype)} if rotates else {}
         self.calls = []

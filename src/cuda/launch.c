@@ -65,18 +65,19 @@ static void set_parts(const attn_plan *plan, attn_cuda_args *a) {
 }
 
 /*
- * Does decode.cu bring the new keys into the cache and rotate q? Only keys that some row sees pass by it: none is behind a window, and every
- * sequence has rows. Where rows of V are in rows of K one is written over the other, in an order. A block does so for each item that it has
- * a part of, before it begins: where these are many, kernels of their own are faster.
+ * Does decode.cu bring the new keys into the cache and rotate q? Only keys that some row sees pass by it: no new one is behind the window of the
+ * last row, and every sequence has rows. Where rows of V are in rows of K one is written over the other, in an order. A block does so for each
+ * item that it has a part of, before it begins: where these are many, kernels of their own are faster.
  */
 static bool fuses(const attn_cuda_run *run, const attn_problem *p, const attn_buffers *f) {
-    const uint32_t before = ATTN_APPEND | ATTN_ROTARY, without = ATTN_VARLEN_Q | ATTN_USED_Q | ATTN_WINDOW;
+    const uint32_t before = ATTN_APPEND | ATTN_ROTARY, without = ATTN_VARLEN_Q | ATTN_USED_Q;
     const attn_cuda_entry *e = &run->entries[run->forward];
+    const bool hides = (p->flags & ATTN_WINDOW) && p->window_left >= 0 && p->window_left < p->max_new - 1;
     const int64_t rows = (int64_t)p->max_q * (p->heads_q / p->heads_kv);
     const int64_t items = (int64_t)p->batch * p->heads_kv * attn__ceil_div(rows, ATTN_DECODE_ROWS);
-    return e->decode && !e->latent && (p->flags & before) && !(p->flags & without) && p->rotary_dtype != ATTN_F64 &&
-           p->max_q > 0 && p->max_new <= ATTN_CUDA_SPLIT_ROWS && f->k.data != f->v.data && !f->probs.data &&
-           items <= (int64_t)2 * run->sms;
+    return e->decode && !e->latent && (p->flags & before) && !(p->flags & without) && !hides &&
+           p->rotary_dtype != ATTN_F64 && p->max_q > 0 && p->max_new <= ATTN_CUDA_SPLIT_ROWS && f->k.data != f->v.data &&
+           !f->probs.data && items <= (int64_t)2 * run->sms;
 }
 
 static attn_cuda_args make_args(const attn_cuda_run *run, const attn_plan *plan, const attn_buffers *f) {
