@@ -248,9 +248,9 @@ typedef struct attn_problem {
 /*
  * Element [b][row][head][x] is at data + b*stride[0] + row*stride[1] + head*stride[2] + x. A packed tensor has no batch:
  * stride[0] is ignored. For paged k and v, stride[0] is the distance of pages. Tensors that are read may have zero
- * (broadcast) and negative strides; tensors that are written may overlap neither themselves nor others, but for v, which may
- * be the beginning of the rows of k, as in latent attention: the same data and strides, and a smaller dim. data is aligned
- * to its dtype.
+ * (broadcast) and negative strides; tensors that are written may overlap neither themselves nor others where nothing else is
+ * said; v may be the beginning of the rows of k, as in latent attention: the same data and strides, and a smaller dim.
+ * data is aligned to its dtype.
  */
 typedef struct attn_tensor {
     void *data;

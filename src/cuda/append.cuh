@@ -1,6 +1,7 @@
 /*
  * A new key and value go into the cache, rotated and converted where asked: what attn__host_append (host.c) does, to the bit. One warp has
- * one row of one KV head. Rows that do not change are copied 16 bytes at a time where their addresses allow it, the others number by number.
+ * one row of one KV head. Rows that do not change are copied 16 bytes at a time where their addresses allow it, byte by byte elsewhere; those that
+ * do, number by number.
  */
 #ifndef ATTN_APPEND_CUH
 #define ATTN_APPEND_CUH
