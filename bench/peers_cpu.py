@@ -18,7 +18,8 @@ the next of so many sets of inputs that no cache holds them all.
 
 Of variants the faster one counts; what the others do is in brackets. Counted are 4 dim operations for each pair of query
 and key that the mask allows, 2.5 times that in the backward, and for decode the bytes of q, k, v and o. Shares are of what
-`attn bench` measures: multiply-adds in f32, and reading. The last lines say what was wanted and what was found.
+`attn bench` measures right before and right after the case, the larger of the two: multiply-adds in f32, and reading. The
+last lines say what was wanted and what was found.
 
 Results are held together. Where two of them differ, ref says which one is off: exit status 1 means that it is libattn, or that
 a peer does not compute the same at all. Gradients have no such judge. Speed does not change the exit status.
@@ -275,7 +276,7 @@ def compare(case, runners, sets):
     return wrong, errors
 
 
-def run_case(case, peers, floors, arguments):
+def run_case(case, peers, arguments):
     sets, runners, kernel, refused = make_runners(case, peers, arguments)
     wrong, errors = compare(case, runners, sets)
     times = measure(runners, arguments)
@@ -288,7 +289,6 @@ def run_case(case, peers, floors, arguments):
     ratios = {peer: rates["libattn"] / rates[name] for peer, name in best.items()}
     if ratios:
         ratios["best"] = min(ratios.values())
-    floor = floors.get("read_gb_per_s" if case.kind == "decode" else "peak_gflops", math.nan)
     return {
         "case": case.name,
         **case._asdict(),
@@ -298,7 +298,6 @@ def run_case(case, peers, floors, arguments):
         "rounds": times.rounds,
         "unit": "GB/s" if case.kind == "decode" else "GFLOP/s",
         "rate": rates,
-        "share": rates["libattn"] / floor,
         "variant": best,
         "refused": refused,
         "ratio": ratios,
@@ -465,14 +464,20 @@ def main(argv=None):
     torch.set_num_threads(arguments.threads)
     libattn.set_num_threads(arguments.threads)
     libattn.set_float32_precision("single")  # as the peers compute it
-    floors = find_floors(arguments.threads)
+    before = floors = find_floors(arguments.threads)
     version = {"onnxruntime": onnx_run.VERSION} if "ort" in peers else {}
     report = Report(arguments, **version, threads=arguments.threads, **floors)
     titles = ("libattn", "share", "torch", "ort", "/torch", "/ort")
     print("{:30}{:>10}{:>9}{:>8}{:>9}{:>9}{:>9}{:>9}".format("", "ms", *titles))
     results = []
     for case in cases:
-        results.append(run_case(case, peers, floors, arguments))
+        result = run_case(case, peers, arguments)
+        after = find_floors(arguments.threads)
+        floor = "read_gb_per_s" if case.kind == "decode" else "peak_gflops"
+        result["floor"] = max(before.get(floor, math.nan), after.get(floor, math.nan))
+        result["share"] = result["rate"]["libattn"] / result["floor"]
+        before = after
+        results.append(result)
         print_line(results[-1])
         report.write(results[-1])
     print_refused(results)
