@@ -39,7 +39,6 @@ enum {
     ATTN_DECODE_SPAN = 512, /* decode.cu: keys that are worked by themselves ... */
     ATTN_DECODE_SUPER = 8192 / ATTN_DECODE_SPAN, /* ... and how many such spans are folded first: fixed numbers too */
     ATTN_DECODE_PAIRS = 2 * ATTN_DECODE_SUPER,   /* spans from this one on, an even number, are worked two by two */
-    ATTN_DECODE_ROWS = 16,                       /* rows of an item */
     ATTN_DECODE_WARPS = 4,                       /* of a block */
     ATTN_DECODE_NOTES = 3072,                    /* bytes of its shared memory besides tiles */
     ATTN_DECODE90_SPAN = 1024, /* decode_sm90.cu: the same. O of 64 rows is a tenth of such a span's keys */
@@ -195,15 +194,15 @@ typedef struct attn_cuda_args90 {
 
 /*
  * What a kernel of decode.cu is given. Results that are not finished lie in slots of floats: o[rows][the kernel's dim], then m and
- * l of each row. An item is a sequence, a KV head and 16 rows; there are batch * heads_kv * blocks of them.
+ * l of each row. An item is a sequence, a KV head and 8 or 16 rows; there are batch * heads_kv * blocks of them.
  */
 typedef struct attn_cuda_decode {
     attn_cuda_args a;
     float *spans;       /* [shared][each]: those of supers that several blocks have */
     float *super_slots; /* [items][supers] */
     uint64_t *counters; /* [shared], spans that are done; [items], supers that are done; nobody clears them: counter.cuh */
-    int32_t rows;       /* of a slot: what an item can have, at most ATTN_DECODE_ROWS */
-    int32_t blocks;     /* of ATTN_DECODE_ROWS rows: what a sequence can have */
+    int32_t rows;       /* of a slot: what an item can have, at most the line's */
+    int32_t blocks;     /* of the line's rows: what a sequence can have */
     int32_t supers;     /* what an item can have */
     int32_t each;       /* spans that a super can have */
     int32_t shared;     /* supers that can be several blocks': all there are, or one less than blocks of the grid */

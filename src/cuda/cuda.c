@@ -115,7 +115,7 @@ const attn_cuda_entry attn__cuda_entries[ATTN_ENTRIES] = {
                          .warps = (pair) ? 16 : 12, /* three or two warpgroups, and the producers' four */                 \
                          .takes = ATTN_TAKES_OWN,                                                                          \
                          .shared_bytes = ATTN_BWD90_BYTES(most, m, n, pair, buffers)},
-#define DECODE(id, least, type, most, n, stages, blocks)                                                                   \
+#define DECODE(id, least, type, most, m, n, stages, blocks)                                                                \
     [ATTN_ENTRY_##id] = {.name = #id,                                                                                      \
                          .file = #id,                                                                                      \
                          .decode = true,                                                                                   \
@@ -126,12 +126,12 @@ const attn_cuda_entry attn__cuda_entries[ATTN_ENTRIES] = {
                          .most_v = most,                                                                                   \
                          .dim = most,                                                                                      \
                          .dim_v = most,                                                                                    \
-                         .bm = ATTN_DECODE_ROWS,                                                                           \
+                         .bm = m,                                                                                          \
                          .bn = n,                                                                                          \
                          .warps = ATTN_DECODE_WARPS,                                                                       \
                          .takes = ATTN_TAKES_ALL,                                                                          \
                          .ctas = blocks,                                                                                   \
-                         .shared_bytes = ATTN_DECODE_BYTES(ATTN_##type, most, n, stages)},
+                         .shared_bytes = ATTN_DECODE_BYTES(ATTN_##type, most, m, n, stages)},
 #define DECODE90(id, type, dims, v, n, stages)                                                                             \
     [ATTN_ENTRY_##id] = {.name = #id,                                                                                      \
                          .file = #id,                                                                                      \
@@ -205,12 +205,12 @@ static const attn_kernel kernels[] = {
      .impl = &attn__cuda_entries[ATTN_ENTRY_##id],                                                                         \
      .rows = m,                                                                                                            \
      .cols = n},
-#define DECODE(id, least, type, most, n, ...)                                                                              \
+#define DECODE(id, least, type, most, m, n, ...)                                                                           \
     {.name = #id,                                                                                                          \
      .needs = "sm_" #least,                                                                                                \
      .op = ATTN_FORWARD,                                                                                                   \
      .impl = &attn__cuda_entries[ATTN_ENTRY_##id],                                                                         \
-     .rows = ATTN_DECODE_ROWS,                                                                                             \
+     .rows = m,                                                                                                            \
      .cols = n},
 #define DECODE90(id, type, dims, v, n, ...)                                                                                \
     {.name = #id,                                                                                                          \
@@ -315,7 +315,8 @@ static bool decodes(const attn_cuda_entry *e, const attn_problem *p) {
     if (narrow ? !half || attn_dtype_size(p->kv_dtype) != 1 : !same) return false;
     if ((p->flags & ATTN_BIAS) || p->dropout > 0 || p->flashmask_vectors) return false;
     if (e->latent) return e->dim_qk == p->dim_qk && e->dim_v == p->dim_v && !(p->flags & ATTN_ALIBI);
-    return e->dim >= p->dim_qk && e->dim >= p->dim_v;
+    const bool few = (int64_t)attn__min32(p->max_q, ATTN_CUDA_SPLIT_ROWS) * (p->heads_q / p->heads_kv) <= 8;
+    return e->dim >= p->dim_qk && e->dim >= p->dim_v && (e->bm > 8 || few);
 }
 
 bool attn__cuda_serves(const attn_cuda_entry *e, const attn_problem *p, bool aligned) {
@@ -538,8 +539,8 @@ bool attn__cuda_decode_sizes(const attn_cuda_entry *e, const attn_problem *p, in
     const int64_t spans = attn__ceil_div(p->max_kv, ATTN_DECODE_SPAN), most = spans > 1 ? spans : 1;
     const int64_t room = ((int64_t)shared + SYSTEM) / ((int64_t)e->shared_bytes + SYSTEM);
     int64_t items, supers, spans_of_all;
-    c->rows = (int32_t)(rows < ATTN_DECODE_ROWS ? rows : ATTN_DECODE_ROWS);
-    c->blocks = (int32_t)(rows > 0 ? attn__ceil_div(rows, ATTN_DECODE_ROWS) : 1);
+    c->rows = (int32_t)(rows < e->bm ? rows : e->bm);
+    c->blocks = (int32_t)(rows > 0 ? attn__ceil_div(rows, e->bm) : 1);
     c->supers = (int32_t)attn__ceil_div(most, ATTN_DECODE_SUPER);
     c->each = (int32_t)(most < ATTN_DECODE_SUPER ? most : ATTN_DECODE_SUPER);
     items = (int64_t)p->batch * p->heads_kv * c->blocks; /* at most batch * heads_q: 31 bits */

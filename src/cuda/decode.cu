@@ -2,7 +2,8 @@
  * Decode: sequences of at most ATTN_CUDA_SPLIT_ROWS query rows against a long cache. One line DECODE of variants.def is one build of
  * this file. All that counts is that K and V stream through at the speed of memory; the rest hides behind that.
  *
- * The rows of all query heads that share a KV head are the 16 rows of mma.sync: an item is a sequence, a KV head and 16 such rows.
+ * The rows of all query heads that share a KV head are columns of the same products, for whose rows there are always enough keys and dims: an item is a
+ * sequence, a KV head and ROWS such rows, 8 or 16.
  * Its keys are worked in spans of ATTN_DECODE_SPAN keys, counted from the sequence's key 0, each by itself; ATTN_DECODE_SUPER spans
  * are a super. From the third super on two spans are worked as one: short sequences want many spans, long ones few results of them. The
  * spans of a super are folded in their order, and then the supers: so every sum has one order, whoever works on it, and the bits depend
@@ -15,17 +16,17 @@
  * Within a block, each warp has 32 keys of a tile of 128 to itself; where O is wide two have 32 of 64, and each half of the dims. A
  * team, one warp or two, fetches what it works on, and teams meet at the end of a span only. A span is worked in stretches of two tiles:
  *
- *     S = Q K^T                a tile of K after the other, each fetched some tiles ahead: the next item's, when this one has no more
- *     m, P = exp2(S - m)       over the team's keys of both; in registers, whose order is that of the next product
+ *     S^T = K Q^T              a tile of K after the other, each fetched some tiles ahead: the next item's, when this one has no more
+ *     m, P = exp2(S - m)       over the team's keys of both; in registers, 8 x 8 numbers of it transposed by an instruction
  *     O = O exp2(m0 - m)       if a maximum has grown
- *     O += P V                 a tile of V after the other
+ *     O^T += V^T P^T           a tile of V after the other
  *
  * At its end O of all teams goes to where the last tile of V was; a barrier; and each warp adds up a quarter of the columns.
  *
  * K and V of 8 bits (NARROW: e4m3, e5m2 or int8) are fetched as they are, and are float16 from shared memory to the product on, exactly. Q is
  * float16 then: rows of bfloat16 are brought into its range by a power of two, which their scale makes up for.
  *
- * Fragments as in fwd.cu: lane = 4 g + t holds of a 16x8 accumulator the rows g, g + 8 and the columns 2t, 2t + 1.
+ * Lane 4 g + t holds of a 16x8 accumulator the rows g, g + 8 (keys, or dims) and the columns 2t, 2t + 1 (query rows).
  */
 #include "counter.cuh"
 #include "decode_tile.cuh"
@@ -39,8 +40,10 @@ DEVICE uint32_t pack_out(const attn_cuda_args &a, float low, float high) {
 
 /* ---- rows of an item ---- */
 
-/* What is known of them is in the notes: a lane has the rows g and g + 8. */
-DEVICE const row_notes &row_at(const shared_notes &notes, int half) { return notes.row[(threadIdx.x >> 2 & 7) + 8 * half]; }
+/* What is known of them is in the notes. Of each eight rows a lane has 2t and 2t + 1 within a span, otherwise row g. */
+DEVICE int row_number(int n) { return n / 2 * 8 + 2 * (threadIdx.x & 3) + n % 2; }
+DEVICE const row_notes &row_at(const shared_notes &notes, int n) { return notes.row[row_number(n)]; }
+DEVICE const row_notes &own_row(const shared_notes &notes, int e) { return notes.row[(threadIdx.x >> 2 & 7) + 8 * e]; }
 
 /*
  * The power of two that a row of q in bfloat16 is multiplied with, so that its largest number is in [2^14, 2^15) and it can be float16: exact for
@@ -108,152 +111,179 @@ static __device__ __noinline__ uint32_t pair_of(const uint16_t *row, int32_t col
     return low | high << 16;
 }
 
-/* The warp's dims of Q as the left operand. It does not ask the notes, so that they can be written meanwhile. */
-DEVICE void load_q(const attn_cuda_args &a, const walk &w, uint32_t q[STEPS][4]) {
+/* The warp's dims of rows g of Q as the right operand. It does not ask the notes, so that they can be written meanwhile. */
+DEVICE void load_q(const attn_cuda_args &a, const walk &w, uint32_t q[EIGHTS][STEPS][2]) {
     const int t = threadIdx.x & 3;
     const bool is_whole = a.vector_ok && a.p.dim_qk == DIM;
 #pragma unroll
-    for (int half = 0; half < 2; half++) {
-        const int32_t number = w.block * ROWS + (int32_t)(threadIdx.x >> 2 & 7) + 8 * half;
+    for (int e = 0; e < EIGHTS; e++) {
+        const int32_t number = w.block * ROWS + (int32_t)(threadIdx.x >> 2 & 7) + 8 * e;
         const int32_t i = (int32_t)attn__divide((uint32_t)number, a.by_share), h = w.head * a.group + number - i * a.group;
         const bool is_there = number < w.s.sq * a.group;
         const uint16_t *row = (const uint16_t *)a.f.q.data + attn__q_offset(&a.p, &a.f.q, &w.s, i, h);
 #pragma unroll
-        for (int n = 0; n < 2 * STEPS; n++) q[n / 2][n % 2 * 2 + half] = 0;
+        for (int n = 0; n < 2 * STEPS; n++) q[e][n / 2][n % 2] = 0;
         if (!is_there) continue;
         if (NARROW) { /* a lane has four dims of 16, in the order of the bytes of K */
 #pragma unroll
             for (int n = 0; n < STEPS; n++) {
                 const int column = (first_piece() + piece_of(n)) * 16 + 4 * t;
                 const uint32_t *pairs = (const uint32_t *)(row + column); /* not both at once: that fixes their registers */
-                q[n][half] = is_whole ? pairs[0] : pair_of(row, column, a.p.dim_qk);
-                q[n][2 + half] = is_whole ? pairs[1] : pair_of(row, column + 2, a.p.dim_qk);
+                q[e][n][0] = is_whole ? pairs[0] : pair_of(row, column, a.p.dim_qk);
+                q[e][n][1] = is_whole ? pairs[1] : pair_of(row, column + 2, a.p.dim_qk);
             }
         } else if (is_whole) {
             const uint32_t *pairs = (const uint32_t *)(row + first_piece() * 8 + 2 * t);
 #pragma unroll
-            for (int n = 0; n < 2 * STEPS; n++) q[n / 2][n % 2 * 2 + half] = pairs[piece_of(n) * 4];
+            for (int n = 0; n < 2 * STEPS; n++) q[e][n / 2][n % 2] = pairs[piece_of(n) * 4];
         } else {
 #pragma unroll
             for (int n = 0; n < 2 * STEPS; n++)
-                q[n / 2][n % 2 * 2 + half] = pair_of(row, (first_piece() + piece_of(n)) * 8 + 2 * t, a.p.dim_qk);
+                q[e][n / 2][n % 2] = pair_of(row, (first_piece() + piece_of(n)) * 8 + 2 * t, a.p.dim_qk);
         }
     }
 }
 
 /* NARROW, q in bfloat16: the largest numbers of the warp's rows, for see_rows; */
-DEVICE void measure_q(const uint32_t q[STEPS][4], shared_notes &notes) {
+DEVICE void measure_q(const uint32_t q[EIGHTS][STEPS][2], shared_notes &notes) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
 #pragma unroll
-    for (int half = 0; half < 2; half++) {
+    for (int e = 0; e < EIGHTS; e++) {
         float most = 0;
 #pragma unroll
         for (int n = 0; n < 2 * STEPS; n++) {
-            const uint32_t x = q[n / 2][n % 2 * 2 + half];
+            const uint32_t x = q[e][n / 2][n % 2];
             most = fmaxf(most, fmaxf(fabsf(attn__float(x << 16)), fabsf(attn__float(x & 0xffff0000))));
         }
         most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
         most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
-        if ((lane & 3) == 0 && warp < TEAM) notes.most[warp][(lane >> 2) + 8 * half] = most;
+        if ((lane & 3) == 0 && warp < TEAM) notes.most[warp][(lane >> 2) + 8 * e] = most;
     }
 }
 /* and q as float16, as see_rows wants it. */
-DEVICE void fit_q(uint32_t q[STEPS][4], const shared_notes &notes) {
-    const int g = threadIdx.x >> 2 & 7;
-    const float by[2] = {power_of_two(notes.fit[g]), power_of_two(notes.fit[g + 8])};
+DEVICE void fit_q(uint32_t q[EIGHTS][STEPS][2], const shared_notes &notes) {
 #pragma unroll
-    for (int n = 0; n < STEPS * 4; n++) {
-        uint32_t *x = &q[n / 4][n % 4];
-        const float fit = by[n % 2];
-        *x = cvt_rn_f16x2(__fmul_rn(attn__float(*x << 16), fit), __fmul_rn(attn__float(*x & 0xffff0000), fit));
+    for (int e = 0; e < EIGHTS; e++) {
+        const float fit = power_of_two(notes.fit[(threadIdx.x >> 2 & 7) + 8 * e]);
+#pragma unroll
+        for (int n = 0; n < 2 * STEPS; n++) {
+            uint32_t *x = &q[e][n / 2][n % 2];
+            *x = cvt_rn_f16x2(__fmul_rn(attn__float(*x << 16), fit), __fmul_rn(attn__float(*x & 0xffff0000), fit));
+        }
     }
 }
 
 /* ---- softmax ---- */
 
-/* m: largest score; l: sum of weights; o: unnormalised. Of the item's rows, a quarter of the columns. */
+/* m: largest score; l: sum of weights; o: unnormalised. Of rows g of the item, a quarter of the columns: 2t and 2t + 1 of every 8. */
 typedef struct state {
-    float m[2], l[2], o[DT][4];
+    float m[EIGHTS], l[EIGHTS];
+    float2 o[EIGHTS][DT];
 } state;
 
 DEVICE state empty_state(const shared_notes &notes) {
     state x;
 #pragma unroll
-    for (int half = 0; half < 2; half++) x.m[half] = row_at(notes, half).least, x.l[half] = 0;
+    for (int e = 0; e < EIGHTS; e++) {
+        x.m[e] = own_row(notes, e).least;
+        x.l[e] = 0;
 #pragma unroll
-    for (int n = 0; n < DT * 4; n++) x.o[n / 4][n % 4] = 0;
+        for (int dt = 0; dt < DT; dt++) x.o[e][dt] = {0, 0};
+    }
     return x;
 }
 
 /* Semantics 1 to 3, where a product is not a score already. The warp's keys begin with j0; the sequence has so many more keys than rows. */
-DEVICE void finish_scores(const attn_cuda_args &a, const shared_notes &notes, float s[NT][4], int32_t beyond, int32_t j0) {
-    const int t = here(threadIdx.x & 3);
+DEVICE void finish_scores(const attn_cuda_args &a, const shared_notes &notes, float s[EIGHTS * NT][4], int32_t beyond,
+                          int32_t j0) {
+    const int g = here(threadIdx.x >> 2 & 7);
     const float cap = (float)a.p.softcap;
     float to_y = cap > 0 && !NARROW ? (float)fmin(fmax(2 * a.p.scale / a.p.softcap, -1e38), 1e38) : 0;
 #pragma unroll
-    for (int half = 0; half < 2; half++) {
-        const row_notes &r = row_at(notes, half);
-        const float raw = r.raw, slope = r.slope, distance = (float)(r.i + beyond - (j0 + 2 * t));
+    for (int r = 0; r < 2 * EIGHTS; r++) {
+        const row_notes &row = row_at(notes, r);
+        const float raw = row.raw, slope = row.slope, distance = (float)(row.i + beyond - (j0 + g));
         if (NARROW && cap > 0) to_y = raw == raw ? fminf(fmaxf(2 * raw / cap, -1e38f), 1e38f) : raw; /* NaN: a descale's */
 #pragma unroll
         for (int n = 0; n < 2 * NT; n++) {
-            float *x = &s[n / 2][2 * half + n % 2];
+            float *x = &s[r / 2 * NT + n / 2][n % 2 * 2 + r % 2];
             *x = cap > 0 ? capped(*x, cap, to_y) : __fmul_rn(*x, raw); /* by 1, with ALiBi alone */
-            if (a.p.flags & ATTN_ALIBI) *x = fmaf(-slope, fabsf(distance - (float)(n / 2 * 8 + n % 2)), *x);
+            if (a.p.flags & ATTN_ALIBI) *x = fmaf(-slope, fabsf(distance - (float)(8 * n)), *x);
         }
     }
 }
 
 /* Semantics 5. */
-DEVICE void mask_scores(const shared_notes &notes, float s[NT][4], int32_t j0) {
-    const int t = here(threadIdx.x & 3);
+DEVICE void mask_scores(const shared_notes &notes, float s[EIGHTS * NT][4], int32_t j0) {
+    const int g = here(threadIdx.x >> 2 & 7);
 #pragma unroll
-    for (int half = 0; half < 2; half++) {
-        const row_notes &r = row_at(notes, half);
-        const uint32_t from = (uint32_t)(j0 + 2 * t - r.first), count = (uint32_t)attn__max32(r.end - r.first, 0);
+    for (int r = 0; r < 2 * EIGHTS; r++) {
+        const row_notes &row = row_at(notes, r);
+        const uint32_t from = (uint32_t)(j0 + g - row.first), count = (uint32_t)attn__max32(row.end - row.first, 0);
 #pragma unroll
         for (int n = 0; n < 2 * NT; n++)
-            if (from + (n / 2 * 8 + n % 2) >= count) s[n / 2][2 * half + n % 2] = -INFINITY;
+            if (from + 8 * n >= count) s[r / 2 * NT + n / 2][n % 2 * 2 + r % 2] = -INFINITY;
     }
 }
 
+/* Over the lanes with the same t, which have the same rows. */
+DEVICE float most_of_lanes(float x) {
+#pragma unroll
+    for (int by = 4; by < 32; by *= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, by));
+    return x;
+}
+DEVICE float sum_of_lanes(float x) {
+#pragma unroll
+    for (int by = 4; by < 32; by *= 2) x += __shfl_xor_sync(~0u, x, by);
+    return x;
+}
+
 /*
- * P of the team's keys of a stretch, as the left operand. m, l (the lane's part of it) and o are of the span so far. o is scaled where
- * there is something in it and a maximum has grown: otherwise it would be a product with 1, or of 0. Where scores are huge s - m is
+ * P of the team's keys of a stretch, as the right operand: s is their weights then. m, l (the lane's part of it) and o are of the span so far. o is
+ * scaled where there is something in it and a maximum has grown: otherwise it would be a product with 1, or of 0. Where scores are huge s - m is
  * taken first, exactly: rows.cuh says why.
  */
-DEVICE void make_p(float m[2], float l[2], float o[DT_TEAM][4], uint32_t p[STRETCH_TILES][NT / 2][4],
-                   const float s[STRETCH_TILES][NT][4], const shared_notes &notes) {
-    float by[2];
+DEVICE void make_p(float m[2 * EIGHTS], float l[2 * EIGHTS], float o[EIGHTS * STEPS][4],
+                   uint32_t p[STRETCH_TILES][EIGHTS * NT][2], float s[STRETCH_TILES][EIGHTS * NT][4],
+                   const shared_notes &notes) {
+    float by[2 * EIGHTS];
     bool grew = false;
 #pragma unroll
-    for (int half = 0; half < 2; half++) {
-        const float scale = row_at(notes, half).scale;
-        float most = m[half], sum = 0;
+    for (int r = 0; r < 2 * EIGHTS; r++) {
+        const int half = r % 2;
+        const float scale = row_at(notes, r).scale;
+        float most = m[r], sum = 0;
 #pragma unroll
-        for (int n = 0; n < STRETCH_TILES * NT; n++)
-            most = fmaxf(most, fmaxf(s[n / NT][n % NT][2 * half], s[n / NT][n % NT][2 * half + 1]));
-        most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
-        most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
+        for (int n = 0; n < STRETCH_TILES * NT; n++) {
+            const float *x = s[n / NT][r / 2 * NT + n % NT];
+            most = fmaxf(most, fmaxf(x[half], x[2 + half]));
+        }
+        most = most_of_lanes(most);
         const float product = __fmul_rn(most, scale);
         const bool is_huge = fabsf(product) > HUGE_SCORE;
         const float minus = is_huge ? most : 0, less = is_huge ? 0 : product;
 #pragma unroll
         for (int n = 0; n < STRETCH_TILES * NT; n++) {
-            const float *x = &s[n / NT][n % NT][2 * half];
-            const float p0 = ex2_approx(__fmaf_rn(x[0] - minus, scale, -less));
-            const float p1 = ex2_approx(__fmaf_rn(x[1] - minus, scale, -less));
-            sum += p0 + p1;
-            p[n / NT][n % NT / 2][n % 2 * 2 + half] = pack(p0, p1);
+            float *x = s[n / NT][r / 2 * NT + n % NT];
+            x[half] = ex2_approx(__fmaf_rn(x[half] - minus, scale, -less));
+            x[2 + half] = ex2_approx(__fmaf_rn(x[2 + half] - minus, scale, -less));
+            sum += x[half] + x[2 + half];
         }
-        by[half] = ex2_approx(__fmul_rn(m[half] - most, scale));
-        grew |= most > m[half] && l[half] != 0;
-        m[half] = most;
-        l[half] = __fmaf_rn(l[half], by[half], sum);
+        by[r] = ex2_approx(__fmul_rn(m[r] - most, scale));
+        grew |= most > m[r] && l[r] != 0;
+        m[r] = most;
+        l[r] = __fmaf_rn(l[r], by[r], sum);
+    }
+#pragma unroll
+    for (int n = 0; n < STRETCH_TILES * EIGHTS * NT; n++) {
+        const float *x = s[n / (EIGHTS * NT)][n % (EIGHTS * NT)];
+        uint32_t *to = p[n / (EIGHTS * NT)][n % (EIGHTS * NT)];
+        to[0] = movmatrix_trans(pack(x[0], x[1]));
+        to[1] = movmatrix_trans(pack(x[2], x[3]));
     }
     if (__any_sync(~0u, grew))
 #pragma unroll
-        for (int n = 0; n < DT_TEAM * 4; n++) o[n / 4][n % 4] = __fmul_rn(o[n / 4][n % 4], by[n % 4 / 2]);
+        for (int n = 0; n < EIGHTS * STEPS * 4; n++) o[n / 4][n % 4] = __fmul_rn(o[n / 4][n % 4], by[n / (STEPS * 4) * 2 + n % 2]);
 }
 
 /* ---- a span ---- */
@@ -288,64 +318,73 @@ DEVICE void leave_tile(const attn_cuda_args &a, const attn_cuda_args &copy, desk
 }
 DEVICE void leave_tile(const attn_cuda_args &a, desk &d) { leave_tile(a, d.notes->a, d); }
 
-/* Accumulator dt, of whose rows two columns follow each other. */
-DEVICE uint4 sums_of(const float o[DT_TEAM][4], int dt) {
-    const int even = NARROW ? dt & ~1 : dt, odd = NARROW ? even + 1 : dt, first = NARROW ? dt & 1 : 0,
-              next = NARROW ? 0 : 1;
-    return make_uint4(__float_as_uint(o[even][first]), __float_as_uint(o[odd][first + next]),
-                      __float_as_uint(o[even][2 + first]), __float_as_uint(o[odd][2 + first + next]));
-}
-
 DEVICE uint4 words_of(const float x[4]) {
     return make_uint4(__float_as_uint(x[0]), __float_as_uint(x[1]), __float_as_uint(x[2]), __float_as_uint(x[3]));
 }
 
+/* Where teams meet, a number of o: columns of a row are exchanged by its number, so that those of rows 2t are in other banks. */
+DEVICE uint32_t sum_at(int row, int column) { return 4 * (row * DIM + (column ^ (row >> 1 & 3) * 8)); }
+
+/* A span's o of the lane. */
+DEVICE void put_sums(const float o[EIGHTS * STEPS][4], uint32_t to) {
+#pragma unroll
+    for (int n = 0; n < EIGHTS * STEPS; n++) {
+        const uint4 x = words_of(o[n]);
+        const int row = row_number(n / STEPS * 2), column = column_of(n % STEPS);
+        const uint32_t first = to + sum_at(row, column), second = to + sum_at(row, column + NEXT_COLUMN);
+        if (NARROW) {
+            st_shared_v2(first, x.x, x.z);
+            st_shared_v2(first + 4 * DIM, x.y, x.w);
+        } else {
+            st_shared_b32(first, x.x);
+            st_shared_b32(first + 4 * DIM, x.y);
+            st_shared_b32(second, x.z);
+            st_shared_b32(second + 4 * DIM, x.w);
+        }
+    }
+}
+
 /*
  * The sums of all teams, in their order; of each column one warp has them. A team's o goes through its rows of the tile at hand, which
- * it has read; NARROW, these are not large enough, and it has a place of its own.
+ * it has read; NARROW, these may not be large enough, and it has a place of its own.
  */
-DEVICE state meet_teams(desk &d, const float m[2], const float l[2], const float o[DT_TEAM][4]) {
-    const int lane = here(threadIdx.x & 31), warp = threadIdx.x >> 5, g = lane >> 2, team = warp / TEAM;
-    const uint32_t all = d.tiles - team * TEAM_BYTES + (NARROW ? (uint32_t)AT_SUMS : d.stage) + lane * 16;
-    const uint32_t own = all + team * SUM_BYTES;
+DEVICE state meet_teams(desk &d, const float m[2 * EIGHTS], const float l[2 * EIGHTS], const float o[EIGHTS * STEPS][4]) {
+    const int lane = here(threadIdx.x & 31), warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3, team = warp / TEAM;
+    const uint32_t all = d.tiles - team * TEAM_BYTES + (NARROW ? (uint32_t)AT_SUMS : d.stage);
     shared_notes &notes = *d.notes;
-    float by[2][TEAMS];
     state x;
+    put_sums(o, all + team * SUM_STEP);
+    if (g == 0 && warp % TEAM == 0)
 #pragma unroll
-    for (int dt = 0; dt < DT_TEAM; dt++) st_shared_v4(own + tile_of(dt) * 512, sums_of(o, dt));
-    if ((lane & 3) == 0 && warp % TEAM == 0)
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            notes.most[team][g + 8 * half] = m[half];
-            notes.sum[team][g + 8 * half] = l[half];
+        for (int r = 0; r < 2 * EIGHTS; r++) {
+            notes.most[team][row_number(r)] = m[r];
+            notes.sum[team][row_number(r)] = l[r];
         }
     __syncthreads();
 #pragma unroll
-    for (int half = 0; half < 2; half++) {
-        float most[TEAMS];
+    for (int e = 0; e < EIGHTS; e++) {
+        float by[TEAMS], most[TEAMS];
 #pragma unroll
-        for (int n = 0; n < TEAMS; n++) most[n] = notes.most[n][g + 8 * half];
-        x.m[half] = most[0];
-        x.l[half] = 0;
+        for (int n = 0; n < TEAMS; n++) most[n] = notes.most[n][g + 8 * e];
+        x.m[e] = most[0];
+        x.l[e] = 0;
 #pragma unroll
-        for (int n = 1; n < TEAMS; n++) x.m[half] = fmaxf(x.m[half], most[n]);
+        for (int n = 1; n < TEAMS; n++) x.m[e] = fmaxf(x.m[e], most[n]);
 #pragma unroll
         for (int n = 0; n < TEAMS; n++) {
-            by[half][n] = ex2_approx(__fmul_rn(most[n] - x.m[half], row_at(notes, half).scale));
-            x.l[half] = __fmaf_rn(notes.sum[n][g + 8 * half], by[half][n], x.l[half]);
+            by[n] = ex2_approx(__fmul_rn(most[n] - x.m[e], own_row(notes, e).scale));
+            x.l[e] = __fmaf_rn(notes.sum[n][g + 8 * e], by[n], x.l[e]);
         }
-    }
 #pragma unroll
-    for (int dt = 0; dt < DT; dt++) {
+        for (int dt = 0; dt < DT; dt++) {
+            float2 *to = &x.o[e][dt];
+            *to = {0, 0};
 #pragma unroll
-        for (int i = 0; i < 4; i++) x.o[dt][i] = 0;
-#pragma unroll
-        for (int n = 0; n < TEAMS; n++) {
-            const uint4 y = ld_shared_v4(all + n * SUM_BYTES + (warp * DT + dt) * 512);
-            x.o[dt][0] = __fmaf_rn(__uint_as_float(y.x), by[0][n], x.o[dt][0]);
-            x.o[dt][1] = __fmaf_rn(__uint_as_float(y.y), by[0][n], x.o[dt][1]);
-            x.o[dt][2] = __fmaf_rn(__uint_as_float(y.z), by[1][n], x.o[dt][2]);
-            x.o[dt][3] = __fmaf_rn(__uint_as_float(y.w), by[1][n], x.o[dt][3]);
+            for (int n = 0; n < TEAMS; n++) {
+                const uint2 y = ld_shared_v2(all + n * SUM_STEP + sum_at(g + 8 * e, (warp * DT + dt) * 8 + 2 * t));
+                to->x = __fmaf_rn(__uint_as_float(y.x), by[n], to->x);
+                to->y = __fmaf_rn(__uint_as_float(y.y), by[n], to->y);
+            }
         }
     }
     __syncthreads();
@@ -353,41 +392,41 @@ DEVICE state meet_teams(desk &d, const float m[2], const float l[2], const float
 }
 
 /* What the two warps of a team have of S is added up, by way of a tile that both have read. */
-DEVICE void add_scores(float s[NT][4], uint32_t tile) {
-    const uint32_t at = tile + here(threadIdx.x & 31) * 16, own = (threadIdx.x >> 5) % TEAM * NT * 512;
+DEVICE void add_scores(float s[EIGHTS * NT][4], uint32_t tile) {
+    enum { ALL = EIGHTS * NT * 512 };
+    const uint32_t at = tile + here(threadIdx.x & 31) * 16, own = (threadIdx.x >> 5) % TEAM * ALL;
     meet_team();
 #pragma unroll
-    for (int nt = 0; nt < NT; nt++) st_shared_v4(at + own + nt * 512, words_of(s[nt]));
+    for (int n = 0; n < EIGHTS * NT; n++) st_shared_v4(at + own + n * 512, words_of(s[n]));
     meet_team();
 #pragma unroll
-    for (int nt = 0; nt < NT; nt++) {
-        const uint4 y = ld_shared_v4(at + (NT * 512 - own) + nt * 512);
-        s[nt][0] += __uint_as_float(y.x);
-        s[nt][1] += __uint_as_float(y.y);
-        s[nt][2] += __uint_as_float(y.z);
-        s[nt][3] += __uint_as_float(y.w);
+    for (int n = 0; n < EIGHTS * NT; n++) {
+        const uint4 y = ld_shared_v4(at + (ALL - own) + n * 512);
+        s[n][0] += __uint_as_float(y.x);
+        s[n][1] += __uint_as_float(y.y);
+        s[n][2] += __uint_as_float(y.z);
+        s[n][3] += __uint_as_float(y.w);
     }
 }
 
 /* The rows of a table move up by one: a loop that is not unrolled takes the first, or brings the last. */
-template <typename T, int COLUMNS> DEVICE void move_up(T x[STRETCH_TILES][COLUMNS][4]) {
+template <typename T, int EACH> DEVICE void move_up(T x[STRETCH_TILES][EIGHTS * NT][EACH]) {
+    enum { ROW = EIGHTS * NT * EACH };
 #pragma unroll
-    for (int n = 0; n < (STRETCH_TILES - 1) * COLUMNS * 4; n++) {
-        const int row = n / (COLUMNS * 4), column = n / 4 % COLUMNS;
-        x[row][column][n % 4] = x[row + 1][column][n % 4];
-    }
+    for (int n = 0; n < (STRETCH_TILES - 1) * ROW; n++)
+        x[n / ROW][n % ROW / EACH][n % EACH] = x[n / ROW + 1][n % ROW / EACH][n % EACH];
 }
 
 /* S of the stretch's tiles, to the last rows of s; those before have no keys. */
-DEVICE void make_scores(const attn_cuda_args &a, const walk &w, const uint32_t q[STEPS][4], desk &d,
-                        float s[STRETCH_TILES][NT][4], int32_t tiles, int32_t j0) {
+DEVICE void make_scores(const attn_cuda_args &a, const walk &w, const uint32_t q[EIGHTS][STEPS][2], desk &d,
+                        float s[STRETCH_TILES][EIGHTS * NT][4], int32_t tiles, int32_t j0) {
     const bool is_plain =
         NARROW ? d.notes->is_plain != 0 : !(a.p.softcap > 0) && !(a.p.flags & ATTN_ALIBI) && a.scale_log2 > 0;
 #pragma unroll
-    for (int n = 0; n < STRETCH_TILES * NT * 4; n++) s[n / (NT * 4)][n / 4 % NT][n % 4] = -INFINITY;
+    for (int n = 0; n < STRETCH_TILES * EIGHTS * NT * 4; n++) s[n / (EIGHTS * NT * 4)][n / 4 % (EIGHTS * NT)][n % 4] = -INFINITY;
 #pragma unroll 1
     for (int32_t j = j0; j < j0 + tiles * BN; j += BN) {
-        float x[NT][4];
+        float x[EIGHTS * NT][4];
         const uint32_t tile = take_tile(d);
         if (NARROW)
             product_qk_narrow(x, q, tile, a.p.kv_dtype);
@@ -398,32 +437,32 @@ DEVICE void make_scores(const attn_cuda_args &a, const walk &w, const uint32_t q
         leave_tile(a, d);
         if (!is_plain) finish_scores(a, *d.notes, x, w.s.sk - w.s.sq, j);
         if (j < d.notes->all_from || j + KEYS > d.notes->all_to) mask_scores(*d.notes, x, j);
-        move_up<float, NT>(s);
+        move_up<float, 4>(s);
 #pragma unroll
-        for (int n = 0; n < NT * 4; n++) s[STRETCH_TILES - 1][n / 4][n % 4] = x[n / 4][n % 4];
+        for (int n = 0; n < EIGHTS * NT * 4; n++) s[STRETCH_TILES - 1][n / 4][n % 4] = x[n / 4][n % 4];
     }
 }
 
 /* To O of the warp's columns, from the last rows of p. The span's last tile is not left yet if teams meet there. */
-DEVICE void add_values(const attn_cuda_args &a, const walk &w, desk &d, float o[DT_TEAM][4],
-                       uint32_t p[STRETCH_TILES][NT / 2][4], int32_t tiles, int32_t j0, bool is_end) {
+DEVICE void add_values(const attn_cuda_args &a, const walk &w, desk &d, float o[EIGHTS * STEPS][4],
+                       uint32_t p[STRETCH_TILES][EIGHTS * NT][2], int32_t tiles, int32_t j0, bool is_end) {
     const int first = first_piece();
 #pragma unroll 1
-    for (int32_t n = tiles; n < STRETCH_TILES; n++) move_up<uint32_t, NT / 2>(p);
+    for (int32_t n = tiles; n < STRETCH_TILES; n++) move_up<uint32_t, 2>(p);
 #pragma unroll 1
     for (int32_t j = j0;; j += BN) {
         const uint32_t shared_v = take_tile(d);
         const int32_t from = attn__max32(j, w.from), to = attn__min32(j + KEYS, w.to);
         if ((from < d.notes->all_from || to > d.notes->all_to) && holds_nonfinite(shared_v, first, a.p.kv_dtype)) {
-            float copy[DT_TEAM][4]; /* else o would be in memory all along */
-            uint32_t weights[NT / 2][4];
+            float copy[EIGHTS * STEPS][4]; /* else o would be in memory all along */
+            uint32_t weights[EIGHTS * NT][2];
 #pragma unroll
-            for (int n = 0; n < DT_TEAM * 4; n++) copy[n / 4][n % 4] = o[n / 4][n % 4];
+            for (int n = 0; n < EIGHTS * STEPS * 4; n++) copy[n / 4][n % 4] = o[n / 4][n % 4];
 #pragma unroll
-            for (int n = 0; n < NT * 2; n++) weights[n / 4][n % 4] = p[0][n / 4][n % 4];
+            for (int n = 0; n < EIGHTS * NT * 2; n++) weights[n / 2][n % 2] = p[0][n / 2][n % 2];
             add_nonfinite(copy, weights, shared_v, first, a.p.kv_dtype);
 #pragma unroll
-            for (int n = 0; n < DT_TEAM * 4; n++) o[n / 4][n % 4] = copy[n / 4][n % 4];
+            for (int n = 0; n < EIGHTS * STEPS * 4; n++) o[n / 4][n % 4] = copy[n / 4][n % 4];
         }
         if (NARROW)
             product_pv_narrow(o, p[0], shared_v, first, a.p.kv_dtype);
@@ -434,35 +473,32 @@ DEVICE void add_values(const attn_cuda_args &a, const walk &w, desk &d, float o[
         if (tiles == 0 && is_end && !NARROW) return;
         leave_tile(a, d);
         if (tiles == 0) return;
-        move_up<uint32_t, NT / 2>(p);
+        move_up<uint32_t, 2>(p);
     }
 }
 
 /* Span `span` of the item, counted from w.first, or so many from there on as one. */
-DEVICE state work_span(const attn_cuda_args &a, const walk &w, const uint32_t q[STEPS][4], desk &d, int32_t span,
+DEVICE state work_span(const attn_cuda_args &a, const walk &w, const uint32_t q[EIGHTS][STEPS][2], desk &d, int32_t span,
                        int32_t together) {
     int32_t tiles = attn__min32(together * SPAN_TILES, w.tiles - span * SPAN_TILES);
     int32_t j0 = (w.first + span) * SPAN + (int32_t)(threadIdx.x / (32 * TEAM)) * KEYS; /* the team's first key */
-    float m[2], l[2], o[DT_TEAM][4];
+    float m[2 * EIGHTS], l[2 * EIGHTS], o[EIGHTS * STEPS][4];
     if (tiles <= 0) return empty_state(*d.notes);
 #pragma unroll
-    for (int half = 0; half < 2; half++) m[half] = row_at(*d.notes, half).least, l[half] = 0;
+    for (int r = 0; r < 2 * EIGHTS; r++) m[r] = row_at(*d.notes, r).least, l[r] = 0;
 #pragma unroll
-    for (int n = 0; n < DT_TEAM * 4; n++) o[n / 4][n % 4] = 0;
+    for (int n = 0; n < EIGHTS * STEPS * 4; n++) o[n / 4][n % 4] = 0;
 #pragma unroll 1
     for (; tiles > 0; tiles -= STRETCH_TILES, j0 += STRETCH_TILES * BN) {
         const int32_t some = attn__min32(STRETCH_TILES, tiles);
-        float s[STRETCH_TILES][NT][4];
-        uint32_t p[STRETCH_TILES][NT / 2][4];
+        float s[STRETCH_TILES][EIGHTS * NT][4];
+        uint32_t p[STRETCH_TILES][EIGHTS * NT][2];
         make_scores(a, w, q, d, s, some, j0);
         make_p(m, l, o, p, s, *d.notes);
         add_values(a, w, d, o, p, some, j0, some == tiles);
     }
 #pragma unroll
-    for (int half = 0; half < 2; half++) {
-        l[half] += __shfl_xor_sync(~0u, l[half], 1);
-        l[half] += __shfl_xor_sync(~0u, l[half], 2);
-    }
+    for (int r = 0; r < 2 * EIGHTS; r++) l[r] = sum_of_lanes(l[r]);
     const state x = meet_teams(d, m, l, o);
     if (!NARROW) leave_tile(a, d);
     return x;
@@ -470,26 +506,20 @@ DEVICE state work_span(const attn_cuda_args &a, const walk &w, const uint32_t q[
 
 /* ---- partial results ---- */
 
-/* One of the lane's two rows of x becomes that of x and y. Either may be empty, and then this is exact. */
-DEVICE void fold_row(state &x, int half, float m_y, float l_y, const float2 o_y[DT], float scale) {
-    const float m = fmaxf(x.m[half], m_y);
-    const float by_x = ex2_approx(__fmul_rn(x.m[half] - m, scale)), by_y = ex2_approx(__fmul_rn(m_y - m, scale));
-    x.m[half] = m;
-    x.l[half] = __fmaf_rn(x.l[half], by_x, __fmul_rn(l_y, by_y));
-#pragma unroll
-    for (int dt = 0; dt < DT; dt++) {
-        float *o = &x.o[dt][2 * half];
-        o[0] = __fmaf_rn(o[0], by_x, __fmul_rn(o_y[dt].x, by_y));
-        o[1] = __fmaf_rn(o[1], by_x, __fmul_rn(o_y[dt].y, by_y));
-    }
-}
+/* x becomes that of x and y. Either may be empty, and then this is exact. */
 DEVICE void fold(state &x, const state &y, const shared_notes &notes) {
 #pragma unroll
-    for (int half = 0; half < 2; half++) {
-        float2 o[DT];
+    for (int e = 0; e < EIGHTS; e++) {
+        const float scale = own_row(notes, e).scale, m = fmaxf(x.m[e], y.m[e]);
+        const float by_x = ex2_approx(__fmul_rn(x.m[e] - m, scale)), by_y = ex2_approx(__fmul_rn(y.m[e] - m, scale));
+        x.m[e] = m;
+        x.l[e] = __fmaf_rn(x.l[e], by_x, __fmul_rn(y.l[e], by_y));
 #pragma unroll
-        for (int dt = 0; dt < DT; dt++) o[dt] = {y.o[dt][2 * half], y.o[dt][2 * half + 1]};
-        fold_row(x, half, y.m[half], y.l[half], o, row_at(notes, half).scale);
+        for (int dt = 0; dt < DT; dt++) {
+            float2 *o = &x.o[e][dt];
+            o->x = __fmaf_rn(o->x, by_x, __fmul_rn(y.o[e][dt].x, by_y));
+            o->y = __fmaf_rn(o->y, by_x, __fmul_rn(y.o[e][dt].y, by_y));
+        }
     }
 }
 
@@ -497,16 +527,15 @@ DEVICE void fold(state &x, const state &y, const shared_notes &notes) {
 DEVICE float *slot_at(const attn_cuda_decode &c, float *slots, int64_t n) { return slots + n * c.rows * (DIM + 2); }
 
 DEVICE void put_state(const attn_cuda_decode &c, float *slot, const state &x, int32_t rows) {
-    const int lane = here(threadIdx.x & 31), warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
+    const int lane = here(threadIdx.x & 31), warp = threadIdx.x >> 5, t = lane & 3;
 #pragma unroll
-    for (int half = 0; half < 2; half++) {
-        const int row = g + 8 * half;
+    for (int e = 0; e < EIGHTS; e++) {
+        const int row = (lane >> 2) + 8 * e;
         if (row >= rows) continue;
 #pragma unroll
         for (int dt = 0; dt < DT; dt++)
-            st_global_cg_v2(slot + row * DIM + (warp * DT + dt) * 8 + column_of(dt), x.o[dt][2 * half],
-                            x.o[dt][2 * half + 1]);
-        if (warp == 0 && t == 0) st_global_cg_v2(slot + c.rows * DIM + 2 * row, x.m[half], x.l[half]);
+            st_global_cg_v2(slot + row * DIM + (warp * DT + dt) * 8 + 2 * t, x.o[e][dt].x, x.o[e][dt].y);
+        if (warp == 0 && t == 0) st_global_cg_v2(slot + c.rows * DIM + 2 * row, x.m[e], x.l[e]);
     }
 }
 
@@ -560,24 +589,23 @@ DEVICE float finished(float o, const ending &e) { return __fmul_rn(__fmul_rn(o, 
 DEVICE void finish_item(const attn_cuda_args &a, const walk &w, const shared_notes &notes, const state &x) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, t = lane & 3;
     const bool is_whole = stores_pairs(a);
+    const int32_t first = warp * DT * 8 + 2 * t;
 #pragma unroll
-    for (int half = 0; half < 2; half++) {
-        const row_notes &r = row_at(notes, half);
+    for (int e = 0; e < EIGHTS; e++) {
+        const row_notes &r = own_row(notes, e);
         if (r.i < 0) continue;
-        const ending e = end_row(a, w, r, x.m[half], x.l[half], warp == 0 && t == 0);
-        const int32_t first = warp * DT * 8;
+        const ending end = end_row(a, w, r, x.m[e], x.l[e], warp == 0 && t == 0);
         if (is_whole) {
-            uint16_t *row = (uint16_t *)a.f.o.data + e.at + first;
+            uint16_t *row = (uint16_t *)a.f.o.data + end.at + first;
 #pragma unroll
             for (int dt = 0; dt < DT; dt++)
-                *(uint32_t *)(row + dt * 8 + column_of(dt)) =
-                    pack_out(a, finished(x.o[dt][2 * half], e), finished(x.o[dt][2 * half + 1], e));
+                *(uint32_t *)(row + dt * 8) = pack_out(a, finished(x.o[e][dt].x, end), finished(x.o[e][dt].y, end));
         } else {
 #pragma unroll
             for (int dt = 0; dt < DT; dt++) {
-                const int32_t column = first + dt * 8 + column_of(dt);
-                store_elements(a, e.at + column, a.p.dim_v - column, finished(x.o[dt][2 * half], e),
-                               finished(x.o[dt][2 * half + 1], e));
+                const int32_t column = first + dt * 8;
+                store_elements(a, end.at + column, a.p.dim_v - column, finished(x.o[e][dt].x, end),
+                               finished(x.o[e][dt].y, end));
             }
         }
     }
@@ -693,7 +721,7 @@ DEVICE super_part see_super(const attn_cuda_decode &c, const walk &w, const shar
 }
 
 /* The block's spans of a super: in x if they are all of them. */
-DEVICE void work_super(const attn_cuda_decode &c, const super_part &s, const walk &w, const uint32_t q[STEPS][4], desk &d,
+DEVICE void work_super(const attn_cuda_decode &c, const super_part &s, const walk &w, const uint32_t q[EIGHTS][STEPS][2], desk &d,
                        state &x) {
     const int32_t together = together_in(w, s);
     float *slot = is_whole(s) ? NULL : slot_at(c, c.spans, (int64_t)s.shared * c.each + (s.from - s.first) / together);
@@ -739,7 +767,7 @@ DEVICE void end_super(const attn_cuda_decode &c, const super_part &s, const walk
 }
 
 DEVICE void work_part(const attn_cuda_decode &c, const walk &w, desk &d) {
-    uint32_t q[STEPS][4];
+    uint32_t q[EIGHTS][STEPS][2];
     load_q(c.a, w, q);
     const bool wants_fit = NARROW && c.a.p.dtype == ATTN_BF16;
     if (wants_fit) measure_q(q, *d.notes);

@@ -18,8 +18,15 @@
 #define FWD90(...)
 #define BWD(...)
 #define BWD90(...)
-#define DECODE(name, arch, dtype, dim, bn, stages, ctas)                                                                   \
-    enum { name##_DTYPE = ATTN_##dtype, name##_DIM = dim, name##_BN = bn, name##_STAGES = stages, name##_CTAS = ctas };
+#define DECODE(name, arch, dtype, dim, rows, bn, stages, ctas)                                                             \
+    enum {                                                                                                                 \
+        name##_DTYPE = ATTN_##dtype,                                                                                       \
+        name##_DIM = dim,                                                                                                  \
+        name##_ROWS = rows,                                                                                                \
+        name##_BN = bn,                                                                                                    \
+        name##_STAGES = stages,                                                                                            \
+        name##_CTAS = ctas                                                                                                 \
+    };
 #include "variants.def"
 #undef PIECE
 #undef FWD
@@ -39,7 +46,8 @@ enum {
     STAGES = K(STAGES),
     WARPS = ATTN_DECODE_WARPS,
     THREADS = 32 * WARPS,
-    ROWS = 16,                              /* of an item */
+    ROWS = K(ROWS),                         /* of an item */
+    EIGHTS = ROWS / 8,                      /* products have eight each */
     TEAM = DIM > 128 ? 2 : 1,               /* warps that share the dims of Q, K, V and O */
     TEAMS = WARPS / TEAM,                   /* of a block */
     KEYS = BN / TEAMS,                      /* of a tile that a team has */
@@ -49,13 +57,13 @@ enum {
     ROW_BYTES = DIM * BYTES,                /* of K or V */
     PIECES = ROW_BYTES / 16,                /* of 16 bytes in a row */
     EACH_PIECE = 16 / BYTES,                /* elements */
-    NT = KEYS / 8,                          /* 8-key tiles of a team's keys */
-    STEPS = DIM / 16 / TEAM,                /* of S = Q K^T that a warp does */
-    DT_TEAM = DIM / 8 / TEAM,               /* 8-column tiles of O that a warp has within a span */
-    DT = DIM / 8 / WARPS,                   /* and then, when the teams have met */
+    NT = KEYS / 16,                         /* 16-key tiles of a team's keys, of each eight rows */
+    STEPS = DIM / 16 / TEAM,                /* of S^T = K Q^T that a warp does, and 16-column tiles of O^T that it has within a span */
+    DT = DIM / 8 / WARPS,                   /* 8-column tiles that it has when the teams have met */
     TEAM_BYTES = KEYS * ROW_BYTES,          /* the team's rows of a tile */
     TILE_BYTES = BN * ROW_BYTES,
     SUM_BYTES = ROWS * DIM * 4,     /* O of a team, where teams meet */
+    SUM_STEP = NARROW ? (int)SUM_BYTES : (int)TEAM_BYTES, /* from one to the next */
     SPAN = ATTN_DECODE_SPAN,        /* keys */
     SUPER = ATTN_DECODE_SUPER,      /* spans */
     PAIRS_FROM = ATTN_DECODE_PAIRS, /* spans from there on are worked two by two */
@@ -65,8 +73,9 @@ enum {
     AT_NOTES = AT_SUMS + (NARROW ? TEAMS * SUM_BYTES : 0)
 };
 static_assert(DIM % 32 == 0 && (KEYS == 32 || KEYS == 64), "want other dim or bn");
-static_assert(NARROW || TEAM_BYTES == SUM_BYTES, "O of a team goes where its rows of V were");
-static_assert(!NARROW || (PIECES % (4 * TEAM) == 0 && DT % 2 == 0), "four pieces at a time, of each warp");
+static_assert(ROWS == 8 || ROWS == 16, "want other rows");
+static_assert(NARROW || (int)TEAM_BYTES >= (int)SUM_BYTES, "O of a team goes where its rows of V were");
+static_assert(PIECES % (2 * TEAM) == 0, "two pieces at a time, of each warp");
 
 /* A row of the item at hand. */
 typedef struct row_notes {

@@ -20,34 +20,35 @@ DEVICE int piece_of(int dt) { return TEAM == 1 ? dt : dt / 4 * 8 + dt % 4; } /* 
 
 /* ---- of 16 bits ---- */
 
-/* 8 keys and 32 dims at a time, two steps of the product. */
-DEVICE void product_qk(float s[NT][4], const uint32_t q[STEPS][4], uint32_t shared_k) {
+/* 16 keys and 16 dims at a time. */
+DEVICE void product_qk(float s[EIGHTS * NT][4], const uint32_t q[EIGHTS][STEPS][2], uint32_t shared_k) {
     const int lane = here(threadIdx.x & 31);
-    const uint32_t row = start_of_row(shared_k, lane & 7) ^ (first_piece() + (lane >> 3)) << 4;
+    const uint32_t row = start_of_row(shared_k, lane & 15) ^ (first_piece() + (lane >> 4)) << 4;
 #pragma unroll
-    for (int n = 0; n < NT * 4; n++) s[n / 4][n % 4] = 0;
+    for (int n = 0; n < EIGHTS * NT * 4; n++) s[n / 4][n % 4] = 0;
 #pragma unroll
-    for (int kk = 0; kk < STEPS; kk += 2)
+    for (int kk = 0; kk < STEPS; kk++)
 #pragma unroll
         for (int nt = 0; nt < NT; nt++) {
             uint32_t k[4];
-            ldmatrix_x4(k, piece_at(row, piece_of(2 * kk)) + nt * 8 * ROW_BYTES);
-            multiply(s[nt], q[kk], k[0], k[1]);
-            multiply(s[nt], q[kk + 1], k[2], k[3]);
+            ldmatrix_x4(k, piece_at(row, piece_of(2 * kk)) + nt * 16 * ROW_BYTES);
+#pragma unroll
+            for (int e = 0; e < EIGHTS; e++) multiply(s[e * NT + nt], k, q[e][kk][0], q[e][kk][1]);
         }
 }
 
-/* 32 keys and 8 dims at a time. */
-DEVICE void product_pv(float o[DT_TEAM][4], const uint32_t p[NT / 2][4], uint32_t shared_v, int first) {
-    const uint32_t row = start_of_row(shared_v, here(threadIdx.x & 31)) ^ first << 4;
+/* 16 dims and 16 keys at a time. */
+DEVICE void product_pv(float o[EIGHTS * STEPS][4], const uint32_t p[EIGHTS * NT][2], uint32_t shared_v, int first) {
+    const int lane = here(threadIdx.x & 31);
+    const uint32_t row = start_of_row(shared_v, (lane & 7) + (lane >> 4) * 8) ^ (first + (lane >> 3 & 1)) << 4;
 #pragma unroll
-    for (int n = 0; n < KEYS / 32; n++)
+    for (int nt = 0; nt < NT; nt++)
 #pragma unroll
-        for (int dt = 0; dt < DT_TEAM; dt++) {
+        for (int dt = 0; dt < STEPS; dt++) {
             uint32_t v[4];
-            ldmatrix_x4_trans(v, piece_at(row, piece_of(dt)) + n * 32 * ROW_BYTES);
-            multiply(o[dt], p[2 * n], v[0], v[1]);
-            multiply(o[dt], p[2 * n + 1], v[2], v[3]);
+            ldmatrix_x4_trans(v, piece_at(row, piece_of(2 * dt)) + nt * 16 * ROW_BYTES);
+#pragma unroll
+            for (int e = 0; e < EIGHTS; e++) multiply(o[e * STEPS + dt], v, p[e * NT + nt][0], p[e * NT + nt][1]);
         }
 }
 
@@ -86,51 +87,50 @@ template <int KIND, bool ACROSS> DEVICE void widen(uint32_t x[2], uint32_t bytes
     x[1] = widen_e4m3(x[1]);
 }
 
-/* 8 keys and 64 dims at a time: a lane gets four dims that follow each other, where Q has them too. */
-template <int KIND> DEVICE void product_qk_of(float s[NT][4], const uint32_t q[STEPS][4], uint32_t shared_k) {
+/* 16 keys and 32 dims at a time: a lane gets four dims that follow each other, where Q has them too. */
+template <int KIND> DEVICE void product_qk_of(float s[EIGHTS * NT][4], const uint32_t q[EIGHTS][STEPS][2], uint32_t shared_k) {
     const int lane = here(threadIdx.x & 31);
-    const uint32_t row = start_of_row(shared_k, lane & 7) ^ (first_piece() + (lane >> 3)) << 4;
+    const uint32_t row = start_of_row(shared_k, lane & 15) ^ (first_piece() + (lane >> 4)) << 4;
 #pragma unroll
-    for (int n = 0; n < NT * 4; n++) s[n / 4][n % 4] = 0;
+    for (int n = 0; n < EIGHTS * NT * 4; n++) s[n / 4][n % 4] = 0;
 #pragma unroll
-    for (int kk = 0; kk < STEPS; kk += 4)
+    for (int kk = 0; kk < STEPS; kk += 2)
 #pragma unroll
         for (int nt = 0; nt < NT; nt++) {
-            uint32_t k[4];
-            ldmatrix_x4(k, piece_at(row, piece_of(kk)) + nt * 8 * ROW_BYTES);
+            uint32_t k[4], x[4][2];
+            ldmatrix_x4(k, piece_at(row, piece_of(kk)) + nt * 16 * ROW_BYTES);
 #pragma unroll
-            for (int n = 0; n < 4; n++) {
-                uint32_t x[2];
-                widen<KIND, false>(x, k[n]);
-                multiply(s[nt], q[kk + n], x[0], x[1]);
+            for (int n = 0; n < 4; n++) widen<KIND, false>(x[n], k[n]);
+#pragma unroll
+            for (int n = 0; n < 2; n++) {
+                const uint32_t keys[4] = {x[2 * n][0], x[2 * n + 1][0], x[2 * n][1], x[2 * n + 1][1]};
+#pragma unroll
+                for (int e = 0; e < EIGHTS; e++) multiply(s[e * NT + nt], keys, q[e][kk + n][0], q[e][kk + n][1]);
             }
         }
 }
 
-/*
- * 32 keys and 16 dims at a time. Two dims are moved as one number, so a lane gets both for two keys: even dims are one tile of the product,
- * odd ones the next, and of its columns a lane has four that follow each other.
- */
+/* 16 dims and 32 keys at a time. Two dims are moved as one number, so a lane gets both for two keys: even dims are the tile's first eight rows. */
 template <int KIND>
-DEVICE void product_pv_of(float o[DT_TEAM][4], const uint32_t p[NT / 2][4], uint32_t shared_v, int first) {
+DEVICE void product_pv_of(float o[EIGHTS * STEPS][4], const uint32_t p[EIGHTS * NT][2], uint32_t shared_v, int first) {
     const uint32_t row = start_of_row(shared_v, here(threadIdx.x & 31)) ^ first << 4;
 #pragma unroll
-    for (int k = 0; k < KEYS / 32; k++)
+    for (int nt = 0; nt < NT; nt += 2)
 #pragma unroll
-        for (int n = 0; n < DT_TEAM / 2; n++) {
-            uint32_t v[4], x[4][2];
-            ldmatrix_x4_trans(v, piece_at(row, piece_of(n)) + k * 32 * ROW_BYTES);
+        for (int dt = 0; dt < STEPS; dt++) {
+            uint32_t v[4], x[8];
+            ldmatrix_x4_trans(v, piece_at(row, piece_of(dt)) + nt * 16 * ROW_BYTES);
 #pragma unroll
-            for (int i = 0; i < 4; i++) widen<KIND, true>(x[i], v[i]);
+            for (int n = 0; n < 4; n++) widen<KIND, true>(x + 2 * n, v[n]);
 #pragma unroll
-            for (int odd = 0; odd < 2; odd++) {
-                multiply(o[2 * n + odd], p[2 * k], x[0][odd], x[1][odd]);
-                multiply(o[2 * n + odd], p[2 * k + 1], x[2][odd], x[3][odd]);
+            for (int e = 0; e < EIGHTS; e++) {
+                multiply(o[e * STEPS + dt], x, p[e * NT + nt][0], p[e * NT + nt][1]);
+                multiply(o[e * STEPS + dt], x + 4, p[e * NT + nt + 1][0], p[e * NT + nt + 1][1]);
             }
         }
 }
 
-DEVICE void product_qk_narrow(float s[NT][4], const uint32_t q[STEPS][4], uint32_t shared_k, attn_dtype kind) {
+DEVICE void product_qk_narrow(float s[EIGHTS * NT][4], const uint32_t q[EIGHTS][STEPS][2], uint32_t shared_k, attn_dtype kind) {
     if (kind == ATTN_E4M3)
         product_qk_of<ATTN_E4M3>(s, q, shared_k);
     else if (kind == ATTN_E5M2)
@@ -138,7 +138,7 @@ DEVICE void product_qk_narrow(float s[NT][4], const uint32_t q[STEPS][4], uint32
     else
         product_qk_of<ATTN_I8>(s, q, shared_k);
 }
-DEVICE void product_pv_narrow(float o[DT_TEAM][4], const uint32_t p[NT / 2][4], uint32_t shared_v, int first,
+DEVICE void product_pv_narrow(float o[EIGHTS * STEPS][4], const uint32_t p[EIGHTS * NT][2], uint32_t shared_v, int first,
                               attn_dtype kind) {
     if (kind == ATTN_E4M3)
         product_pv_of<ATTN_E4M3>(o, p, shared_v, first);
@@ -148,16 +148,12 @@ DEVICE void product_pv_narrow(float o[DT_TEAM][4], const uint32_t p[NT / 2][4], 
         product_pv_of<ATTN_I8>(o, p, shared_v, first);
 }
 
-/* Which 8 columns accumulator dt of the warp are: NARROW, half of 16. */
-DEVICE int tile_of(int dt) {
-    return NARROW ? (first_piece() + piece_of(dt / 2)) * 2 + dt % 2 : first_piece() + piece_of(dt);
+/* The lane's first column of a span's accumulator dt; and how far its second is. */
+DEVICE int column_of(int dt) {
+    const int g = threadIdx.x >> 2 & 7;
+    return NARROW ? (first_piece() + piece_of(dt)) * 16 + 2 * g : (first_piece() + piece_of(2 * dt)) * 8 + g;
 }
-
-/* The lane's first column in columns 8 n to 8 n + 7 when the teams have met, counted from 8 n on. */
-DEVICE int column_of(int n) {
-    const int t = threadIdx.x & 3;
-    return NARROW ? 4 * t - n % 2 * 6 : 2 * t;
-}
+enum { NEXT_COLUMN = NARROW ? 1 : 8 };
 
 /* ---- infinities and NaN in V, where some rows do not see a key: 0 * NaN ---- */
 
@@ -179,44 +175,34 @@ DEVICE float number_of_byte(uint32_t x, attn_dtype kind) {
  * What is not finite in the warp's columns of V is taken out, and added to the rows with a weight for it: such a term is p * v = v
  * for any p > 0. Rare, so slow.
  */
-static __device__ __noinline__ void add_nonfinite(float o[DT_TEAM][4], const uint32_t p[NT / 2][4], uint32_t shared_v,
+enum { EACH_WORD = 4 / BYTES }; /* elements */
+
+static __device__ __noinline__ void add_nonfinite(float o[EIGHTS * STEPS][4], const uint32_t p[EIGHTS * NT][2], uint32_t shared_v,
                                                   int first, attn_dtype kind) {
-    const int lane = threadIdx.x & 31, t = lane & 3;
+    const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, odd = g & 1;
 #pragma unroll 1
     for (int j = 0; j < KEYS; j++) {
-        uint32_t weight[2]; /* of rows g and g + 8 */
+        uint32_t weight[2 * EIGHTS]; /* of the lane's rows */
 #pragma unroll
-        for (int half = 0; half < 2; half++) {
-            const uint32_t pair = __shfl_sync(~0u, p[j / 16][j / 8 % 2 * 2 + half], (lane & ~3) + j % 8 / 2);
-            weight[half] = pair >> 16 * (j % 2) & 0xffff;
+        for (int n = 0; n < 2 * EIGHTS; n++) {
+            const uint32_t pair = __shfl_sync(~0u, p[n / 2 * NT + j / 16][j / 8 % 2], (2 * t + n % 2) * 4 + j % 8 / 2);
+            weight[n] = pair >> 16 * (j % 2) & 0xffff;
         }
 #pragma unroll 1
-        for (int n = 0; NARROW && n < DT_TEAM / 2; n++) { /* columns as product_pv_of has them */
-            const uint32_t at = piece_at(start_of_row(shared_v, j), first + piece_of(n)) + t * 4, word = ld_shared_b32(at);
-            const int which = nonfinite_bytes(word, kind);
+        for (int n = 0; n < (NARROW ? 1 : 2) * STEPS; n++) { /* a piece; lanes read the same words */
+            const uint32_t at = piece_at(start_of_row(shared_v, j), first + piece_of(n)) + g / 2 * 4, word = ld_shared_b32(at);
+            const int which = NARROW ? nonfinite_bytes(word, kind) : nonfinite_word(word);
             uint32_t kept = word;
-#pragma unroll 1
-            for (int byte = 0; which >> byte; byte++) {
-                if (!(which >> byte & 1)) continue;
-                const float number = number_of_byte(word >> 8 * byte & 0xff, kind);
-                for (int half = 0; half < 2; half++)
-                    if (weight[half]) o[2 * n + byte % 2][2 * half + byte / 2] += number;
-                kept &= ~(0xffu << 8 * byte);
+            for (int i = 0; i < EACH_WORD; i++) {
+                if (!(which >> i & 1)) continue;
+                kept &= ~((NARROW ? 0xffu : 0xffffu) << 8 * BYTES * i);
+                if (i / (EACH_WORD / 2) != odd) continue;
+                const float number = NARROW ? number_of_byte(word >> 8 * i & 0xff, kind) : number_of((uint16_t)(word >> 16 * i));
+                for (int r = 0; r < 2 * EIGHTS; r++)
+                    if (weight[r]) o[r / 2 * STEPS + (NARROW ? n : n / 2)][2 * (NARROW ? i % 2 : n % 2) + r % 2] += number;
             }
-            __syncwarp(); /* lanes with the same t read the same word */
+            __syncwarp();
             if (which) st_shared_b32(at, kept);
-        }
-#pragma unroll 1
-        for (int dt = 0; !NARROW && dt < DT_TEAM; dt++) {
-            const uint32_t at = piece_at(start_of_row(shared_v, j), first + piece_of(dt)) + t * 4, word = ld_shared_b32(at);
-            const int which = nonfinite_word(word);
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
-                if ((which & 1) && weight[half]) o[dt][2 * half] += number_of((uint16_t)word);
-                if ((which & 2) && weight[half]) o[dt][2 * half + 1] += number_of((uint16_t)(word >> 16));
-            }
-            __syncwarp(); /* lanes with the same t read the same word */
-            if (which) st_shared_b32(at, word & ((which & 1 ? 0 : 0xffffu) | (which & 2 ? 0 : 0xffff0000u)));
         }
     }
     __syncwarp();

@@ -74,7 +74,7 @@ static bool fuses(const attn_cuda_run *run, const attn_problem *p, const attn_bu
     const attn_cuda_entry *e = &run->entries[run->forward];
     const bool hides = (p->flags & ATTN_WINDOW) && p->window_left >= 0 && p->window_left < p->max_new - 1;
     const int64_t rows = (int64_t)p->max_q * (p->heads_q / p->heads_kv);
-    const int64_t items = (int64_t)p->batch * p->heads_kv * attn__ceil_div(rows, ATTN_DECODE_ROWS);
+    const int64_t items = (int64_t)p->batch * p->heads_kv * attn__ceil_div(rows, e->bm);
     return e->decode && !e->latent && (p->flags & before) && !(p->flags & without) && !hides &&
            p->rotary_dtype != ATTN_F64 && p->max_q > 0 && p->max_new <= ATTN_CUDA_SPLIT_ROWS && f->k.data != f->v.data &&
            !f->probs.data && items <= (int64_t)2 * run->sms;

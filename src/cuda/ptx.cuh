@@ -86,6 +86,13 @@ PTX void ldmatrix_x4_trans(uint32_t r[4], uint32_t from) {
                  : "r"(from)
                  : "memory");
 }
+/* 8 x 8 numbers of 16 bits: lane 4 g + t has 2t and 2t + 1 of row g, and gets those of column g. */
+PTX uint32_t movmatrix_trans(uint32_t x) {
+    uint32_t y;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
+    return y;
+}
+
 PTX uint32_t ld_shared_b32(uint32_t from) {
     uint32_t x;
     asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(from) : "memory");
@@ -106,6 +113,9 @@ PTX uint4 ld_shared_v4(uint32_t from) {
 }
 PTX void st_shared_v4(uint32_t to, uint4 x) {
     asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
+}
+PTX void st_shared_v2(uint32_t to, uint32_t x, uint32_t y) {
+    asm volatile("st.shared.v2.b32 [%0], {%1,%2};" ::"r"(to), "r"(x), "r"(y) : "memory");
 }
 PTX void st_shared_b32(uint32_t to, uint32_t x) { asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(x) : "memory"); }
 

@@ -122,6 +122,13 @@ static inline void ldmatrix_x4_trans(uint32_t r[4], uint32_t from) {
         r[n] = load_pair(all[8 * n + 2 * t].word[0] + 2 * g, all[8 * n + 2 * t + 1].word[0] + 2 * g);
 }
 
+static inline uint32_t movmatrix_trans(uint32_t x) {
+    const emulate_words *all = emulate_exchange(&x, 1);
+    const uint32_t g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, half = g % 2 * 16;
+    const uint32_t low = all[8 * t + g / 2].word[0] >> half, high = all[8 * t + 4 + g / 2].word[0] >> half;
+    return (low & 0xffff) | high << 16;
+}
+
 static inline uint32_t ld_shared_b32(uint32_t from) {
     uint32_t x;
     memcpy(&x, shared_bytes_at(from, 4), 4);
@@ -143,6 +150,10 @@ static inline void st_shared(uint32_t to, const void *x, uint32_t bytes) {
     note_write(at, bytes);
 }
 static inline void st_shared_v4(uint32_t to, uint4 x) { st_shared(to, &x, 16); }
+static inline void st_shared_v2(uint32_t to, uint32_t x, uint32_t y) {
+    const uint32_t both[2] = {x, y};
+    st_shared(to, both, 8);
+}
 static inline void st_shared_b32(uint32_t to, uint32_t x) { st_shared(to, &x, 4); }
 
 /* ---- other blocks: they run one after the other, so what is not there yet never comes ---- */
