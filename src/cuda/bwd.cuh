@@ -128,11 +128,14 @@ typedef struct place {
 
 /* A tile of the walk. */
 typedef struct note {
-    alignas(16) const uint8_t *one, *two; /* where the others of the tile begin */
-    const float *stats;                   /* BY_KEYS: their lse and delta */
+    alignas(16) const uint8_t *one; /* where the others of the tile begin: the first tensor ... */
+    const uint8_t *two;             /* ... and the second */
+    const float *stats;             /* BY_KEYS: their lse and delta */
+    float *sums;                    /* PAIRED: d_q in float */
     int32_t h, n;
     int32_t before, after; /* PAIRED: key tiles that add to d_q before and after this block; -1: none */
     uint32_t index;        /* PAIRED: of the tile in `turns` */
+    int32_t stored;        /* PAIRED: rows of it in `sums` */
     bool partial;          /* is the mask to be looked at? */
     bool whole;            /* are there OTHERS rows of DIM numbers? */
     bool done;             /* there is none */
