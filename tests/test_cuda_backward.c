@@ -287,11 +287,11 @@ TEST(cuda_backward_workspace_is_two_numbers_a_row) {
     stub.arch[0] = 80;
     attn_context *context = cuda_context();
     attn_problem p = problem(ATTN_BF16, 3, 4, 2, 100, 2048, 100);
-    p.op = ATTN_BACKWARD; /* in one pass: d_q, too, two tiles of 64 rows for each sequence and head, and their turns */
-    CHECK(workspace_of(context, p) == 3 * 4 * (100 * 8 + 2 * 64 * 128 * 4) + 128);
+    p.op = ATTN_BACKWARD; /* in one pass: d_q, too, rows and columns rounded up, and the turns of two tiles of each head */
+    CHECK(workspace_of(context, p) == 3 * 4 * (100 * 8 + 104 * 104 * 4) + 128);
     p.flags = ATTN_VARLEN_Q;
     p.total_q = 160;
-    CHECK(workspace_of(context, p) == 4 * (160 * 8 + 6 * 64 * 128 * 4) + 128);
+    CHECK(workspace_of(context, p) == 4 * (160 * 8 + (160 + 3 * 8) * 104 * 4) + 128);
     p = problem(ATTN_BF16, 3, 4, 2, 100, 128, 100);
     p.op = ATTN_BACKWARD; /* one block has all keys of a head: nobody has to wait for its d_q */
     CHECK(workspace_of(context, p) == 3 * 4 * 100 * 8 + 128);
@@ -311,63 +311,107 @@ TEST(cuda_backward_workspace_is_two_numbers_a_row) {
     stub_stop();
 }
 
-/* What docs/kernels/backward.md says that the workspace is, part by part. rows, dim, blocks: of the line, 0 rows in two passes. */
-static size_t documented(const attn_problem *p, int64_t rows, int64_t dim, int64_t blocks, bool fits) {
+/*
+ * What docs/kernels/backward.md says that the workspace is, part by part. rows, blocks: of the line, 0 rows in two passes; keeps: is there
+ * d_q in float?
+ */
+static size_t documented(const attn_problem *p, int64_t rows, int64_t blocks, bool fits, bool keeps) {
     const bool packed = p->flags & ATTN_VARLEN_Q;
-    const int64_t all = packed ? p->heads_q * p->total_q : (int64_t)p->batch * p->heads_q * p->max_q;
+    const int64_t heads = (int64_t)p->heads_q * p->batch, rest = p->max_q % 16;
+    const int64_t all = packed ? p->heads_q * p->total_q : heads * p->max_q;
+    const int64_t stored = packed ? (p->total_q < 8 * p->batch ? 2 * all : all + 8 * heads)
+                                  : heads * (p->max_q - rest + (rest < 8 ? 2 * rest : 16));
     const int64_t tiles = !rows    ? 0
-                          : packed ? p->heads_q * (p->total_q / rows + p->batch + 1)
-                                   : (int64_t)p->heads_q * p->batch * ((p->max_q + rows - 1) / rows);
+                          : packed ? p->heads_q * (p->total_q / rows + p->batch)
+                                   : heads * ((p->max_q + rows - 1) / rows);
     const int64_t turns = rows ? tiles * blocks + 1 + (fits ? 3 * p->batch * p->heads_kv : 0) : 0;
-    const int64_t parts[] = {8 * all, 4 * tiles * rows * dim, 4 * turns};
+    const int64_t parts[] = {8 * all, rows && keeps ? 4 * stored * ((p->dim_qk + 7) / 8 * 8) : 0, 4 * turns};
     size_t sum = 0;
     for (int n = 0; n < 3; n++) sum += (size_t)(parts[n] + 63) / 64 * 64;
     return sum;
 }
 
 /*
- * The formula, on Hopper and elsewhere, and the bound: d_q in float and two floats for each row, where dims are a line's and rows are
- * whole tiles; to that come 4 or 8 bytes for 64 rows (a thousandth), and a few for each sequence. ATTN_UNORDERED changes nothing, but where one
- * block has all keys.
+ * The formula, on Hopper and elsewhere, and the bound: d_q in float and two floats for each row. To that come at most 7 columns, 8 rows for each
+ * sequence and head, 4 or 8 bytes for each of their tiles, and a few for each sequence. ATTN_UNORDERED changes nothing, but where one block has
+ * all keys.
  */
 TEST(cuda_backward_workspace_is_d_q_in_float_and_two_numbers_a_row) {
     static const struct {
         int32_t arch;
         attn_dtype dtype;
-        int32_t dim, rows, blocks; /* of the line that serves dim */
+        int32_t least, most, rows, blocks; /* dims that a line serves, of both q and v */
     } lines[] = {
-        {90, ATTN_BF16, 64, 128, 1}, {90, ATTN_BF16, 128, 64, 1}, {90, ATTN_BF16, 192, 64, 1}, {90, ATTN_BF16, 256, 64, 2},
-        {90, ATTN_F16, 64, 64, 1},   {90, ATTN_F16, 128, 64, 2},  {90, ATTN_F16, 192, 64, 1},  {90, ATTN_F16, 256, 64, 2},
-        {80, ATTN_BF16, 128, 64, 1}, {80, ATTN_BF16, 64, 128, 1}, {80, ATTN_BF16, 96, 64, 1},  {80, ATTN_BF16, 256, 64, 1},
-        {80, ATTN_F16, 128, 0, 0},   {80, ATTN_F32, 128, 0, 0},
+        {90, ATTN_BF16, 1, 64, 128, 1},  {90, ATTN_BF16, 65, 128, 64, 1},  {90, ATTN_BF16, 129, 192, 64, 1},
+        {90, ATTN_F16, 1, 64, 64, 1},    {90, ATTN_BF16, 193, 256, 64, 2}, {90, ATTN_F16, 65, 128, 64, 2},
+        {90, ATTN_F16, 129, 192, 64, 1}, {90, ATTN_F16, 193, 256, 64, 2},  {80, ATTN_BF16, 33, 64, 128, 1},
+        {80, ATTN_BF16, 65, 256, 64, 1}, {80, ATTN_BF16, 1, 32, 0, 0},     {80, ATTN_F16, 1, 256, 0, 0},
+        {80, ATTN_F32, 1, 256, 0, 0},
+    };
+    static const struct {
+        int32_t batch, max_q, total_q; /* total_q > 0: packed */
+    } shapes[] = {
+        {3, 1024, 0},   {3, 700, 0},     {3, 1, 0},   {3, 8, 0},     {3, 25, 0},
+        {3, 700, 1500}, {3, 1024, 1024}, {90, 3, 90}, {90, 30, 900},
     };
     for (size_t n = 0; n < sizeof lines / sizeof lines[0]; n++) {
-        const int32_t dim = lines[n].dim, rows = lines[n].rows;
-        const bool fits = lines[n].arch == 90 && lines[n].dtype == ATTN_F16;
+        const int32_t rows = lines[n].rows, blocks = lines[n].blocks, most = lines[n].most;
+        const bool hopper = lines[n].arch == 90, fits = hopper && lines[n].dtype == ATTN_F16;
         stub_start();
         stub.arch[0] = lines[n].arch;
-        stub.shared_bytes[0] = lines[n].arch == 90 ? 232448 : 166912;
+        stub.shared_bytes[0] = hopper ? 232448 : 166912;
         attn_context *context = cuda_context();
-        for (int way = 0; way < 8; way++) {
-            attn_problem p = problem(lines[n].dtype, 3, 16, 2, way & 1 ? 1024 : 700, 2000, way & 2 ? dim - 8 : dim);
-            p.op = ATTN_BACKWARD;
-            p.flags = way & 4 ? ATTN_VARLEN_Q : 0;
-            if (way & 4) p.total_q = 1500;
-            const size_t have = workspace_of(context, p), want = documented(&p, rows, dim, lines[n].blocks, fits);
-            test_context("sm_%d, %s, dim %d, way %d", lines[n].arch, attn_dtype_name(lines[n].dtype), dim, way);
-            CHECK_SAY(have == want, "%zu bytes, and not %zu", have, want);
-            p.flags |= ATTN_UNORDERED;
-            CHECK(workspace_of(context, p) == want);
-            const size_t all = (size_t)3 * 16 * 1024, bound = all * (4 * (size_t)dim + 8);
-            p.max_kv = 64; /* a block has them all, and needs no floats if it knows that nobody else adds to them */
-            if (lines[n].arch == 90) CHECK(workspace_of(context, p) == want);
-            p.flags &= ~ATTN_UNORDERED;
-            CHECK(workspace_of(context, p) == documented(&p, rows, 0, lines[n].blocks, fits));
-            if (way == 1) CHECK_SAY(have <= bound + all / 8 + 3 * 2 * 12 + 192, "%zu bytes, bound %zu", have, bound);
-        }
+        for (int32_t step = 0; step < most - lines[n].least + 6; step += 5)
+            for (size_t m = 0; m < sizeof shapes / sizeof shapes[0]; m++) {
+                const int32_t dim = most - step > lines[n].least ? most - step : lines[n].least;
+                attn_problem p = problem(lines[n].dtype, shapes[m].batch, 16, 2, shapes[m].max_q, 2000, dim);
+                p.op = ATTN_BACKWARD;
+                p.dim_v = step % 2 ? most : dim; /* the larger one decides which line it is */
+                p.flags = shapes[m].total_q ? ATTN_VARLEN_Q : 0;
+                p.total_q = shapes[m].total_q;
+                const size_t have = workspace_of(context, p), want = documented(&p, rows, blocks, fits, true);
+                test_context("sm_%d, %s, dim %d, shape %zu", lines[n].arch, attn_dtype_name(lines[n].dtype), dim, m);
+                CHECK_SAY(have == want, "%zu bytes, and not %zu", have, want);
+                const size_t heads = 16 * (size_t)p.batch,
+                             all = p.total_q ? 16 * (size_t)p.total_q : heads * (size_t)p.max_q;
+                const size_t bound = all * (4 * (size_t)dim + 8), columns = ((size_t)dim + 7) / 8 * 8;
+                const size_t turns = (all / 64 + 2 * heads) * 8 + 24 * (size_t)p.batch + 4 + 192;
+                const bool even = p.total_q == 0 && p.max_q % 16 == 0;
+                CHECK(have <= bound + all * (columns - (size_t)dim) * 4 + (even ? 0 : heads * 8 * columns * 4) + turns);
+                p.flags |= ATTN_UNORDERED;
+                CHECK(workspace_of(context, p) == want);
+                p.max_kv = 64; /* a block has them all, and needs no floats if it knows that nobody else adds to them */
+                if (hopper) CHECK(workspace_of(context, p) == want);
+                p.flags &= ~ATTN_UNORDERED;
+                CHECK(workspace_of(context, p) == documented(&p, rows, blocks, fits, false));
+            }
         attn_context_destroy(context);
         CHECK(stub_live() == 0);
         stub_stop();
     }
     test_context(NULL);
+}
+
+/* Places of sequences in it follow one another, whatever their lengths, and end within it. */
+TEST(cuda_backward_d_q_in_float_has_room_for_all_sequences) {
+    enum { BATCH = 40 };
+    uint32_t random = 1;
+    for (int round = 0; round < 2000; round++) {
+        attn_problem p = problem(ATTN_BF16, BATCH, 1, 1, 0, 1, 8);
+        int32_t length[BATCH];
+        int64_t row = 0, end = 0;
+        p.flags = ATTN_VARLEN_Q;
+        for (int b = 0; b < BATCH; b++) {
+            random = random * 1664525 + 1013904223;
+            length[b] = (int32_t)((random >> 16) % (round % 4 == 0 ? 3 : round % 4 == 1 ? 20 : 300));
+            p.total_q += length[b];
+        }
+        for (int b = 0; b < BATCH; b++) {
+            const int64_t first = attn__d_q_first(&p, b, row);
+            CHECK(first >= end);
+            end = first + attn__d_q_rows(length[b]);
+            row += length[b];
+        }
+        CHECK(end <= attn__d_q_first(&p, BATCH, p.total_q));
+    }
 }

@@ -52,7 +52,8 @@ enum {
     ATTN_BWD_ANY_REALS = 4 * ATTN_ANY_ROWS * 576 + ATTN_ANY_COLS * 33, /* bwd_any: shared memory of a block */
     ATTN_BWD_NOTES = 512,     /* bwd.cuh: bytes of its shared memory besides tiles */
     ATTN_BWD90_NOTES = 3072,  /* bwd_sm90.cu: bytes of its shared memory besides tiles */
-    ATTN_CAST_THREADS = 128,  /* bwd_cast: of a block */
+    ATTN_CAST_THREADS = 128,  /* bwd_cast: of a block ... */
+    ATTN_D_Q_ROWS = 64,       /* ... and its rows: those of a tile of d_q in float, attn__d_q_rows */
     ATTN_DELTA_ROWS = 32,     /* bwd_delta and bwd_fit: of a warp */
     ATTN_FITS = 3,            /* numbers of args.fits for each sequence and KV head */
     ATTN_SINK_THREADS = 256,  /* bwd_sink: of a block */
@@ -118,13 +119,12 @@ typedef struct attn_cuda_args {
      * A chunk without allowed keys has lse -inf and need not write part_o. Sinks are added by fold.
      */
     void *part_o, *part_lse;
-    int32_t part_rows; /* bwd_cast: rows of a tile of d_q */
+    int32_t part_rows;
     int32_t chunks;    /* ceil(max_kv / ATTN_CUDA_CHUNK); 0: nothing is split; ATTN_SHORT_ELSEWHERE */
-    int32_t row_tiles; /* query tiles of max_q rows */
+    int32_t row_tiles; /* query tiles of max_q rows; bwd_cast: of ATTN_D_Q_ROWS */
     int32_t slots;     /* blocks of one sequence and head: max(row_tiles, chunks) */
-    int32_t
-        dv_blocks; /* blocks that share the dims of V of the same rows: ceil(dim_v / the kernel's dimv); bwd_cast: dims of a tile */
-    int32_t heads; /* heads_q, each dv_blocks times */
+    int32_t dv_blocks; /* blocks that share the dims of V of the same rows: ceil(dim_v / the kernel's dimv) */
+    int32_t heads;     /* heads_q, each dv_blocks times */
     int32_t
         group; /* of these, that are worked side by side: a grid is [groups of heads][slot][head]; decode: heads_q / heads_kv */
     float scale_log2;    /* scale * log2(e), the descales aside */
@@ -157,13 +157,30 @@ typedef struct attn_cuda_args {
      */
     void *row_stats;
     /*
-     * Backward in one pass: d_q of tiles of rows as far as it has come, in part_o, and the turns of blocks that add to it: bwd_one.cu, bwd_sm90.cu.
+     * Backward in one pass: d_q as far as it has come, in part_o (attn__d_q_rows), and the turns of blocks that add to it: bwd_one.cu, bwd_sm90.cu.
      * bwd_delta then writes zeros to d_q, for rows that no block comes by.
      */
     uint32_t *turns;
     uint32_t *
         overlap; /* not 0: cu_q is not ascending, so packed sequences share tiles; bwd_delta says so, and nobody waits for a turn */
 } attn_cuda_args;
+
+/*
+ * d_q of a backward in one pass, in float, as tensor cores leave it: of each sequence and head tiles of ATTN_D_Q_ROWS rows, the last one of what
+ * is left; of a tile [8 columns][16 rows][lane] of four numbers, lane 4 g + t having columns 2t, 2t + 1 of rows g and g + 8. Lanes
+ * without rows are at the end, and left out: where r of 16 rows are there, 2 r rows are stored, and never more than 16.
+ */
+ATTN_HD int32_t attn__d_q_columns(const attn_problem *p) { return (p->dim_qk + 7) / 8 * 8; }
+ATTN_HD int64_t attn__d_q_rows(int32_t rows) { return (int64_t)(rows / 16 * 16) + attn__min32(rows % 16 * 2, 16); }
+
+/*
+ * Rows that are stored of a head before sequence b, which begins with row q_row if it is packed; of b = batch, and total_q, all there are. What
+ * is left out of packed sequences before depends on their lengths: each has at most 8 rows more than there are, and not more than twice as many.
+ */
+ATTN_HD int64_t attn__d_q_first(const attn_problem *p, int32_t b, int64_t q_row) {
+    if (!(p->flags & ATTN_VARLEN_Q)) return b * attn__d_q_rows(p->max_q);
+    return q_row < INT64_C(8) * b ? 2 * q_row : q_row + INT64_C(8) * b;
+}
 
 #ifdef __cplusplus
 #define ATTN_ALIGNED(bytes) alignas(bytes)

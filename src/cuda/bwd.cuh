@@ -128,11 +128,14 @@ typedef struct place {
 
 /* A tile of the walk. */
 typedef struct note {
-    alignas(16) const uint8_t *one, *two; /* where the others of the tile begin */
-    const float *stats;                   /* BY_KEYS: their lse and delta */
+    alignas(16) const uint8_t *one; /* where the others of the tile begin: the first tensor ... */
+    const uint8_t *two;             /* ... and the second */
+    const float *stats;             /* BY_KEYS: their lse and delta */
+    float *sums;                    /* PAIRED: d_q in float */
     int32_t h, n;
     int32_t before, after; /* PAIRED: key tiles that add to d_q before and after this block; -1: none */
     uint32_t index;        /* PAIRED: of the tile in `turns` */
+    int32_t stored;        /* PAIRED: rows of it in `sums` */
     bool partial;          /* is the mask to be looked at? */
     bool whole;            /* are there OTHERS rows of DIM numbers? */
     bool done;             /* there is none */
@@ -833,17 +836,15 @@ DEVICE void product(float c[MT][NT][4], uint32_t left, uint32_t right, int left_
 
 /* ---- sums to memory ---- */
 
-DEVICE void store_number(void *data, int64_t at, float x) {
-    ((uint16_t *)data)[at] = BF16 ? attn__to_bf16(x) : (uint16_t)cvt_rn_f16x2(x, 0);
-}
-
 /* Columns `column` and the next, as far as there are such. */
 DEVICE void store_pair(void *data, int64_t row, int column, int32_t dim, float low, float high) {
+    uint16_t *const to = (uint16_t *)data + row + column;
+    const uint32_t two = pack(low, high);
     if (column + 1 < dim && ((uint64_t)data + row * 2) % 4 == 0) {
-        *(uint32_t *)((uint8_t *)data + (row + column) * 2) = pack(low, high);
+        *(uint32_t *)to = two;
     } else {
-        if (column < dim) store_number(data, row + column, low);
-        if (column + 1 < dim) store_number(data, row + column + 1, high);
+        if (column < dim) to[0] = (uint16_t)two;
+        if (column + 1 < dim) to[1] = (uint16_t)(two >> 16);
     }
 }
 

@@ -15,8 +15,8 @@
  *     d_q += d_s^T K           a warp has 16 or 32 of the rows and a part of the dims
  *
  * d_q is a sum over blocks, and so that it is the same every time they take turns, in the order of keys: `turns` has, for each tile of
- * rows and head, the number of the last block that has added to it, plus 1. The sum is in float, in the workspace, in the order in which
- * threads hold it; whoever comes last writes the result instead. A block only waits for blocks that were launched before it, and at a time
+ * rows and head, the number of the last block that has added to it, plus 1. The sum is in float, in the workspace, as attn__d_q_rows says;
+ * whoever comes last writes the result instead. A block only waits for blocks that were launched before it, and at a time
  * few of one head are at work (launch.c), so that they seldom wait at all. It passes the turn on at barrier 1 of the tile after, when all
  * its threads have written.
  */
@@ -57,7 +57,8 @@ typedef struct corners {
 
 /* Dims that warps share: is a step from a warp's first piece mixed into its address? */
 enum { MIXED_HALF = (HALF & (HALF - 1)) == 0, MIXED_Q = (QN & (QN - 1)) == 0 };
-static_assert(NT == 4 && (QM & (QM - 1)) == 0 && QM <= 4, "a step is mixed into an address");
+static_assert(NT == 4 && (QM & (QM - 1)) == 0 && QM <= 4,
+              "a step is mixed into an address; sums of a warp are of one tile");
 
 DEVICE corners find_corners(uint32_t base) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2;
@@ -284,27 +285,50 @@ DEVICE void find_turns(const attn_cuda_args &a, place &at) {
                                                    : (int64_t)at.s.b * ((a.p.max_q + OTHERS - 1) / OTHERS));
 }
 
-/* d_q of a tile as threads hold it, 16 bytes at a time side by side. */
-DEVICE float4 *part_of_q(const attn_cuda_args &a, uint32_t tile) {
-    return (float4 *)((float *)a.part_o + (uint64_t)tile * (OTHERS * DIM)) + threadIdx.x;
+/*
+ * Where the sums of the warp's rows and dims are (attn__d_q_rows): the thread's first four; from there on 8-column tiles are `step` apart, and 16-row
+ * tiles 32. It has so many of them that are stored. whole: there are OTHERS rows of DIM numbers; a constant.
+ */
+typedef struct sums_at {
+    float4 *first;
+    int32_t step, across, down;
+} sums_at;
+DEVICE sums_at find_sums(const attn_cuda_args &a, const note &w, bool whole) {
+    const int32_t thread = thread_here(), lane = thread & 31, warp = thread >> 5;
+    const int32_t across = warp % ACROSS * QN, down = warp / ACROSS * QM, group = down / 4, unit = down % 4;
+    const int32_t columns = whole ? (int32_t)DIM : attn__d_q_columns(&a.p);
+    const int32_t rows = whole ? (int32_t)ATTN_D_Q_ROWS : attn__min32(w.stored - group * ATTN_D_Q_ROWS, ATTN_D_Q_ROWS);
+    return {(float4 *)w.sums + group * 16 * columns + across * rows * 2 + unit * 32 + lane, rows * 2, columns / 8 - across,
+            (rows * 2 - unit * 32 - lane + 31) / 32};
 }
-
-DEVICE void fetch_q(const attn_cuda_args &a, uint32_t tile, float d_q[QM][QN][4]) {
-    const float4 *from = part_of_q(a, tile);
+DEVICE void fetch_q(const sums_at &from, float d_q[QM][QN][4], bool whole) {
 #pragma unroll
     for (int n = 0; n < QM * QN; n++) {
-        const float4 x = ld_global_cg_v4(from + n * THREADS);
+        if (!whole && (n % QN >= from.across || n / QN >= from.down)) continue;
+        const float4 x = ld_global_cg_v4(from.first + n % QN * (whole ? 128 : from.step) + n / QN * 32);
         float *to = d_q[n / QN][n % QN];
         to[0] = x.x, to[1] = x.y, to[2] = x.z, to[3] = x.w;
     }
 }
-DEVICE void keep_q(const attn_cuda_args &a, uint32_t tile, const float d_q[QM][QN][4]) {
-    float4 *to = part_of_q(a, tile);
+DEVICE void keep_q(const sums_at &to, const float d_q[QM][QN][4], bool whole) {
 #pragma unroll
     for (int n = 0; n < QM * QN; n++) {
+        if (!whole && (n % QN >= to.across || n / QN >= to.down)) continue;
         const float *x = d_q[n / QN][n % QN];
-        st_global_cg_v4(to + n * THREADS, x[0], x[1], x[2], x[3]);
+        st_global_cg_v4(to.first + n % QN * (whole ? 128 : to.step) + n / QN * 32, x[0], x[1], x[2], x[3]);
     }
+}
+DEVICE void fetch_q(const attn_cuda_args &a, const note &w, float d_q[QM][QN][4]) {
+    if (w.whole)
+        fetch_q(find_sums(a, w, true), d_q, true);
+    else
+        fetch_q(find_sums(a, w, false), d_q, false);
+}
+DEVICE void keep_q(const attn_cuda_args &a, const note &w, const float d_q[QM][QN][4]) {
+    if (w.whole)
+        keep_q(find_sums(a, w, true), d_q, true);
+    else
+        keep_q(find_sums(a, w, false), d_q, false);
 }
 
 /* The result. Rows without keys have zeros, whatever the keys hold. */
@@ -347,7 +371,7 @@ DEVICE void add_to_q(const attn_cuda_args &a, const note &w, float d_q[QM][QN][4
     if (w.after < 0)
         store_q(a, place_of(base), w, d_q, of_stats);
     else
-        keep_q(a, w.index, d_q);
+        keep_q(a, w, d_q);
 }
 
 DEVICE void step(const attn_cuda_args &a, totals &sum, uint32_t base, const corners &c, uint32_t count, bool bad_keys) {
@@ -375,7 +399,7 @@ DEVICE void step(const attn_cuda_args &a, totals &sum, uint32_t base, const corn
     if (waits) wait_acquire_gpu(a.turns + again.index, (uint32_t)again.before + 1);
     __syncthreads(); /* 2 */
     float d_q[QM][QN][4] = {};
-    if (again.before >= 0) fetch_q(a, again.index, d_q);
+    if (again.before >= 0) fetch_q(a, again, d_q);
     if (bad) {
         add_bad(sum.d_v, base + AT_P, tile + TILE_BYTES);
         add_bad(sum.d_k, base + AT_D_S, tile);
@@ -410,6 +434,8 @@ DEVICE void make_note(const attn_cuda_args &a, const place &at, walk w, note &to
         to.before = t.before;
         to.after = t.after;
         to.index = tile_index(a, at, w.h, w.n);
+        to.sums = d_q_sums(a, at.s, w.n * OTHERS, w.h);
+        to.stored = (int32_t)attn__d_q_rows(attn__min32(at.s.sq - w.n * OTHERS, OTHERS));
     }
     __syncwarp();
 }

@@ -356,51 +356,43 @@ DEVICE uint32_t two_halves(uint32_t low, uint32_t high, float scale, bool bf16) 
     return bf16 ? attn__to_bf16(x) | (uint32_t)attn__to_bf16(y) << 16 : attn__to_f16(x) | (uint32_t)attn__to_f16(y) << 16;
 }
 
-/*
- * Blocks: [batch][row_tiles][heads_q]. A tile is as the threads of two warpgroups held it: [2][8-column tile][thread] of four floats, of
- * rows g and g + 8 of a warp's 16 two columns each. The warpgroups have 64 rows each of a tile of 128, or one half of the dims each. Four
- * 8-column tiles at a time: a quad has 32 columns of a row then, each lane eight of them.
- */
+/* Blocks: [batch][row_tiles][heads_q]. Four times 8 columns at a time: a quad has 32 columns of a row then, each lane eight of them. */
 KERNEL __launch_bounds__(ATTN_CAST_THREADS) bwd_cast(const __grid_constant__ attn_cuda_args a) {
     const int64_t block = block_index();
-    const int32_t rows = a.part_rows, dim = a.dv_blocks, thread = threadIdx.x;
+    const int32_t thread = threadIdx.x, columns = attn__d_q_columns(&a.p);
     if (block >= (int64_t)a.p.batch * a.row_tiles * a.p.heads_q) return;
     const int32_t h = (int32_t)(block % a.p.heads_q), n = (int32_t)(block / a.p.heads_q % a.row_tiles);
     const attn_seq s = sequence(a, (int32_t)(block / a.p.heads_q / a.row_tiles));
-    if (n * rows >= s.sq) return;
-    const int64_t first = a.p.flags & ATTN_VARLEN_Q ? s.q_row / rows + s.b : (int64_t)s.b * ((a.p.max_q + rows - 1) / rows);
-    const bool by_rows = rows == 128;
-    const int32_t tiles = (by_rows ? dim : dim / 2) / 8; /* a multiple of 4 */
-    const uint4 *from = (const uint4 *)((const float *)a.part_o + ((first + n) * a.p.heads_q + h) * rows * dim) + thread;
+    const int32_t first = n * ATTN_D_Q_ROWS, i = first + thread / 32 * 16 + thread / 4 % 8;
+    if (first >= s.sq) return;
+    const int32_t rows = (int32_t)attn__d_q_rows(attn__min32(s.sq - first, ATTN_D_Q_ROWS));
+    const uint4 *from = (const uint4 *)d_q_sums(a, s, first, h) + thread;
     const float scale = (float)a.p.scale / fit_of(a, s.b, h / (a.p.heads_q / a.p.heads_kv));
     const attn_mask mask = attn__seq_mask(&a.p, &s);
     const bool bf16 = a.p.dtype == ATTN_BF16;
-    for (int32_t group = 0; group < 2; group++) {
-        const int32_t i = n * rows + (by_rows ? group * 64 : 0) + thread / 32 * 16 + thread / 4 % 8;
-        uint16_t *const to = (uint16_t *)a.f.d_q.data + attn__q_offset(&a.p, &a.f.d_q, &s, i, h);
-        bool seen[2]; /* rows that see nothing are zero, whatever is there */
-        for (int32_t half = 0; half < 2; half++) {
-            int32_t key, end;
-            attn__mask_row(&mask, i + half * 8, &key, &end);
-            seen[half] = key < end && i + half * 8 < s.sq &&
-                         ((const float *)a.row_stats)[2 * attn__lse_index(&a.p, &s, i + half * 8, h)] != -INFINITY;
-        }
-        for (int32_t t = 0; t < tiles; t += 4) {
-            uint4 x[4];
-            uint32_t low[4], high[4];
+    uint16_t *const to = (uint16_t *)a.f.d_q.data + attn__q_offset(&a.p, &a.f.d_q, &s, i, h);
+    bool seen[2]; /* rows that see nothing are zero, whatever is there */
+    for (int32_t half = 0; half < 2; half++) {
+        int32_t key, end;
+        attn__mask_row(&mask, i + half * 8, &key, &end);
+        seen[half] = key < end && i + half * 8 < s.sq &&
+                     ((const float *)a.row_stats)[2 * attn__lse_index(&a.p, &s, i + half * 8, h)] != -INFINITY;
+    }
+    for (int32_t c = 0; c < columns; c += 32) {
+        uint4 x[4];
+        uint32_t low[4], high[4];
 #pragma unroll
-            for (int k = 0; k < 4; k++)
-                x[k] = seen[0] || seen[1] ? from[(group * tiles + t + k) * ATTN_CAST_THREADS] : make_uint4(0, 0, 0, 0);
+        for (int k = 0; k < 4; k++, from += 2 * rows)
+            x[k] = (seen[0] || seen[1]) && c + k * 8 < columns ? *from : make_uint4(0, 0, 0, 0);
 #pragma unroll
-            for (int k = 0; k < 4; k++) {
-                low[k] = seen[0] ? two_halves(x[k].x, x[k].y, scale, bf16) : 0;
-                high[k] = seen[1] ? two_halves(x[k].z, x[k].w, scale, bf16) : 0;
-            }
-            transpose_quad(low);
-            transpose_quad(high);
-            const int32_t column = ((by_rows ? 0 : group * tiles) + t + thread % 4) * 8;
-            if (i < s.sq) store_piece(to, column, a.p.dim_qk, low);
-            if (i + 8 < s.sq) store_piece(to + 8 * a.f.d_q.stride[1], column, a.p.dim_qk, high);
+        for (int k = 0; k < 4; k++) {
+            low[k] = seen[0] ? two_halves(x[k].x, x[k].y, scale, bf16) : 0;
+            high[k] = seen[1] ? two_halves(x[k].z, x[k].w, scale, bf16) : 0;
         }
+        transpose_quad(low);
+        transpose_quad(high);
+        const int32_t column = c + thread % 4 * 8;
+        if (i < s.sq) store_piece(to, column, a.p.dim_qk, low);
+        if (i + 8 < s.sq) store_piece(to + 8 * a.f.d_q.stride[1], column, a.p.dim_qk, high);
     }
 }

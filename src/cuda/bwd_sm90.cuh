@@ -24,8 +24,10 @@ enum {
     KV_BYTES = KEYS * BLOCKS * ROW,
     Q_BYTES = BM * BLOCKS * ROW,
     D_S_BYTES = KEYS * BM * 2,
-    SHARE = BM * DIM / PAIR,         /* numbers of d_q of a tile that a block makes */
-    CHUNK_BYTES = SHARE * 4 / CHUNKS /* of these */
+    COLUMNS = DIM / PAIR / CHUNKS, /* of d_q in a chunk */
+    GROUPS = BM / ATTN_D_Q_ROWS,   /* tiles of d_q in memory, and groups of rows in a chunk */
+    GROUP_BYTES = ATTN_D_Q_ROWS * COLUMNS * 4,
+    CHUNK_BYTES = GROUPS * GROUP_BYTES
 };
 
 /* A vote says nothing new, but tells ptxas that all lanes agree: what follows from it is in the registers that a warp has once. */
@@ -217,7 +219,7 @@ DEVICE void tend_row(uint32_t q, uint32_t o, int row, bool empty, uint32_t lse, 
 
 /* ---- the adders: a warp each ---- */
 
-/* Tiles of rows are counted over all sequences and heads, as in bwd_one.cu. bwd_cast goes by the same. */
+/* Tiles of rows are counted over all sequences and heads, as in bwd_one.cu. */
 DEVICE int64_t tile_index(const attn_cuda_args &a, const place &at, const walk &w) {
     const int64_t first =
         a.p.flags & ATTN_VARLEN_Q ? at.s.q_row / BM + at.s.b : (int64_t)at.s.b * ((a.p.max_q + BM - 1) / BM);
@@ -286,32 +288,76 @@ DEVICE void leave_chunk(const d_q_ring &d, ring &r, int c) {
     turn_ring(r, ROUND);
 }
 
-/* The sum of the blocks before, to buffer n; none: there is nothing to wait for. */
-DEVICE void return_chunk(const d_q_ring &d, int n, const float *sum, bool adds) {
+/*
+ * d_q of a tile in memory: where it begins, rows that are stored, and columns. Chunks in shared memory are whole; of these, as they lie there,
+ * 64 rows of any number of columns are one copy, and fewer rows one for every 8 columns.
+ */
+typedef struct sums {
+    float *at;
+    int32_t rows, columns;
+} sums;
+DEVICE sums sums_of(const attn_cuda_args &a, const place &at, const walk &w) {
+    return {d_q_sums(a, at.s, w.n * BM, w.h), (int32_t)attn__d_q_rows(attn__min32(at.s.sq - w.n * BM, BM)),
+            attn__d_q_columns(&a.p)};
+}
+/* The first column of a block's chunk c, and how many are there. */
+DEVICE int32_t first_column(const d_q_ring &d, int c) { return ((int32_t)d.share * CHUNKS + c) * COLUMNS; }
+DEVICE int32_t columns_of(const sums &x, int32_t first) { return attn__min32(attn__max32(x.columns - first, 0), COLUMNS); }
+
+enum { TO_STORE, TO_ADD, TO_LOAD };
+DEVICE void copy(float *memory, uint32_t at, uint32_t bytes, int how, uint32_t barrier) {
+    if (how == TO_LOAD)
+        cp_async_bulk_load(at, memory, bytes, barrier);
+    else if (how == TO_ADD)
+        cp_reduce_async_bulk_add_f32(memory, at, bytes);
+    else
+        cp_async_bulk_store(memory, at, bytes);
+}
+/* Chunk c, between memory and buffer `at`; barrier: of TO_LOAD. */
+DEVICE void copy_chunk(const d_q_ring &d, const sums &x, int c, uint32_t at, int how, uint32_t barrier) {
+    const int32_t first = first_column(d, c), columns = columns_of(x, first);
+    if (columns == COLUMNS && x.rows == BM) {
+        copy(x.at + first * ATTN_D_Q_ROWS, at, CHUNK_BYTES, how, barrier);
+        return;
+    }
+#pragma unroll 1
+    for (int32_t g = 0; g < GROUPS; g++) {
+        const int32_t rows = attn__min32(x.rows - g * ATTN_D_Q_ROWS, ATTN_D_Q_ROWS);
+        const int32_t step = rows == ATTN_D_Q_ROWS ? columns : 8;
+        float *const memory = x.at + g * ATTN_D_Q_ROWS * x.columns + first * rows;
+#pragma unroll 1
+        for (int32_t n = 0; n < columns && rows > 0; n += step)
+            copy(memory + n * rows, at + g * GROUP_BYTES + n * ATTN_D_Q_ROWS * 4, (uint32_t)(step * rows * 4), how,
+                 barrier);
+    }
+}
+
+/* The sum of the blocks before, chunk c, to buffer n; none: there is nothing to wait for. */
+DEVICE void return_chunk(const d_q_ring &d, const sums &x, int c, int n, bool adds) {
+    const uint32_t whole = d.whole + 8 * n;
     if (adds) {
-        mbarrier_arrive_expect_tx(d.whole + 8 * n, CHUNK_BYTES);
-        cp_async_bulk_load(d.at + n * CHUNK_BYTES, sum, CHUNK_BYTES, d.whole + 8 * n);
+        mbarrier_arrive_expect_tx(whole, (uint32_t)(x.rows * columns_of(x, first_column(d, c)) * 4));
+        copy_chunk(d, x, c, d.at + n * CHUNK_BYTES, TO_LOAD, whole);
     } else {
-        mbarrier_arrive(d.whole + 8 * n);
+        mbarrier_arrive(whole);
     }
 }
 
 /* What was there before goes to the consumers. count: tiles that the block has had so far, of which the other adder had the last one. One thread. */
-DEVICE void return_tile(const attn_cuda_args &a, const d_q_ring &d, const place &at, ring &r, const walk &w,
-                        const float *sum, bool adds, int32_t count) {
-    enum { FLOATS = CHUNK_BYTES / 4 }; /* of a chunk */
+DEVICE void return_tile(const attn_cuda_args &a, const d_q_ring &d, const place &at, ring &r, const walk &w, const sums &x,
+                        bool adds, int32_t count) {
     const uint64_t to = (uint64_t)((uint16_t *)a.f.d_q.data + attn__q_offset(&a.p, &a.f.d_q, &at.s, w.n * BM, w.h));
     st_shared_v4(d.note, make_uint4((uint32_t)to, (uint32_t)(to >> 32), (uint32_t)(at.s.sq - w.n * BM), adds));
     if (adds) fence_proxy_async_global();
 #pragma unroll 1
     for (int c = 0; c < ROUND; c++) {
         if (ROUND > 1 && count > 0) mbarrier_wait_parity(d.mine + 8 * c, (count - 1) / 2 & 1);
-        return_chunk(d, c, sum + c * FLOATS, adds);
+        return_chunk(d, x, c, c, adds);
     }
 #pragma unroll 1
     for (int c = 0; c < CHUNKS; c++) {
         mbarrier_wait_parity(d.full + 8 * r.at, r.parity);
-        if (c + ROUND < CHUNKS) return_chunk(d, (int)r.at, sum + (c + ROUND) * FLOATS, adds);
+        if (c + ROUND < CHUNKS) return_chunk(d, x, c + ROUND, (int)r.at, adds);
         leave_chunk(d, r, c);
     }
 }
@@ -319,23 +365,18 @@ DEVICE void return_tile(const attn_cuda_args &a, const d_q_ring &d, const place 
 /* d_q of a tile, from shared memory to what the block before has left, and the turn to the one after. One thread. */
 DEVICE void add_tile(const attn_cuda_args &a, const d_q_ring &d, const place &at, ring &r, const walk &w, const turn &t,
                      bool ordered, int32_t count) {
-    const int64_t index = tile_index(a, at, w);
-    float *const to = (float *)a.part_o + (index * PAIR + d.share) * SHARE;
-    uint32_t *const mine = a.turns + index * PAIR + d.share;
+    const sums x = sums_of(a, at, w);
+    uint32_t *const mine = a.turns + tile_index(a, at, w) * PAIR + d.share;
     if (ordered && t.before >= 0) wait_acquire_gpu(mine, (uint32_t)t.before + 1);
     if (a.finishes && t.after < 0) {
-        return_tile(a, d, at, r, w, to, t.before >= 0, count);
+        return_tile(a, d, at, r, w, x, t.before >= 0, count);
         return;
     }
 #pragma unroll 1
     for (int c = 0; c < CHUNKS; c++) {
-        const uint32_t from = d.at + r.at * CHUNK_BYTES;
         mbarrier_wait_parity(d.full + 8 * r.at, r.parity);
         fence_proxy_async_global();
-        if (t.before >= 0 || (!ordered && t.after >= 0))
-            cp_reduce_async_bulk_add_f32(to + c * (CHUNK_BYTES / 4), from, CHUNK_BYTES);
-        else
-            cp_async_bulk_store(to + c * (CHUNK_BYTES / 4), from, CHUNK_BYTES);
+        copy_chunk(d, x, c, d.at + r.at * CHUNK_BYTES, t.before >= 0 || (!ordered && t.after >= 0) ? TO_ADD : TO_STORE, 0);
         cp_async_bulk_commit_group();
         cp_async_bulk_wait_group_read();
         mbarrier_arrive(d.whole + 8 * r.at); /* nobody waits, but it has the phases of `empty`, which comes after */

@@ -597,11 +597,13 @@ static attn_status lay_out(attn_plan *plan) {
     return ATTN_OK;
 }
 
-/* Tiles of rows that d_q is summed up in, over all sequences and heads; packed sequences each begin with one of their own. */
+/* Packed sequences each begin with a tile of their own. */
 int64_t attn__cuda_q_tiles(const attn_problem *p, int32_t rows) {
     return p->heads_q *
-           (p->flags & ATTN_VARLEN_Q ? p->total_q / rows + p->batch + 1 : p->batch * attn__ceil_div(p->max_q, rows));
+           (p->flags & ATTN_VARLEN_Q ? p->total_q / rows + p->batch : p->batch * attn__ceil_div(p->max_q, rows));
 }
+
+int64_t attn__cuda_d_q_rows(const attn_problem *p) { return attn__d_q_first(p, p->batch, p->total_q) * p->heads_q; }
 
 /* Does the kernel leave d_q in the workspace, in float? Not where one block has all keys and writes d_q itself. */
 static bool keeps_d_q(const attn_cuda_entry *e, const attn_problem *p) {
@@ -616,15 +618,15 @@ static attn_status lay_out_backward(attn_plan *plan) {
         const int entry = plan->gpu_kernel[n / 2][n % 2];
         if (entry < 0 || !attn__cuda_entries[entry].one) continue;
         const attn_cuda_entry *e = &attn__cuda_entries[entry];
-        const int64_t tiles = attn__cuda_q_tiles(p, e->bm), floats = keeps_d_q(e, p) ? tiles * e->bm * e->dim : 0;
+        const int64_t tiles = attn__cuda_q_tiles(p, e->bm);
         const int64_t fits = e->hopper && e->dtype == ATTN_F16 ? (int64_t)p->batch * p->heads_kv * ATTN_FITS : 0;
         if (tiles * e->blocks + 1 + fits > turns) turns = tiles * e->blocks + 1 + fits;
-        if (floats > kept) kept = floats;
+        if (keeps_d_q(e, p)) kept = attn__cuda_d_q_rows(p);
     }
     int64_t ranges = (int64_t)p->batch * p->flashmask_heads * attn__ceil_div(p->max_kv, ATTN_ANY_COLS);
     bool fits = attn__plan_reserve(plan, CUDA_ROWS, rows_of(p), attn__wide_problem(p) ? 16 : 8) &&
                 attn__plan_reserve(plan, CUDA_RANGES, ranges, sizeof(attn_flash_range)) &&
-                attn__plan_reserve(plan, CUDA_D_Q, kept, sizeof(float)) &&
+                attn__plan_reserve(plan, CUDA_D_Q, kept, attn__d_q_columns(p) * (int64_t)sizeof(float)) &&
                 attn__plan_reserve(plan, CUDA_TURNS, turns, sizeof(uint32_t));
     RETURN_IF(!fits, ATTN_INVALID, "max_q=%d, max_kv=%d: the workspace does not fit into memory", p->max_q, p->max_kv);
     return ATTN_OK;

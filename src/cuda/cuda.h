@@ -160,8 +160,9 @@ bool attn__cuda_counts(const attn_problem *p);
 /* What a kernel of the family has to take for this problem. aligned: rows of its tensors start at multiples of 16 bytes. */
 attn_cuda_takes attn__cuda_wants(const attn_problem *p, bool hopper, bool aligned);
 
-/* Tiles of so many rows of all sequences and heads, in which a backward in one pass has d_q. */
+/* A backward in one pass: tiles of so many rows of all sequences and heads, which have turns; rows of d_q that are stored in float. */
 int64_t attn__cuda_q_tiles(const attn_problem *p, int32_t rows);
+int64_t attn__cuda_d_q_rows(const attn_problem *p);
 
 /* Does a line do all that the problem asks for, its dtype apart? */
 bool attn__cuda_serves(const attn_cuda_entry *e, const attn_problem *p, bool aligned);

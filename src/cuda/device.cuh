@@ -113,6 +113,12 @@ DEVICE int64_t part_index(const attn_cuda_args &a, const attn_seq &s, int32_t i,
     return ((packed < first ? packed : first) * a.p.heads_q + (int64_t)h * s.sq + i) * a.chunks + c;
 }
 
+/* d_q in float of head h, from row i on, the first one of a tile (attn__d_q_rows). */
+DEVICE float *d_q_sums(const attn_cuda_args &a, const attn_seq &s, int32_t i, int32_t h) {
+    const int64_t first = attn__d_q_first(&a.p, s.b, s.q_row) * a.p.heads_q + h * attn__d_q_rows(s.sq);
+    return (float *)a.part_o + (first + i) * attn__d_q_columns(&a.p);
+}
+
 /* FlashMask: the range that `ranges` made for tile n of keys; there must be ranges. */
 DEVICE const attn_flash_range *flash_range(const attn_cuda_args &a, int32_t b, int32_t kv_head, int32_t n) {
     int32_t head = a.p.flashmask_heads == 1 ? 0 : kv_head;

@@ -309,10 +309,7 @@ static attn_status launch_gradient(const attn_cuda_run *run, int entry, attn_cud
 
 /* The floats that Hopper's kernels have left become d_q: a block for each tile of rows and head. */
 static attn_status launch_cast(const attn_cuda_run *run, attn_cuda_args a) {
-    const attn_cuda_entry *e = &run->entries[run->forward];
-    a.part_rows = e->bm;
-    a.dv_blocks = e->dim;
-    a.row_tiles = (int32_t)attn__ceil_div(a.p.max_q, e->bm);
+    a.row_tiles = (int32_t)attn__ceil_div(a.p.max_q, ATTN_D_Q_ROWS);
     return attn__cuda_launch(run, ATTN_ENTRY_bwd_cast, (int64_t)a.p.batch * a.row_tiles * a.p.heads_q, 0, ATTN_CAST_THREADS,
                              0, &a);
 }
@@ -323,13 +320,12 @@ static attn_status launch_cast(const attn_cuda_run *run, attn_cuda_args a) {
  */
 static attn_status clear_turns(const attn_cuda_run *run, const attn_cuda_args *a) {
     const attn_cuda_entry *e = &run->entries[run->forward];
-    const size_t tiles = (size_t)attn__cuda_q_tiles(&a->p, e->bm);
+    const size_t floats = (size_t)(attn__cuda_d_q_rows(&a->p) * attn__d_q_columns(&a->p));
     const size_t turns = (size_t)turns_of(e, &a->p) + 1;
     RETURN_IF_DRIVER(run->driver, cuMemsetD32Async, ((attn_cu_pointer)(uintptr_t)a->turns, 0, turns, run->stream));
-    const bool clear = e->hopper && ((a->p.flags & ATTN_UNORDERED) || a->ranges) && tiles > 0;
+    const bool clear = e->hopper && ((a->p.flags & ATTN_UNORDERED) || a->ranges) && floats > 0;
     if (!clear) return ATTN_OK;
-    RETURN_IF_DRIVER(run->driver, cuMemsetD32Async,
-                     ((attn_cu_pointer)(uintptr_t)a->part_o, 0, tiles * (size_t)e->bm * (size_t)e->dim, run->stream));
+    RETURN_IF_DRIVER(run->driver, cuMemsetD32Async, ((attn_cu_pointer)(uintptr_t)a->part_o, 0, floats, run->stream));
     return ATTN_OK;
 }
 
