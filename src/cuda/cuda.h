@@ -116,7 +116,8 @@ extern const attn_cuda_entry attn__cuda_entries[ATTN_ENTRIES];
 
 /* Of a DECODE line: stages of K or V, notes; of 8 bits also the sums of teams, four or two. */
 #define ATTN_DECODE_BYTES(dtype, dim, rows, bn, stages)                                                                    \
-    (((dtype) == ATTN_I8 ? (size_t)(stages) * (bn) + ((dim) > 128 ? 8 : 16) * (rows) : (size_t)(stages)*2 * (bn)) * (dim) + \
+    (((dtype) == ATTN_I8 ? (size_t)(stages) * (bn) + ((dim) > 128 ? 8 : 16) * (rows) : (size_t)(stages)*2 * (bn)) *        \
+         (dim) +                                                                                                           \
      ATTN_DECODE_NOTES)
 
 /* Of a DECODE90 line: Q, stages of K, P that one consumer tells the other, notes. */

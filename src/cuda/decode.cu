@@ -283,7 +283,8 @@ DEVICE void make_p(float m[2 * EIGHTS], float l[2 * EIGHTS], float o[EIGHTS * ST
     }
     if (__any_sync(~0u, grew))
 #pragma unroll
-        for (int n = 0; n < EIGHTS * STEPS * 4; n++) o[n / 4][n % 4] = __fmul_rn(o[n / 4][n % 4], by[n / (STEPS * 4) * 2 + n % 2]);
+        for (int n = 0; n < EIGHTS * STEPS * 4; n++)
+            o[n / 4][n % 4] = __fmul_rn(o[n / 4][n % 4], by[n / (STEPS * 4) * 2 + n % 2]);
 }
 
 /* ---- a span ---- */
@@ -423,7 +424,8 @@ DEVICE void make_scores(const attn_cuda_args &a, const walk &w, const uint32_t q
     const bool is_plain =
         NARROW ? d.notes->is_plain != 0 : !(a.p.softcap > 0) && !(a.p.flags & ATTN_ALIBI) && a.scale_log2 > 0;
 #pragma unroll
-    for (int n = 0; n < STRETCH_TILES * EIGHTS * NT * 4; n++) s[n / (EIGHTS * NT * 4)][n / 4 % (EIGHTS * NT)][n % 4] = -INFINITY;
+    for (int n = 0; n < STRETCH_TILES * EIGHTS * NT * 4; n++)
+        s[n / (EIGHTS * NT * 4)][n / 4 % (EIGHTS * NT)][n % 4] = -INFINITY;
 #pragma unroll 1
     for (int32_t j = j0; j < j0 + tiles * BN; j += BN) {
         float x[EIGHTS * NT][4];
@@ -721,8 +723,8 @@ DEVICE super_part see_super(const attn_cuda_decode &c, const walk &w, const shar
 }
 
 /* The block's spans of a super: in x if they are all of them. */
-DEVICE void work_super(const attn_cuda_decode &c, const super_part &s, const walk &w, const uint32_t q[EIGHTS][STEPS][2], desk &d,
-                       state &x) {
+DEVICE void work_super(const attn_cuda_decode &c, const super_part &s, const walk &w, const uint32_t q[EIGHTS][STEPS][2],
+                       desk &d, state &x) {
     const int32_t together = together_in(w, s);
     float *slot = is_whole(s) ? NULL : slot_at(c, c.spans, (int64_t)s.shared * c.each + (s.from - s.first) / together);
     x = empty_state(*d.notes);

@@ -58,15 +58,15 @@ enum {
     PIECES = ROW_BYTES / 16,                /* of 16 bytes in a row */
     EACH_PIECE = 16 / BYTES,                /* elements */
     NT = KEYS / 16,                         /* 16-key tiles of a team's keys, of each eight rows */
-    STEPS = DIM / 16 / TEAM,                /* of S^T = K Q^T that a warp does, and 16-column tiles of O^T that it has within a span */
-    DT = DIM / 8 / WARPS,                   /* 8-column tiles that it has when the teams have met */
-    TEAM_BYTES = KEYS * ROW_BYTES,          /* the team's rows of a tile */
+    STEPS = DIM / 16 / TEAM, /* of S^T = K Q^T that a warp does, and 16-column tiles of O^T that it has within a span */
+    DT = DIM / 8 / WARPS,    /* 8-column tiles that it has when the teams have met */
+    TEAM_BYTES = KEYS * ROW_BYTES, /* the team's rows of a tile */
     TILE_BYTES = BN * ROW_BYTES,
-    SUM_BYTES = ROWS * DIM * 4,     /* O of a team, where teams meet */
+    SUM_BYTES = ROWS * DIM * 4,                           /* O of a team, where teams meet */
     SUM_STEP = NARROW ? (int)SUM_BYTES : (int)TEAM_BYTES, /* from one to the next */
-    SPAN = ATTN_DECODE_SPAN,        /* keys */
-    SUPER = ATTN_DECODE_SUPER,      /* spans */
-    PAIRS_FROM = ATTN_DECODE_PAIRS, /* spans from there on are worked two by two */
+    SPAN = ATTN_DECODE_SPAN,                              /* keys */
+    SUPER = ATTN_DECODE_SUPER,                            /* spans */
+    PAIRS_FROM = ATTN_DECODE_PAIRS,                       /* spans from there on are worked two by two */
     SPAN_TILES = SPAN / BN,
     STRETCH_TILES = 64 / KEYS,     /* of a stretch, whose scores are in registers at once */
     AT_SUMS = STAGES * TILE_BYTES, /* in shared memory, behind the tiles: NARROW, where teams meet */

@@ -88,7 +88,8 @@ template <int KIND, bool ACROSS> DEVICE void widen(uint32_t x[2], uint32_t bytes
 }
 
 /* 16 keys and 32 dims at a time: a lane gets four dims that follow each other, where Q has them too. */
-template <int KIND> DEVICE void product_qk_of(float s[EIGHTS * NT][4], const uint32_t q[EIGHTS][STEPS][2], uint32_t shared_k) {
+template <int KIND>
+DEVICE void product_qk_of(float s[EIGHTS * NT][4], const uint32_t q[EIGHTS][STEPS][2], uint32_t shared_k) {
     const int lane = here(threadIdx.x & 31);
     const uint32_t row = start_of_row(shared_k, lane & 15) ^ (first_piece() + (lane >> 4)) << 4;
 #pragma unroll
@@ -130,7 +131,8 @@ DEVICE void product_pv_of(float o[EIGHTS * STEPS][4], const uint32_t p[EIGHTS * 
         }
 }
 
-DEVICE void product_qk_narrow(float s[EIGHTS * NT][4], const uint32_t q[EIGHTS][STEPS][2], uint32_t shared_k, attn_dtype kind) {
+DEVICE void product_qk_narrow(float s[EIGHTS * NT][4], const uint32_t q[EIGHTS][STEPS][2], uint32_t shared_k,
+                              attn_dtype kind) {
     if (kind == ATTN_E4M3)
         product_qk_of<ATTN_E4M3>(s, q, shared_k);
     else if (kind == ATTN_E5M2)
@@ -177,8 +179,8 @@ DEVICE float number_of_byte(uint32_t x, attn_dtype kind) {
  */
 enum { EACH_WORD = 4 / BYTES }; /* elements */
 
-static __device__ __noinline__ void add_nonfinite(float o[EIGHTS * STEPS][4], const uint32_t p[EIGHTS * NT][2], uint32_t shared_v,
-                                                  int first, attn_dtype kind) {
+static __device__ __noinline__ void add_nonfinite(float o[EIGHTS * STEPS][4], const uint32_t p[EIGHTS * NT][2],
+                                                  uint32_t shared_v, int first, attn_dtype kind) {
     const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, odd = g & 1;
 #pragma unroll 1
     for (int j = 0; j < KEYS; j++) {
@@ -190,14 +192,16 @@ static __device__ __noinline__ void add_nonfinite(float o[EIGHTS * STEPS][4], co
         }
 #pragma unroll 1
         for (int n = 0; n < (NARROW ? 1 : 2) * STEPS; n++) { /* a piece; lanes read the same words */
-            const uint32_t at = piece_at(start_of_row(shared_v, j), first + piece_of(n)) + g / 2 * 4, word = ld_shared_b32(at);
+            const uint32_t at = piece_at(start_of_row(shared_v, j), first + piece_of(n)) + g / 2 * 4,
+                           word = ld_shared_b32(at);
             const int which = NARROW ? nonfinite_bytes(word, kind) : nonfinite_word(word);
             uint32_t kept = word;
             for (int i = 0; i < EACH_WORD; i++) {
                 if (!(which >> i & 1)) continue;
                 kept &= ~((NARROW ? 0xffu : 0xffffu) << 8 * BYTES * i);
                 if (i / (EACH_WORD / 2) != odd) continue;
-                const float number = NARROW ? number_of_byte(word >> 8 * i & 0xff, kind) : number_of((uint16_t)(word >> 16 * i));
+                const float number =
+                    NARROW ? number_of_byte(word >> 8 * i & 0xff, kind) : number_of((uint16_t)(word >> 16 * i));
                 for (int r = 0; r < 2 * EIGHTS; r++)
                     if (weight[r]) o[r / 2 * STEPS + (NARROW ? n : n / 2)][2 * (NARROW ? i % 2 : n % 2) + r % 2] += number;
             }
