@@ -495,12 +495,12 @@ static const attn_cuda_entry *best_row(attn_dtype tile, int32_t dim, bool odd, c
     return best;
 }
 
-/* Few rows of q, k and v of one dtype, or ATTN_I8: of k and v of 8 bits. */
-static const attn_cuda_entry *best_decode(attn_dtype dtype, int32_t dim) {
+/* So many rows, with heads that share a KV head, of q, k and v of one dtype, or ATTN_I8: of k and v of 8 bits. Up to 8 there are lines for them alone. */
+static const attn_cuda_entry *best_decode(attn_dtype dtype, int32_t dim, int32_t rows) {
     const attn_cuda_entry *best = NULL;
     for (int n = 0; n < ATTN_ENTRIES; n++) {
         const attn_cuda_entry *e = &attn__cuda_entries[n];
-        const bool fits = e->decode && !e->latent && e->dtype == dtype && e->dim >= dim &&
+        const bool fits = e->decode && !e->latent && e->dtype == dtype && e->dim >= dim && e->bm == (rows <= 8 ? 8 : 16) &&
                           e->shared_bytes <= (size_t)stub.shared_bytes[0];
         if (fits && (!best || e->dim < best->dim)) best = e;
     }
@@ -532,7 +532,7 @@ static void check_choice(attn_context *context, attn_dtype q, attn_dtype kv, att
     const bool is_narrow = attn_dtype_size(kv) == 1 && (q == ATTN_F16 || q == ATTN_BF16);
     const bool is_short = x->rows && x->rows <= ATTN_CUDA_SPLIT_ROWS && (is_narrow || kv == q) &&
                           !(x->flags & (is_narrow ? ATTN_BIAS : ATTN_BIAS | ATTN_DESCALE));
-    const attn_cuda_entry *few = is_short ? best_decode(is_narrow ? ATTN_I8 : q, dim) : NULL;
+    const attn_cuda_entry *few = is_short ? best_decode(is_narrow ? ATTN_I8 : q, dim, 2 * x->rows) : NULL;
     const attn_cuda_entry *want = few ? few : best_row(tile, dim, odd, x);
     const attn_cuda_entry *e = entry_named(attn_plan_kernel(plan));
     CHECK_SAY(e == want, "%s instead of %s", e->name, want->name);

@@ -589,6 +589,7 @@ TEST(hopper_plain_kernel_is_not_launched_without_maps) {
     attn_cuda_run run = {.driver = context->cuda->state->driver, .entries = attn__cuda_entries, .sms = 132};
     run.kernels = context->cuda->kernel;
     run.forward = ATTN_ENTRY_fwd_sm90_bf16_d64;
+    run.decode = -1;
     for (int way = 0; way < 2; way++) {
         stub.unmappable = way ? NULL : f.v.data;
         stub_forget();

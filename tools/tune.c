@@ -148,6 +148,7 @@ static attn_status launch(race *r, const candidate *c, int copy) {
                          .stream = device_stream(r->at->d, 0),
                          .status = cuda_of(r)->status,
                          .forward = r->slot,
+                         .decode = -1,
                          .vector_ok = true,
                          .sms = r->gpu->sms};
     attn__cuda_map(&run, r->plan, &r->buffers[copy]);

@@ -74,10 +74,10 @@ static bool fuses(const attn_cuda_run *run, const attn_problem *p, const attn_bu
     const attn_cuda_entry *e = &run->entries[run->forward];
     const bool hides = (p->flags & ATTN_WINDOW) && p->window_left >= 0 && p->window_left < p->max_new - 1;
     const int64_t rows = (int64_t)p->max_q * (p->heads_q / p->heads_kv);
+    if (!e->decode || e->latent) return false;
     const int64_t items = (int64_t)p->batch * p->heads_kv * attn__ceil_div(rows, e->bm);
-    return e->decode && !e->latent && (p->flags & before) && !(p->flags & without) && !hides &&
-           p->rotary_dtype != ATTN_F64 && p->max_q > 0 && p->max_new <= ATTN_CUDA_SPLIT_ROWS && f->k.data != f->v.data &&
-           !f->probs.data && items <= (int64_t)2 * run->sms;
+    return (p->flags & before) && !(p->flags & without) && !hides && p->rotary_dtype != ATTN_F64 && p->max_q > 0 &&
+           p->max_new <= ATTN_CUDA_SPLIT_ROWS && f->k.data != f->v.data && !f->probs.data && items <= (int64_t)2 * run->sms;
 }
 
 static attn_cuda_args make_args(const attn_cuda_run *run, const attn_plan *plan, const attn_buffers *f) {
