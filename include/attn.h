@@ -354,7 +354,7 @@ ATTN_API attn_status attn_plan_create(attn_plan **plan, attn_context *context, c
 ATTN_API void attn_plan_destroy(attn_plan *plan); /* NULL is ignored */
 
 /*
- * Bytes of workspace that attn_run needs. Of a backward on a GPU: two floats (F64: doubles) for each row of lse, and at most d_q in float,
+ * Bytes of workspace that attn_run needs. Of a backward on a GPU: two floats (F64 and ATTN_PRECISE: doubles) for each row of lse, and at most d_q in float,
  * with dim_qk rounded up to 8 and, where rows are packed or max_q is no multiple of 16, up to 8 rows more for each sequence and head. Besides at most
  * 8 bytes for every 64 rows of a sequence and head, or a part of them (packed: 8 once more), 12 for each sequence and KV head, 32 for every 32 keys
  * of a head of FlashMask, and 256. docs/kernels/backward.md has the formula.

@@ -493,15 +493,16 @@ static void decode_batch_of_64(attn_context *context, attn_dtype dtype) {
 }
 TEST(c5_one_decode_is_the_same_in_a_batch_of_64) { each_cpu(decode_batch_of_64); }
 
-/* Keys and values of 8 bits: alone as in a batch, and in pages. */
+/* Keys and values of 8 bits: alone as in a batch, of more rows than some of them have, and in pages. */
 static void narrow_cache(attn_context *context, attn_dtype dtype) {
     static const attn_dtype kinds[] = {ATTN_E4M3, ATTN_E5M2, ATTN_I8};
     static const int32_t dims[] = {128, 64, 256};
     for (int n = 0; n < 3 && dtype != ATTN_F64; n++) {
-        rig flat = {.p = problem(dtype, 3, 2, 1, 2, 528, dims[n])};
+        rig flat = {.p = problem(dtype, 3, 2, 1, 10, 528, dims[n])};
         flat.p.kv_dtype = kinds[n];
-        flat.p.flags = ATTN_CAUSAL | ATTN_USED_KV;
-        flat.f.used_kv = (int32_t[]){528, 3, 514};
+        flat.p.flags = ATTN_CAUSAL | ATTN_USED_Q | ATTN_USED_KV;
+        flat.f.used_q = (int32_t[]){1, 10, 2};
+        flat.f.used_kv = (int32_t[]){528, 13, 514};
         rig paged = flat;
         paged.p.page_size = 16;
         paged.p.num_pages = 3 * 33;

@@ -562,6 +562,8 @@ TEST(cuda_chooses_the_kernel_by_dtype_dim_and_feature) {
         {"append", .lengths = true, .flags = ATTN_APPEND | ATTN_USED_KV},
         {"few enough rows to be split", .lengths = true, .rows = ATTN_CUDA_SPLIT_ROWS},
         {"one row more", .rows = ATTN_CUDA_SPLIT_ROWS + 1},
+        {"eight rows, two heads of a group together", .lengths = true, .rows = 4},
+        {"more than eight", .lengths = true, .rows = 5},
         {"few rows, descale", .all = true, .rows = 1, .flags = ATTN_DESCALE},
         {"few rows, bias", .all = true, .rows = 1, .flags = ATTN_BIAS},
         {"alibi", .all = true, .flags = ATTN_ALIBI},

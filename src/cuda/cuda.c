@@ -315,8 +315,8 @@ static bool decodes(const attn_cuda_entry *e, const attn_problem *p) {
     if (narrow ? !half || attn_dtype_size(p->kv_dtype) != 1 : !same) return false;
     if ((p->flags & ATTN_BIAS) || p->dropout > 0 || p->flashmask_vectors) return false;
     if (e->latent) return e->dim_qk == p->dim_qk && e->dim_v == p->dim_v && !(p->flags & ATTN_ALIBI);
-    const bool few = (int64_t)attn__min32(p->max_q, ATTN_CUDA_SPLIT_ROWS) * (p->heads_q / p->heads_kv) <= 8;
-    return e->dim >= p->dim_qk && e->dim >= p->dim_v && (e->bm > 8 || few);
+    const int64_t rows = (int64_t)attn__min32(p->max_q, ATTN_CUDA_SPLIT_ROWS) * (p->heads_q / p->heads_kv);
+    return e->dim >= p->dim_qk && e->dim >= p->dim_v && (e->bm == 16 || rows <= e->bm);
 }
 
 bool attn__cuda_serves(const attn_cuda_entry *e, const attn_problem *p, bool aligned) {

@@ -2,8 +2,8 @@
  * Decode: sequences of at most ATTN_CUDA_SPLIT_ROWS query rows against a long cache. One line DECODE of variants.def is one build of
  * this file. All that counts is that K and V stream through at the speed of memory; the rest hides behind that.
  *
- * The rows of all query heads that share a KV head are columns of the same products, for whose rows there are always enough keys and dims: an item is a
- * sequence, a KV head and ROWS such rows, 8 or 16.
+ * The rows of all query heads that share a KV head are columns of the same products, whose rows are keys, then dims: of those there are always
+ * 16. An item is a sequence, a KV head and ROWS such rows, 8 or 16.
  * Its keys are worked in spans of ATTN_DECODE_SPAN keys, counted from the sequence's key 0, each by itself; ATTN_DECODE_SUPER spans
  * are a super. From the third super on two spans are worked as one: short sequences want many spans, long ones few results of them. The
  * spans of a super are folded in their order, and then the supers: so every sum has one order, whoever works on it, and the bits depend
@@ -13,7 +13,7 @@
  * one block's stays in registers; of one that several blocks have, the results of spans go to the workspace, and the last to finish
  * folds them. Likewise the last to finish a super of an item folds the supers. Nobody waits.
  *
- * Within a block, each warp has 32 keys of a tile of 128 to itself; where O is wide two have 32 of 64, and each half of the dims. A
+ * Within a block, each warp has 32 keys of a tile of 128 to itself, or 64 of 256; where O is wide two have 32 of 64, and each half of the dims. A
  * team, one warp or two, fetches what it works on, and teams meet at the end of a span only. A span is worked in stretches of two tiles:
  *
  *     S^T = K Q^T              a tile of K after the other, each fetched some tiles ahead: the next item's, when this one has no more
@@ -21,7 +21,7 @@
  *     O = O exp2(m0 - m)       if a maximum has grown
  *     O^T += V^T P^T           a tile of V after the other
  *
- * At its end O of all teams goes to where the last tile of V was; a barrier; and each warp adds up a quarter of the columns.
+ * At its end O of all teams goes to where the last tile of V was, or, of 8 bits, to a place of its own; a barrier; and each warp adds up a quarter of the columns.
  *
  * K and V of 8 bits (NARROW: e4m3, e5m2 or int8) are fetched as they are, and are float16 from shared memory to the product on, exactly. Q is
  * float16 then: rows of bfloat16 are brought into its range by a power of two, which their scale makes up for.

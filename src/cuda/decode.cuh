@@ -75,7 +75,7 @@ enum {
 static_assert(DIM % 32 == 0 && (KEYS == 32 || KEYS == 64), "want other dim or bn");
 static_assert(ROWS == 8 || ROWS == 16, "want other rows");
 static_assert(NARROW || (int)TEAM_BYTES >= (int)SUM_BYTES, "O of a team goes where its rows of V were");
-static_assert(PIECES % (2 * TEAM) == 0, "two pieces at a time, of each warp");
+static_assert(PIECES % (4 * TEAM) == 0, "four pieces at a time, of each warp: first_piece, piece_of");
 
 /* A row of the item at hand. */
 typedef struct row_notes {

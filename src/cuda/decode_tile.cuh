@@ -173,12 +173,12 @@ DEVICE float number_of_byte(uint32_t x, attn_dtype kind) {
     return kind == ATTN_E4M3 ? NAN : cvt_f32_f16((uint16_t)(x << 8)); /* of what is not finite */
 }
 
+enum { EACH_WORD = 4 / BYTES }; /* elements */
+
 /*
  * What is not finite in the warp's columns of V is taken out, and added to the rows with a weight for it: such a term is p * v = v
  * for any p > 0. Rare, so slow.
  */
-enum { EACH_WORD = 4 / BYTES }; /* elements */
-
 static __device__ __noinline__ void add_nonfinite(float o[EIGHTS * STEPS][4], const uint32_t p[EIGHTS * NT][2],
                                                   uint32_t shared_v, int first, attn_dtype kind) {
     const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, odd = g & 1;
