@@ -37,6 +37,9 @@
  *     d_k_j                    r max|d_k_j| + 4 |scale| sqrt(sum_i (r d_s_ij max|q_i|)^2)
  *     d_q_i                    r max|d_q_i| + 4 |scale| sqrt(sum_j (r d_s_ij max|k_j|)^2)      d_s_ij = p_ij (d_o_i v_j - delta_i)
  *
+ *   Hopper's kernels bring d_s into the range of f16 by one factor for a sequence and KV head (arithmetic.one_fit), which leaves the largest
+ *   d_s that there could be, m = dim_v max|d_o| max|v| + max|delta|, at 2^14 or more. So each d_s loses 2^-39 m to underflow besides.
+ *
  * - Exponentials come from an instruction that is 2^-22 off, 4u.
  *
  * AMX, like AVX-512 BF16, rounds its sums like everybody else; of this only the rounding of p and d_s holds for it. Arm's BFMMLA rounds to odd, by up to 2u
@@ -73,10 +76,10 @@ arithmetic arithmetic_of(const char *backend, const char *kernel) {
         attn_dtype tile;
     } tiles[] = {{"_f32_d", ATTN_F32}, {"_f16_d", ATTN_F16}, {"_bf16_d", ATTN_BF16}, {"_kv8_d", ATTN_F16}};
     const int count = sizeof tiles / sizeof tiles[0];
-    arithmetic how = {false, ATTN_DTYPE_DEFAULT};
+    arithmetic how = {false, ATTN_DTYPE_DEFAULT, false};
     if (strcmp(backend, "cpu") == 0 && strstr(kernel, "_bf16")) how.tile = ATTN_BF16;
     for (int n = 0; n < count && strcmp(backend, "cuda") == 0; n++)
-        if (strstr(kernel, tiles[n].mark)) how = (arithmetic){true, tiles[n].tile};
+        if (strstr(kernel, tiles[n].mark)) how = (arithmetic){true, tiles[n].tile, strstr(kernel, "bwd_sm90_f16") != NULL};
     return how;
 }
 
@@ -108,6 +111,7 @@ typedef struct analysis {
     magnitude *k, *v;                    /* [max_kv] of this sequence and KV head */
     double *e;                           /* [max_kv]: e_ij of this row; 0: masked */
     double *d_k_rounding, *d_v_rounding; /* [as d_k, d_v without dims]: sums of squares, see rounding_add */
+    double lost;                         /* of each d_s of this sequence and KV head: one_fit */
     int b, h, kv_head;
 } analysis;
 
@@ -147,6 +151,33 @@ static double largest(const double *x, int32_t n) {
     return most;
 }
 
+/* delta of row i. */
+static double delta_of(const analysis *a, int i) {
+    const attn_buffers *f = &a->o->buffers;
+    double delta = dot_of(&f->d_o, case_q_at(a->c, &f->d_o, a->b, i, a->h), &f->o, case_q_at(a->c, &f->o, a->b, i, a->h),
+                          a->c->problem.dim_v);
+    return f->d_lse ? delta - ((const double *)f->d_lse)[case_lse_at(a->c, a->b, i, a->h)] : delta;
+}
+
+/* What each d_s of the sequence and the KV head of head a->h loses to underflow. */
+static double lost_of(analysis a) {
+    const attn_problem *p = &a.c->problem;
+    const attn_buffers *f = &a.o->buffers;
+    double d_o = 0, v = 0, delta = 0;
+    if (!a.how.one_fit || p->op != ATTN_BACKWARD) return 0;
+    for (int j = 0; j < a.c->seq[a.b].sk; j++)
+        if (isfinite(a.v[j].most)) v = fmax(v, a.v[j].most);
+    for (int n = 0; n < p->heads_q / p->heads_kv; n++, a.h++) {
+        for (int i = 0; i < a.c->seq[a.b].sq; i++) {
+            double more = measure(&f->d_o, case_q_at(a.c, &f->d_o, a.b, i, a.h), p->dim_v, 1).most,
+                   off = fabs(delta_of(&a, i));
+            if (isfinite(more)) d_o = fmax(d_o, more);
+            if (isfinite(off)) delta = fmax(delta, off);
+        }
+    }
+    return 0x1p-39 * (p->dim_v * d_o * v + delta);
+}
+
 /* What rounding p and d_s of row i adds, to d_q now, to d_k and d_v when all rows have been here. */
 static void round_operands(analysis *a, int i, magnitude q, magnitude d_o, const double *probs) {
     oracle *o = a->o;
@@ -156,15 +187,14 @@ static void round_operands(analysis *a, int i, magnitude q, magnitude d_o, const
     double r = operand_roundoff(a), factor = fabs(p->scale), sum = 0;
     int64_t row = case_q_row(c, a->b, i) * p->heads_q + a->h, d_o_at = case_q_at(c, &f->d_o, a->b, i, a->h);
     if (r == 0) return;
-    double delta = dot_of(&f->d_o, d_o_at, &f->o, case_q_at(c, &f->o, a->b, i, a->h), p->dim_v);
-    if (f->d_lse) delta -= ((const double *)f->d_lse)[case_lse_at(c, a->b, i, a->h)];
+    double delta = delta_of(a, i);
     for (int j = 0; j < c->seq[a->b].sk; j++) {
         if (a->e[j] == 0) continue;
         int position = c->seq[a->b].leftpad + j;
         int64_t kv = case_kv_row(c, a->b, position) * p->heads_kv + a->kv_head;
         double kept = signbit(probs[j]) ? 0 : a->keep; /* dropped: -p */
         double d_p = kept * dot_of(&f->d_o, d_o_at, &f->v, case_kv_at(c, &f->v, a->b, position, a->kv_head), p->dim_v);
-        double d_s = r * fabs(probs[j] * (d_p - delta));
+        double d_s = hypot(r * probs[j] * (d_p - delta), a->lost);
         rounding_add(a, &a->d_v_rounding[kv], r * kept * fabs(probs[j]) * d_o.most);
         rounding_add(a, &a->d_k_rounding[kv], factor * d_s * q.most);
         rounding_add(a, &sum, factor * d_s * a->k[j].most);
@@ -331,7 +361,10 @@ bool oracle_bound(oracle *o, const check_case *c, arithmetic how, char *why, siz
     for (a.b = 0; sane && a.b < p->batch; a.b++) {
         for (a.h = 0; sane && a.h < p->heads_q; a.h++) {
             a.kv_head = a.h / (p->heads_q / p->heads_kv);
-            if (a.h % (p->heads_q / p->heads_kv) == 0) measure_kv(&a);
+            if (a.h % (p->heads_q / p->heads_kv) == 0) {
+                measure_kv(&a);
+                a.lost = lost_of(a);
+            }
             for (int i = 0; sane && i < p->max_q; i++) {
                 sane = mask_agrees(&a, i, why, size);
                 if (sane && i < c->seq[a.b].sq) bound_row(&a, i);

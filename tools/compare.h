@@ -30,6 +30,7 @@ typedef struct arithmetic {
     attn_dtype
         tile; /* what the operands of products are; probabilities are rounded to it. F32: three TF32 products. Default: the
                                     number type of the arithmetic */
+    bool one_fit; /* backward: all d_s of a sequence and KV head have one factor */
 } arithmetic;
 
 /* From the names that attn_context_backend and attn_plan_kernel give. */

@@ -150,13 +150,14 @@ void REAL(fwd_finish_row)(const attn_rows *t, int32_t r, const real *o, double m
     if (is_empty(max, sum)) { /* C1 */
         memset(to, 0, (size_t)p->dim_v * attn_dtype_size(p->out_dtype));
     } else {
-        double total = sum, most = max;
+        double total = sum, most = max, weight = 1;
         if (p->flags & ATTN_SINK) {
             double sink = f->sink[t->h[r]];
             most = sink > most ? sink : most;
-            total = total * exp(max - most) + exp(sink - most);
+            weight = exp(max - most);
+            total = total * weight + exp(sink - most);
         }
-        factor = exp(max - most) / total / (1 - p->dropout) * attn__descale(f, f->v_descale, t->s.b, t->kv_head);
+        factor = weight / total / (1 - p->dropout) * attn__descale(f, f->v_descale, t->s.b, t->kv_head);
         lse = attn__one_nan(most + log(total));
         t->micro->store(to, p->out_dtype, o, (real)factor, p->dim_v);
     }

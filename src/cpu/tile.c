@@ -99,7 +99,9 @@ void REAL(tile_load_q)(const attn_rows *t, real *q) {
         for (int32_t r = 0; r < count; r++) {
             real *row = to + (int64_t)r * dims;
             load_q_row(t, row, first + r);
-            for (int32_t x = 0; x < t->p->dim_qk; x++) row[x] = (real)(row[x] * factor);
+            if ((real)factor == factor) /* the same, and fast */
+                t->micro->scale(row, t->p->dim_qk, (real)factor);
+            for (int32_t x = 0; x < t->p->dim_qk && (real)factor != factor; x++) row[x] = (real)(row[x] * factor);
             for (int32_t x = t->p->dim_qk; x < dims; x++) row[x] = 0;
         }
         if (t->narrow && !few_rows(t))
@@ -252,13 +254,33 @@ static void add_bias(const attn_rows *t, real *s, int32_t j0, int32_t keys, real
     }
 }
 
+/* Do the tile's rows follow each other? */
+static bool in_order(const attn_rows *t) {
+    for (int32_t r = 0; r < t->rows; r++)
+        if (t->i[r] != t->i0 + r) return false;
+    return true;
+}
+
+/* -inf in the columns of rows in order that do not see key j, which is there; those past the last row go with it. */
+static void hide_rows(const attn_rows *t, real *s, int32_t j) {
+    int32_t first, end;
+    attn__mask_cols(&t->mask, j, j + 1, &first, &end);
+    first = first - t->i0 < t->rows ? first - t->i0 : t->width;
+    end = end - t->i0 < t->rows ? attn__max32(end - t->i0, 0) : t->width;
+    for (int32_t r = 0; r < first; r++) s[r] = (real)-INFINITY;
+    for (int32_t r = end; r < t->width; r++) s[r] = (real)-INFINITY;
+}
+
 /* -inf wherever the pair is not allowed. */
 void REAL(tile_mask)(const attn_rows *t, real *s, int32_t j0, int32_t keys) {
+    const bool ordered = in_order(t);
     int32_t first[ATTN_TILE_ROWS], end[ATTN_TILE_ROWS];
-    for (int32_t r = 0; r < t->width; r++) attn__mask_row(&t->mask, t->i[r], &first[r], &end[r]);
+    for (int32_t r = 0; r < t->width && !ordered; r++) attn__mask_row(&t->mask, t->i[r], &first[r], &end[r]);
     for (int32_t j = 0; j < keys; j++) {
         real *row = s + (int64_t)j * t->width;
-        for (int32_t r = 0; r < t->width; r++) row[r] = j0 + j < first[r] || j0 + j >= end[r] ? (real)-INFINITY : row[r];
+        if (ordered) hide_rows(t, row, j0 + j);
+        for (int32_t r = 0; r < t->width && !ordered; r++)
+            row[r] = j0 + j < first[r] || j0 + j >= end[r] ? (real)-INFINITY : row[r];
         if (!t->mask.vectors) continue;
         attn_flash v = attn__flash_load(&t->mask, attn__flash_at(t->p, t->f, t->s.b, t->kv_head, j0 + j));
         for (int32_t r = 0; r < t->width; r++) row[r] = attn__flash_masked(v, t->i[r]) ? (real)-INFINITY : row[r];
@@ -341,12 +363,13 @@ static void seeing_rows(const attn_rows *t, int32_t first, int32_t end, int32_t 
     *to = attn__min32(*to - t->i0, t->rows);
 }
 
-/* A strip of c at a time, without the pairs that are masked for all of it: their a is 0, and b is finite. */
+/* Some rows of c at a time, without the pairs that are masked for all of them: their a is 0, and b is finite. */
 static void gemm_partial(const attn_rows *t, real *c, int64_t ldc, const real *a, const real *b, int64_t ldb, int32_t n,
                          int32_t j0, int32_t keys, bool keys_first) {
+    enum { SOME = 12 }; /* whole blocks of registers, with every ISA */
     int32_t m = keys_first ? keys : t->rows, from, to;
-    for (int32_t x = 0; x < m; x += t->micro->strip) {
-        int32_t count = attn__min32(t->micro->strip, m - x);
+    for (int32_t x = 0; x < m; x += SOME) {
+        int32_t count = attn__min32(SOME, m - x);
         if (keys_first)
             seeing_rows(t, j0 + x, j0 + x + count, &from, &to);
         else

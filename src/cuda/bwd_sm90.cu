@@ -105,12 +105,13 @@ typedef struct shared_notes {
     result_note results[QBUF];
     float lse[STAGES][BM]; /* in base 2; +inf: P is 0 */
     float minus_delta[STAGES][BM];
-    uint32_t tile[STAGES];            /* tile_word */
-    float key_scale[BN];              /* NaN: the key is not finite */
-    uint32_t bad_keys[CONSUMERS];     /* are there such keys? */
-    uint32_t bad;                     /* some d_o was not finite */
-    place at;                         /* here, and not in everybody's registers */
-    int32_t is_there;                 /* is there anything to do at all? */
+    uint32_t tile[STAGES];        /* tile_word */
+    float key_scale[BN];          /* NaN: the key is not finite */
+    uint32_t bad_keys[CONSUMERS]; /* are there such keys? */
+    uint32_t bad;                 /* some d_o was not finite */
+    place at;                     /* here, and not in everybody's registers */
+    float fit, d_q_scale;         /* float16: what is left of d_s's factor when P has its own; what d_q is multiplied by */
+    int32_t is_there;             /* is there anything to do at all? */
     uint32_t with_keys[STAGES][EACH]; /* a bit for each row */
 } shared_notes;
 static_assert(sizeof(shared_notes) <= ATTN_BWD90_NOTES, "give the notes more room");
@@ -216,8 +217,7 @@ DEVICE void tend(const attn_cuda_args &a, const buffers &b, const place &at) {
 #pragma unroll
         for (int n = 0; n < EACH; n++) {
             const uint32_t to = (r.at * BM + n * 32 + lane) * 4;
-            const float lse = x[n].lse == -INFINITY ? INFINITY : __fmul_rn(x[n].lse, (float)ATTN_LOG2E);
-            st_shared_b32(NOTE(b, lse) + to, __float_as_uint(lse));
+            st_shared_b32(NOTE(b, lse) + to, __float_as_uint(fitted_lse(x[n].lse)));
             st_shared_b32(NOTE(b, minus_delta) + to, __float_as_uint(-x[n].delta));
             const uint32_t with_keys = __ballot_sync(~0u, x[n].lse != -INFINITY);
             if (lane == 0) st_shared_b32(NOTE(b, with_keys) + (r.at * EACH + n) * 4, with_keys);
@@ -346,9 +346,9 @@ DEVICE void weigh(float s[NT][4], uint32_t p[STEPS][4], const float scale[2], co
     }
 }
 
-/* d: products of d_o and v; d_s is packed, without HAS_ROOM P too. */
+/* d: products of d_o and v; d_s is packed, without HAS_ROOM P too. fit: of float16. */
 DEVICE void weigh_gradient(const float d[NT][4], const float s[NT][4], uint32_t p[STEPS][4], uint32_t d_s[STEPS][4],
-                           const uint32_t seen[WORDS], bool all) {
+                           const uint32_t seen[WORDS], float fit, bool all) {
 #pragma unroll
     for (int ks = 0; ks < STEPS; ks++) {
         float x[2][4];
@@ -357,7 +357,7 @@ DEVICE void weigh_gradient(const float d[NT][4], const float s[NT][4], uint32_t 
             const int nt = 2 * ks + half;
 #pragma unroll
             for (int e = 0; e < 4; e++) {
-                x[half][e] = s[nt][e] * d[nt][e];
+                x[half][e] = s[nt][e] * d[nt][e] * (BF16 ? 1 : fit);
                 if (!sees(seen, nt, e, all)) x[half][e] = 0;
             }
         }
@@ -467,7 +467,8 @@ DEVICE void give_d_q(const attn_cuda_args &a, const buffers &b, consumer &me, fl
     mbarrier_wait_parity(BARRIER(b, whole, me.out.at), me.out.parity);
     const result_note note = read_note(NOTE(b, results) + me.out.at * (uint32_t)sizeof(result_note));
     if (note.adds) add_sum(d_q, b.d_q + me.out.at * CHUNK_BYTES + me.number * QN * 128 * 16, QN);
-    write_d_q(a, note, d_q, QN, my_row(me), BY_ROWS ? 0 : me.number * QN * 8, rows, (float)a.p.scale);
+    const float scale = BF16 ? (float)a.p.scale : __uint_as_float(ld_shared_b32(NOTE(b, d_q_scale)));
+    write_d_q(a, note, d_q, QN, my_row(me), BY_ROWS ? 0 : me.number * QN * 8, rows, scale);
 }
 DEVICE void pass_d_q(const buffers &b, consumer &me) {
     fence_proxy_async();
@@ -485,10 +486,11 @@ DEVICE void leave_tile(const buffers &b, const consumer &me, uint32_t stage) {
 DEVICE void begin_gradients(const buffers &b, const consumer &me, const float s[NT][4], float d[NT][4],
                             uint32_t p[STEPS][4], float d_v[DT][4], uint32_t d_s[STEPS][4], float d_k[DT][4],
                             const tile &t) {
+    const float fit = BF16 ? 1 : __uint_as_float(ld_shared_b32(NOTE(b, fit)));
     if (t.partial)
-        weigh_gradient(d, s, p, d_s, t.seen, false);
+        weigh_gradient(d, s, p, d_s, t.seen, fit, false);
     else
-        weigh_gradient(d, s, p, d_s, t.seen, true);
+        weigh_gradient(d, s, p, d_s, t.seen, fit, true);
     bar_sync(BARRIER_FREE + me.number, THREADS);
     put_d_s(b, me, d_s);
     fence_proxy_async();
@@ -604,9 +606,9 @@ DEVICE void consume(const attn_cuda_args &a, const buffers &b, const place &at) 
         walk_rows(a, b, at, me, d_k, d_v);
     else
         bar_sync(BARRIER_FREE + me.number, THREADS);
-    send_keys(a, b.k, at, me, a.f.d_k, d_k, a.p.dim_qk, (float)a.p.scale);
+    send_keys(a, b.k, at, me, a.f.d_k, d_k, a.p.dim_qk, (float)a.p.scale / fit_of(a, at.s.b, at.kv_head));
     __syncwarp();
-    send_keys(a, b.v, at, me, a.f.d_v, d_v, a.p.dim_v, 1);
+    send_keys(a, b.v, at, me, a.f.d_v, d_v, a.p.dim_v, 1 / fit_of_p());
     __syncwarp();
     bar_sync(BARRIER_END, THREADS);
     if (ld_shared_b32(NOTE(b, bad))) add_nonfinite(a, at, 0, BN, threadIdx.x);
@@ -621,6 +623,11 @@ KERNEL __launch_bounds__(THREADS + 128, 1) VARIANT(const __grid_constant__ attn_
     if (threadIdx.x == 0) {
         make_barriers(b);
         notes.is_there = find_place(x.a, notes.at);
+        if (!BF16 && notes.is_there) {
+            const float fit = fit_of(x.a, at.s.b, at.kv_head);
+            notes.fit = fit / fit_of_p();
+            notes.d_q_scale = (float)x.a.p.scale / fit;
+        }
     }
     __syncthreads();
     if (!notes.is_there) return;

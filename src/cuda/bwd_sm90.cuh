@@ -11,6 +11,7 @@
 
 #include "cast.cuh"
 #include "device.cuh"
+#include "fit.cuh"
 #include "wgmma.cuh"
 
 enum {
@@ -169,6 +170,13 @@ DEVICE void load_stats(const attn_cuda_args &a, const place &at, const walk &w, 
     for (int n = 0; n < EACH; n++) x[n] = i + n * 32 < at.s.sq ? from[n * 32] : stats{-INFINITY, 0};
 }
 
+/* In float16 lse is made so that P comes out multiplied by a power of two (fit.cuh): by this. */
+DEVICE float fit_of_p(void) { return BF16 ? 1 : power_of_two(FIT_P); }
+DEVICE float fitted_lse(float lse) {
+    const float x = __fmul_rn(lse, (float)ATTN_LOG2E);
+    return lse == -INFINITY ? INFINITY : BF16 ? x : x - FIT_P;
+}
+
 /* ---- what is not finite ---- */
 
 /* In one word of a tile: bit 0 for its low half, bit 1 for its high half. */
@@ -316,10 +324,6 @@ DEVICE void copy(float *memory, uint32_t at, uint32_t bytes, int how, uint32_t b
 /* Chunk c, between memory and buffer `at`; barrier: of TO_LOAD. */
 DEVICE void copy_chunk(const d_q_ring &d, const sums &x, int c, uint32_t at, int how, uint32_t barrier) {
     const int32_t first = first_column(d, c), columns = columns_of(x, first);
-    if (columns == COLUMNS && x.rows == BM) {
-        copy(x.at + first * ATTN_D_Q_ROWS, at, CHUNK_BYTES, how, barrier);
-        return;
-    }
 #pragma unroll 1
     for (int32_t g = 0; g < GROUPS; g++) {
         const int32_t rows = attn__min32(x.rows - g * ATTN_D_Q_ROWS, ATTN_D_Q_ROWS);
@@ -372,11 +376,16 @@ DEVICE void add_tile(const attn_cuda_args &a, const d_q_ring &d, const place &at
         return_tile(a, d, at, r, w, x, t.before >= 0, count);
         return;
     }
+    const bool adds = t.before >= 0 || (!ordered && t.after >= 0), whole = x.rows == BM && x.columns == DIM;
 #pragma unroll 1
     for (int c = 0; c < CHUNKS; c++) {
         mbarrier_wait_parity(d.full + 8 * r.at, r.parity);
         fence_proxy_async_global();
-        copy_chunk(d, x, c, d.at + r.at * CHUNK_BYTES, t.before >= 0 || (!ordered && t.after >= 0) ? TO_ADD : TO_STORE, 0);
+        if (whole)
+            copy(x.at + first_column(d, c) * ATTN_D_Q_ROWS, d.at + r.at * CHUNK_BYTES, CHUNK_BYTES,
+                 adds ? TO_ADD : TO_STORE, 0);
+        else
+            copy_chunk(d, x, c, d.at + r.at * CHUNK_BYTES, adds ? TO_ADD : TO_STORE, 0);
         cp_async_bulk_commit_group();
         cp_async_bulk_wait_group_read();
         mbarrier_arrive(d.whole + 8 * r.at); /* nobody waits, but it has the phases of `empty`, which comes after */
@@ -528,9 +537,9 @@ DEVICE void arrive_by_warps(uint32_t empty) {
 
 /* ---- results ---- */
 
-/* Of the thread's two keys; first: the first one in the block. factor: of each. */
+/* Of the thread's two keys; first: the first one in the block. */
 DEVICE void store_keys(const attn_cuda_args &a, const place &at, int32_t first, const attn_tensor &to,
-                       const float sum[DT][4], int32_t dim, const float factor[2]) {
+                       const float sum[DT][4], int32_t dim, float factor) {
     if (!to.data) return;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
@@ -542,7 +551,7 @@ DEVICE void store_keys(const attn_cuda_args &a, const place &at, int32_t first, 
         const bool pairs = (uint64_t)row % 4 == 0 && dim % 2 == 0;
 #pragma unroll
         for (int dt = 0; dt < DT; dt++) {
-            const uint32_t pair = pack(sum[dt][2 * half] * factor[half], sum[dt][2 * half + 1] * factor[half]);
+            const uint32_t pair = pack(sum[dt][2 * half] * factor, sum[dt][2 * half + 1] * factor);
             const int32_t left = dim - dt * 8 - column;
             if (pairs && left > 0) *(uint32_t *)(row + dt * 16) = pair;
             if (!pairs && left > 0) *(uint16_t *)(row + dt * 16) = (uint16_t)pair;
@@ -550,12 +559,6 @@ DEVICE void store_keys(const attn_cuda_args &a, const place &at, int32_t first, 
         }
     }
 }
-DEVICE void store_keys(const attn_cuda_args &a, const place &at, int32_t first, const attn_tensor &to,
-                       const float sum[DT][4], int32_t dim, float factor) {
-    const float both[2] = {factor, factor};
-    store_keys(a, at, first, to, sum, dim, both);
-}
-
 /*
  * What the tender took out of d_o, added to d_v of the keys [from, to) of the block that its rows see: p * d_o = d_o for any p > 0. Rare, so
  * slow: a thread has a column, and looks at d_o in memory again. Tiles without a mask add theirs twice, which changes nothing.

@@ -1,6 +1,6 @@
 /*
- * The backward on Hopper in one pass for dims above 128, where d_k and d_v of 64 keys are all that two warpgroups have registers for, and
- * for float16. A BWD90 line of variants.def with blocks is one build of this file.
+ * The backward on Hopper in one pass for dims above 128, where d_k and d_v of 64 keys are all that two warpgroups have registers for. A BWD90
+ * line of variants.def with blocks is one build of this file.
  *
  * A block keeps 64 keys of a KV head in shared memory and walks over tiles of 64 rows, as in bwd_sm90.cu, which says how masks,
  * numbers that are not finite, and the turns of d_q are dealt with; what both have is in bwd_sm90.cuh. Three warpgroups have a
@@ -14,7 +14,7 @@
  *
  * While one of them makes numbers of a product, the others multiply. A masked pair is handed on as P = -0, which no exponential is.
  *
- * Rows and d_q go through the L2 cache once for every block, and 64 keys are few for that. So at dims 128 and 256 two blocks are a cluster, which
+ * Rows and d_q go through the L2 cache once for every block, and 64 keys are few for that. So at dim 256 two blocks are a cluster, which
  * has 128 keys: each fetches one half of the columns of Q and d_o for both, and makes one half of the dims of d_q for all 128 keys, for
  * which it has those of the other block's K, and is sent the other block's d_s. Both walk over the same tiles. A stage is empty when
  * both are done with it; nobody leaves before the other one.
@@ -60,7 +60,6 @@ enum {
 };
 
 #include "bwd_sm90.cuh"
-#include "fit.cuh"
 
 enum {
     WARPS = 4, /* of a warpgroup */
@@ -73,56 +72,22 @@ enum {
     SHARE_BLOCKS = DIM / PAIR / ATTN_MAP_COLS, /* blocks of columns that are a block's */
     OTHER_K_BYTES = (PAIR - 1) * KEYS * SHARE_BLOCKS * ROW,
     P_BYTES = BM * KEYS * 4,
-    PRODUCER_REGISTERS = DIM >= 192 ? 32 : 40,
-    SUMMER_REGISTERS = DIM == 256   ? 96
-                       : DIM == 192 ? 128
-                                    : 104,
+    PRODUCER_REGISTERS = 32,
+    SUMMER_REGISTERS = DIM == 256 ? 96 : 128,
     OTHERS_REGISTERS = (512 - PRODUCER_REGISTERS - SUMMER_REGISTERS) / 2
 };
+static_assert(DIM > 128, "bwd_sm90.cu has the others");
 static_assert(BM == 64 && KEYS == 64, "a product of a warpgroup");
 static_assert(CHUNKS % QBUF == 0, "a tile begins with the first buffer");
 static_assert(PIECE * PAIR == DIM && CHUNK_TILES * CHUNKS * 8 == PIECE, "d_q of a block, in chunks");
 
 /* ---- float16: fit.cuh ---- */
 
-/* In float16 lse and delta are made so that P and d_s come out multiplied by 2^FIT_P and fit_of. */
-DEVICE float fitted_lse(float x) { return BF16 ? x : x - FIT_P; }
+/* delta is made so that d_s comes out multiplied by fit_of. */
 DEVICE float fitted_delta(float x, float fit) { return BF16 ? x : x * fit; }
 /* d_s of P, D and delta; fit: what delta was multiplied by, a power of two. */
 DEVICE float gradient_of(float p, float d, float delta, float fit) {
     return BF16 ? p * (d - delta) : p * __fmaf_rn(d, fit, -delta);
-}
-DEVICE float fit_of_p(void) { return BF16 ? 1 : power_of_two(FIT_P); }
-
-/*
- * Float16: factors of d_s of the thread's two keys, for d_k, besides that of all: 2^13 at the largest so far. most: of the thread's d_s of this
- * tile. Where one changes d_k has to follow, by `ratio`; does any of the warp? As fit of bwd.cuh.
- */
-DEVICE bool refit(const float most[2], float fit[2], float ratio[2]) {
-    ratio[0] = ratio[1] = 1;
-    if (!says(most[0] * fit[0] > 16384.0f || most[1] * fit[1] > 16384.0f)) return false;
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-        float m = most[half];
-        m = fmaxf(m, __shfl_xor_sync(~0u, m, 1));
-        m = fmaxf(m, __shfl_xor_sync(~0u, m, 2));
-        const int e = attn__min32(attn__max32((int32_t)(__float_as_uint(m) >> 23 & 255) - 127, -46), 110);
-        const float before = fit[half];
-        if (m * before > 16384.0f) fit[half] = power_of_two(13 - e);
-        ratio[half] = fit[half] / before;
-    }
-    return true;
-}
-DEVICE float first_fit(void) { return power_of_two(BF16 ? 0 : 60); }
-
-/* As pack_weights. */
-DEVICE void pack_fitted(uint32_t w[4], const float x[2][4], const float fit[2]) {
-#pragma unroll
-    for (int e = 0; e < 4; e++) w[e] = pack(x[e / 2][e % 2 * 2] * fit[e % 2], x[e / 2][e % 2 * 2 + 1] * fit[e % 2]);
-}
-DEVICE void follow(float sum[DT][4], const float ratio[2]) {
-#pragma unroll
-    for (int n = 0; n < 4 * DT; n++) sum[n / 4][n % 4] *= ratio[n % 4 / 2];
 }
 
 enum { BARRIER_BAD = 1, BARRIER_END }; /* the scorer's: keys have been looked through; d_v is stored */
@@ -283,7 +248,7 @@ DEVICE void tend(const attn_cuda_args &a, const buffers &b, const place &at) {
 #pragma unroll
         for (int n = 0; n < EACH; n++) {
             const uint32_t to = (q.at * BM + n * 32 + lane) * 4;
-            const float lse = x[n].lse == -INFINITY ? INFINITY : fitted_lse(__fmul_rn(x[n].lse, (float)ATTN_LOG2E));
+            const float lse = fitted_lse(x[n].lse);
             st_shared_b32(NOTE(b, lse) + to, __float_as_uint(lse));
             st_shared_b32(NOTE(b, delta) + to, __float_as_uint(fitted_delta(x[n].delta, fit)));
         }
@@ -455,8 +420,8 @@ DEVICE void score(const attn_cuda_args &a, const buffers &b, const place &at) {
 
 /* ---- the grader ---- */
 
-/* d: products of d_o and v; with P it becomes d_s, which is packed; in float16 it is left in d too. all: no pair is masked; a constant. */
-DEVICE void weigh_gradient(float d[NT][4], uint32_t p, uint32_t d_s[STEPS][4], uint32_t delta, float fit, bool all) {
+/* d: products of d_o and v; with P it becomes d_s, which is packed. all: no pair is masked; a constant. */
+DEVICE void weigh_gradient(const float d[NT][4], uint32_t p, uint32_t d_s[STEPS][4], uint32_t delta, float fit, bool all) {
 #pragma unroll
     for (int ks = 0; ks < STEPS; ks++) {
         float x[2][4];
@@ -471,7 +436,6 @@ DEVICE void weigh_gradient(float d[NT][4], uint32_t p, uint32_t d_s[STEPS][4], u
             for (int e = 0; e < 4; e++) {
                 x[half][e] = gradient_of(__uint_as_float(weight[e]), d[nt][e], less[e & 1], fit);
                 if (!all && weight[e] == 0x80000000u) x[half][e] = 0;
-                if (!BF16) d[nt][e] = x[half][e];
             }
         }
         pack_weights(d_s[ks], x);
@@ -502,7 +466,6 @@ DEVICE void grade(const attn_cuda_args &a, const buffers &b, const place &at) {
     uint32_t d_s[STEPS][4];
     ring q = {}, o = {}, out = {}; /* out: d_s */
     uint32_t parity = 0;           /* of p_full */
-    float fits[2] = {first_fit(), first_fit()};
     mbarrier_wait_parity(NOTE(b, kv_full), 0);
     bool more = says(first_tile(a, at).h < at.h_end);
 #pragma unroll 1
@@ -529,14 +492,6 @@ DEVICE void grade(const attn_cuda_args &a, const buffers &b, const place &at) {
         hand_on(BARRIER(b, d_s_full, out.at));
         if (PAIR == 2) send_d_s(b);
         turn_ring(out, D_S_STAGES);
-        if (!BF16) {
-            float most[2] = {0, 0}, ratio[2];
-#pragma unroll
-            for (int n = 0; n < 4 * NT; n++) most[n % 4 / 2] = fmaxf(most[n % 4 / 2], fabsf(d[n / 4][n % 4]));
-            if (refit(most, fits, ratio)) follow(d_k, ratio);
-#pragma unroll
-            for (int ks = 0; ks < STEPS; ks++) pack_fitted(d_s[ks], &d[2 * ks], fits);
-        }
         mbarrier_wait_parity(BARRIER(b, q_full, q.at), q.parity);
         begin_sum(d_k, d_s, b.q + q.at * Q_BYTES);
         wgmma_wait_group(0);
@@ -544,8 +499,8 @@ DEVICE void grade(const attn_cuda_args &a, const buffers &b, const place &at) {
         turn_ring(q, STAGES);
         turn_ring(o, O_STAGES);
     }
-    const float scale = (float)a.p.scale / fit_of(a, at.s.b, at.kv_head), factor[2] = {scale / fits[0], scale / fits[1]};
-    store_keys(a, at, (int32_t)b.rank * KEYS + my_key(), a.f.d_k, d_k, a.p.dim_qk, factor);
+    const float scale = (float)a.p.scale / fit_of(a, at.s.b, at.kv_head);
+    store_keys(a, at, (int32_t)b.rank * KEYS + my_key(), a.f.d_k, d_k, a.p.dim_qk, scale);
 }
 
 /* ---- the summer ---- */

@@ -14,7 +14,7 @@
  * folds them. Likewise the last to finish a super of an item folds the supers. Nobody waits.
  *
  * Within a block, each warp has 32 keys of a tile of 128 to itself, or 64 of 256; where O is wide two have 32 of 64, and each half of the dims. A
- * team, one warp or two, fetches what it works on, and teams meet at the end of a span only. A span is worked in stretches of two tiles:
+ * team, one warp or two, fetches what it works on, and teams meet at the end of a span only. A span is worked in stretches of two tiles, or one of 256 keys:
  *
  *     S^T = K Q^T              a tile of K after the other, each fetched some tiles ahead: the next item's, when this one has no more
  *     m, P = exp2(S - m)       over the team's keys of both; in registers, 8 x 8 numbers of it transposed by an instruction

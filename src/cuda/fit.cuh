@@ -1,8 +1,7 @@
 /*
- * How P and d_s are brought into the range of float16: powers of two, so that nothing is rounded twice. P, at most 1, by 2^12. d_s, at most
+ * How Hopper's backward brings P and d_s into the range of float16: powers of two, so that nothing is rounded twice. P, at most 1, by 2^12. d_s, at most
  * dim_v |d_o| |v| + |delta|, by one number for a sequence and KV head, which is known before (bwd_fit): d_q is a sum over keys of several
- * blocks. (For d_k each key has a factor besides, which its block finds: refit of bwd_sm90_wide.cu.) It leaves the largest d_s that there could be just below 2^15, 29 binades above what has
- * fewer than 11 bits.
+ * blocks. It leaves the largest d_s that there could be just below 2^15, 29 binades above what has fewer than 11 bits, 40 above what is lost.
  */
 #ifndef ATTN_FIT_CUH
 #define ATTN_FIT_CUH

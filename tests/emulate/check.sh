@@ -49,7 +49,7 @@ for kernel in $(sed -n 's/^BWD(\([a-z0-9_]*\),.*/\1/p' src/cuda/variants.def); d
     compile "$kernel.o" $fwd "-DVARIANT=$kernel" -c src/cuda/$source
 done
 for kernel in $(sed -n 's/^BWD90(\([a-z0-9_]*\),.*/\1/p' src/cuda/variants.def); do
-    case $kernel in *_bf16_d64 | *_bf16_d128) source=bwd_sm90.cu ;; *) source=bwd_sm90_wide.cu ;; esac
+    case $kernel in *f16_d64 | *f16_d128) source=bwd_sm90.cu ;; *) source=bwd_sm90_wide.cu ;; esac
     compile "$kernel.o" $fwd "-DVARIANT=$kernel" -c src/cuda/$source
 done
 for kernel in $(sed -n 's/^DECODE(\([a-z0-9_]*\),.*/\1/p' src/cuda/variants.def); do
