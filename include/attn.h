@@ -154,9 +154,10 @@ ATTN_API int32_t attn_context_threads(const attn_context *context);
 
 /*
  * Lengths, page numbers and slots of the cuda backend are read on the device, where nobody can refuse them before the run: a
- * value out of range is brought into range, and a sticky word says so. This reads the word and clears it: ATTN_INVALID, and
- * which array and sequence it was last. It does not wait for the device: call it when the stream has been synchronised. Other
- * backends check before they run, and so it is always ATTN_OK with them.
+ * value out of range is brought into range, and a sticky word says so. New keys are written nowhere if their page, their
+ * sequence's slot, its place or its lengths are out of range, or if the cache has no room for them. This reads the word and
+ * clears it: ATTN_INVALID, and which array and sequence it was last. It does not wait for the device: call it when the stream
+ * has been synchronised. Other backends check before they run, and so it is always ATTN_OK with them.
  */
 ATTN_API attn_status attn_device_status(attn_context *context);
 
@@ -354,7 +355,7 @@ ATTN_API attn_status attn_plan_create(attn_plan **plan, attn_context *context, c
 ATTN_API void attn_plan_destroy(attn_plan *plan); /* NULL is ignored */
 
 /*
- * Bytes of workspace that attn_run needs. Of a backward on a GPU: two floats (F64 and ATTN_PRECISE: doubles) for each row of lse, and at most d_q in float,
+ * Bytes of workspace that attn_run needs. Of a backward on a GPU: a float (F64 and ATTN_PRECISE: a double) for each row of lse, and at most d_q in float,
  * with dim_qk rounded up to 8 and, where rows are packed or max_q is no multiple of 16, up to 8 rows more for each sequence and head. Besides at most
  * 8 bytes for every 64 rows of a sequence and head, or a part of them (packed: 8 once more), 12 for each sequence and KV head, 32 for every 32 keys
  * of a head of FlashMask, and 256. docs/kernels/backward.md has the formula.

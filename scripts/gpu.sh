@@ -132,7 +132,7 @@ if wants check; then
     done
 fi
 if wants bars; then start bars $attn check --backend cuda --bars; fi
-if wants tests; then start tests env ATTN_TEST_BACKEND=cuda $build/attn-tests c1_ c2_ c4_ c5_ s01_ s02_softcap_of s09_; fi
+if wants tests; then start tests env ATTN_TEST_BACKEND=cuda $build/attn-tests c1_ c2_ c4_ c5_ s01_ s02_softcap_of s09_ s11_what_is_out; fi
 if wants repeat; then
     start repeat $attn check --backend cuda --cases "${REPEAT_CASES:-20}" --repeat 1000 --seed 5
     start repeat-backward $attn check --backend cuda --op backward --feature gqa,varlen_q,window \

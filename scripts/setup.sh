@@ -35,8 +35,10 @@ install() {
     fi
     say "installing $* ($why) with apt-get"
     if [ -z "$updated" ]; then
-        # A broken third-party source makes update fail; what we need may be there all the same.
-        as_root apt-get -qq update || say "apt-get update did not succeed everywhere; going on"
+        # It has been seen to wait for ever on a connection that was lost; a second try took a second. A broken third-party source
+        # makes it fail; what we need may be there all the same.
+        as_root timeout 90 apt-get -qq update || as_root timeout 180 apt-get -qq update ||
+            say "apt-get update did not succeed everywhere; going on"
         updated=1
     fi
     as_root env DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends "$@" >/dev/null

@@ -345,25 +345,29 @@ static void paged_decode_is_contiguous(attn_context *context, attn_dtype dtype) 
 }
 TEST(c5_paged_split_decode_is_contiguous) { each_cpu(paged_decode_is_contiguous); }
 
+/* Sequence b of them, which has run, and the same by itself, without pages. */
+static void check_one_alone(attn_context *context, const rig *all, int32_t b, uint32_t flags) {
+    rig alone = {.p = all->p, .backward = all->backward};
+    alone.p.flags = flags;
+    alone.p.batch = 1;
+    alone.p.total_q = alone.p.total_kv = 0;
+    alone.p.page_size = alone.p.num_pages = 0;
+    alone.p.max_q = rig_sq(all, b);
+    alone.p.max_kv = rig_sk(all, b);
+    alone.f.alibi = all->f.alibi;
+    alone.f.sink = all->f.sink;
+    CHECK(rig_make(&alone, 15));
+    rig_copy(&alone, 0, all, b);
+    CHECK_OK(rig_run(&alone, context));
+    CHECK_SAY(rig_same_rows(&alone, 0, all, b, rig_sq(all, b)), "rows of sequence %d", b);
+    if (all->backward) CHECK_SAY(rig_same_keys(&alone, 0, all, b, rig_sk(all, b)), "keys of sequence %d", b);
+    rig_free(&alone);
+}
+
 /* Every sequence of `all` against a problem of its own. */
 static void check_alone(attn_context *context, rig *all, uint32_t flags) {
     CHECK_OK(rig_run(all, context));
-    for (int32_t b = 0; b < all->full.batch; b++) {
-        rig alone = {.p = all->p, .backward = all->backward};
-        alone.p.flags = flags;
-        alone.p.batch = 1;
-        alone.p.total_q = alone.p.total_kv = 0;
-        alone.p.max_q = rig_sq(all, b);
-        alone.p.max_kv = rig_sk(all, b);
-        alone.f.alibi = all->f.alibi;
-        alone.f.sink = all->f.sink;
-        CHECK(rig_make(&alone, 15));
-        rig_copy(&alone, 0, all, b);
-        CHECK_OK(rig_run(&alone, context));
-        CHECK_SAY(rig_same_rows(&alone, 0, all, b, rig_sq(all, b)), "rows of sequence %d", b);
-        if (all->backward) CHECK_SAY(rig_same_keys(&alone, 0, all, b, rig_sk(all, b)), "keys of sequence %d", b);
-        rig_free(&alone);
-    }
+    for (int32_t b = 0; b < all->full.batch; b++) check_one_alone(context, all, b, flags);
 }
 
 static void varlen_is_alone(attn_context *context, attn_dtype dtype) {
@@ -492,6 +496,57 @@ static void decode_batch_of_64(attn_context *context, attn_dtype dtype) {
     rig_free(&r);
 }
 TEST(c5_one_decode_is_the_same_in_a_batch_of_64) { each_cpu(decode_batch_of_64); }
+
+/* Pages for what is used, in any order; behind them the table has numbers of pages that there are not. */
+static void deal_pages(rig *r, uint64_t *random) {
+    const int32_t count = r->p.num_pages, per_slot = (int32_t)attn__pages_per_slot(&r->full, &r->f);
+    int32_t *table = (int32_t *)(uintptr_t)r->f.page_table, *left = malloc((size_t)count * sizeof *left), next = count;
+    if (!CHECK(left != NULL)) return;
+    for (int32_t n = 0; n < count; n++) left[n] = n;
+    for (int32_t b = 0; b < r->p.batch; b++)
+        for (int32_t n = 0; n < per_slot; n++) {
+            int32_t *to = &table[b * per_slot + n], any = next ? random_range(random, 0, next - 1) : 0;
+            *to = n % 2 ? INT32_MAX : -1;
+            if (n * r->p.page_size >= r->f.used_kv[b]) continue;
+            *to = left[any];
+            left[any] = left[--next];
+        }
+    CHECK(next == 0);
+    free(left);
+}
+
+/* Sequences of many lengths: in a batch, the same with its pages in another order, again, and alone. */
+static void decode_batch_of_256(attn_context *context, attn_dtype dtype) {
+    enum { BATCH = 256, MOST = 1100, PAGE = 16, ALONE = 16 };
+    int32_t used[BATCH], dim;
+    uint64_t random = 43;
+    for (int32_t d = 0; (dim = on_host() ? 24 : wide_dim(d)) != 0 && d < (on_host() ? 1 : 2); d++) {
+        rig one = {.p = problem(dtype, BATCH, 4, 1, 1, MOST, dim)}, other;
+        one.p.flags = ATTN_USED_KV;
+        one.p.page_size = PAGE;
+        one.f.used_kv = used;
+        for (int32_t b = 0; b < BATCH; b++) {
+            used[b] = random_range(&random, 1, b % 8 ? 60 : MOST);
+            one.p.num_pages += (used[b] + PAGE - 1) / PAGE;
+        }
+        other = one;
+        CHECK(rig_make(&one, random) && rig_make(&other, random + 1));
+        deal_pages(&one, &random);
+        deal_pages(&other, &random);
+        for (int32_t b = 0; b < BATCH; b++) rig_copy(&other, b, &one, b);
+        CHECK_OK(rig_run(&one, context));
+        for (int n = 0; n < 2; n++) {
+            rig_reset(&other, (unsigned char)n);
+            CHECK_OK(rig_run(&other, context));
+            CHECK_SAY(rig_same(&one, &other), "dim %d, pages in another order, run %d", dim, n);
+        }
+        for (int n = 0; n < ALONE; n++)
+            check_one_alone(context, &one, random_range(&random, 0, BATCH / ALONE - 1) * ALONE + n, 0);
+        rig_free(&one);
+        rig_free(&other);
+    }
+}
+TEST(c5_one_decode_is_the_same_in_a_batch_of_256_of_many_lengths) { each_cpu(decode_batch_of_256); }
 
 /* Keys and values of 8 bits: alone as in a batch, of more rows than some of them have, and in pages. */
 static void narrow_cache(attn_context *context, attn_dtype dtype) {

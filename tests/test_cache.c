@@ -356,3 +356,105 @@ static void quantised_cache(attn_context *context, attn_dtype dtype, double tole
     (void)tolerance;
 }
 TEST(s11_append_to_a_cache_of_8_bits_divides_and_saturates) { each_host(quantised_cache); }
+
+/* ---- what is out of range ---- */
+
+enum { SLOT = 128, PAGE = 16, PAGES = BATCH * SLOT / PAGE, SOME_NEW = 3, MIDDLE = 50 };
+
+/*
+ * What is wrong with the second of three sequences. The numbers are such that a GPU, which brings them into range, comes to the first
+ * sequence's memory, or to the last one's.
+ */
+typedef struct flaw {
+    const char *where;
+    uint32_t
+        flags; /* besides those of flawed_form; ATTN_VARLEN_... has INT32_MAX as the second one's end, which is the third one's start */
+    int32_t page_size, used, page, number; /* page: of the table, gets the number; -1: none does */
+    int32_t slot;                          /* ATTN_BATCH_INDEX */
+    bool appends_nothing;
+} flaw;
+
+static rig flawed_form(attn_dtype dtype, const flaw *x, attn_op op, int32_t rows, int32_t dim) {
+    rig r = {.p = problem(dtype, BATCH, HEADS, KV_HEADS, rows, SLOT, dim)};
+    r.p.op = op;
+    r.p.flags = ATTN_USED_KV | x->flags | (op == ATTN_FORWARD ? ATTN_APPEND | ATTN_CAUSAL : 0);
+    r.p.max_new = SOME_NEW;
+    r.p.page_size = x->page_size;
+    r.p.num_pages = x->page_size ? PAGES : 0;
+    r.p.total_kv = x->flags & ATTN_VARLEN_KV ? BATCH * SLOT : 0;
+    r.p.total_new = x->flags & ATTN_VARLEN_NEW ? BATCH * SOME_NEW : 0;
+    r.p.cache_batch = x->flags & ATTN_BATCH_INDEX ? BATCH : 0;
+    return r;
+}
+
+static bool put(const int32_t *array, int at, int32_t number) {
+    if (array) ((int32_t *)(uintptr_t)array)[at] = number;
+    return array;
+}
+
+/* Lengths without a flaw, and with it. */
+static bool make_lengths(rig *r, const flaw *x, bool wrong) {
+    bool made = rig_make(r, 51) && put(r->f.used_kv, 0, 0) && put(r->f.used_kv, 1, wrong ? x->used : MIDDLE);
+    if (!made || !wrong) return made;
+    put(r->f.cu_kv, 2, INT32_MAX);
+    put(r->f.cu_new, 2, INT32_MAX);
+    put(r->f.batch_index, 1, x->slot);
+    if (x->page >= 0) put(r->f.page_table, SLOT / PAGE + x->page, x->number);
+    return true;
+}
+
+/* Is slot b of the caches the same? */
+static bool same_cache(const rig *x, const rig *y, int32_t b) {
+    const size_t slot = (size_t)(SLOT * KV_HEADS * x->p.dim_qk) * attn_dtype_size(x->p.dtype);
+    return memcmp((char *)x->f.k.data + b * slot, (char *)y->f.k.data + b * slot, slot) == 0 &&
+           memcmp((char *)x->f.v.data + b * slot, (char *)y->f.v.data + b * slot, slot) == 0;
+}
+
+/* Everything that a flawed call leaves in memory, beside what the same call leaves without the flaw. */
+static void check_flaw(attn_context *context, attn_dtype dtype, const flaw *x, attn_op op, int32_t rows, int32_t dim) {
+    rig right = flawed_form(dtype, x, op, rows, dim), wrong = right, before = right;
+    const bool on_gpu = strcmp(attn_context_backend(context), "cuda") == 0;
+    const bool is_met =
+        !on_gpu || op == ATTN_FORWARD || x->page < 0 || x->appends_nothing; /* an append looks at its own page alone */
+    const bool spoils_next = x->flags & (ATTN_VARLEN_KV | ATTN_VARLEN_NEW);
+    if (!CHECK(make_lengths(&right, x, false) && make_lengths(&wrong, x, true) && make_lengths(&before, x, true))) return;
+    CHECK_OK(rig_run(&right, context));
+    CHECK_STATUS(rig_run(&wrong, context), is_met ? ATTN_INVALID : ATTN_OK, is_met ? x->where : "");
+    CHECK_OK(attn_device_status(context)); /* it is said once */
+    if (!on_gpu) CHECK_SAY(rig_same(&wrong, &before), "%s: a call that is refused writes nothing", x->where);
+    for (int32_t b = 0; b < BATCH && on_gpu; b++) {
+        const bool is_flawed = b == 1 || (b == 2 && spoils_next);
+        if (is_flawed && !x->appends_nothing) continue;
+        CHECK_SAY(same_cache(&wrong, is_flawed ? &before : &right, b), "%s: cache of sequence %d", x->where, b);
+        if (op == ATTN_FORWARD && !is_flawed)
+            CHECK_SAY(rig_same_rows(&wrong, b, &right, b, rows), "%s: rows of sequence %d", x->where, b);
+    }
+    rig_free(&right);
+    rig_free(&wrong);
+    rig_free(&before);
+}
+
+static void out_of_range(attn_context *context, attn_dtype dtype) {
+    static const flaw flaws[] = {
+        {"used_kv[1]", 0, 0, SLOT - SOME_NEW + 1, -1, 0, 1, false}, /* the append ends past the capacity */
+        {"used_kv[1]", 0, PAGE, SLOT - SOME_NEW + 1, -1, 0, 1, false},
+        {"used_kv[1]", 0, 0, INT32_MAX, -1, 0, 1, true},
+        {"used_kv[1]", 0, PAGE, INT32_MAX, -1, 0, 1, true},
+        {"used_kv[1]", 0, PAGE, -1, -1, 0, 1, true},
+        {"page_table[1]", 0, PAGE, MIDDLE, 1, PAGES, 1, false}, /* a page that is read */
+        {"page_table[1]", 0, PAGE, MIDDLE, 0, -1, 1, false},
+        {"page_table[1]", 0, PAGE, MIDDLE, MIDDLE / PAGE, -1, 1, true}, /* the page of the new keys */
+        {"page_table[1]", 0, PAGE, MIDDLE, MIDDLE / PAGE, INT32_MAX, 1, true},
+        {"batch_index[1]", ATTN_BATCH_INDEX, 0, MIDDLE, -1, 0, BATCH, true},
+        {"batch_index[1]", ATTN_BATCH_INDEX, PAGE, MIDDLE, -1, 0, -1, true},
+        {"kv[", ATTN_VARLEN_KV, 0, SLOT - 1, -1, 0, 1, true}, /* cu_kv, or used_kv of the third */
+        {"cu_new[", ATTN_VARLEN_NEW, PAGE, MIDDLE, -1, 0, 1, true},
+    };
+    static const int32_t rows[] = {1, 5, 40}, dims[] = {16, 64, 128};
+    for (size_t n = 0; n < sizeof flaws / sizeof *flaws; n++)
+        for (int d = 0; d < (on_host() ? 1 : 3); d++) {
+            for (int r = 0; r < 3; r++) check_flaw(context, dtype, &flaws[n], ATTN_FORWARD, rows[r], dims[d]);
+            check_flaw(context, dtype, &flaws[n], ATTN_KV_APPEND, 0, dims[d]);
+        }
+}
+TEST(s11_what_is_out_of_range_is_said_and_harms_nobody_else) { each_cpu(out_of_range); }

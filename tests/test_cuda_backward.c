@@ -282,30 +282,30 @@ TEST(cuda_backward_in_one_pass) {
     rig_free(&r);
 }
 
-TEST(cuda_backward_workspace_is_two_numbers_a_row) {
+TEST(cuda_backward_workspace_is_a_number_a_row) {
     stub_start();
     stub.arch[0] = 80;
     attn_context *context = cuda_context();
     attn_problem p = problem(ATTN_BF16, 3, 4, 2, 100, 2048, 100);
     p.op = ATTN_BACKWARD; /* in one pass: d_q, too, rows and columns rounded up, and the turns of two tiles of each head */
-    CHECK(workspace_of(context, p) == 3 * 4 * (100 * 8 + 104 * 104 * 4) + 128);
+    CHECK(workspace_of(context, p) == 3 * 4 * (100 * 4 + 104 * 104 * 4) + 128);
     p.flags = ATTN_VARLEN_Q;
     p.total_q = 160;
-    CHECK(workspace_of(context, p) == 4 * (160 * 8 + (160 + 3 * 8) * 104 * 4) + 128);
+    CHECK(workspace_of(context, p) == 4 * (160 * 4 + (160 + 3 * 8) * 104 * 4) + 128);
     p = problem(ATTN_BF16, 3, 4, 2, 100, 128, 100);
     p.op = ATTN_BACKWARD; /* one block has all keys of a head: nobody has to wait for its d_q */
-    CHECK(workspace_of(context, p) == 3 * 4 * 100 * 8 + 128);
+    CHECK(workspace_of(context, p) == 3 * 4 * 100 * 4 + 128);
     p = problem(ATTN_F16, 3, 4, 2, 100, 2048, 64);
     p.op = ATTN_BACKWARD;
-    CHECK(workspace_of(context, p) == 3 * 4 * 100 * 8);
+    CHECK(workspace_of(context, p) == 3 * 4 * 100 * 4);
     p.flags = ATTN_VARLEN_Q;
     p.total_q = 48;
-    CHECK(workspace_of(context, p) == 48 * 4 * 8);
+    CHECK(workspace_of(context, p) == 48 * 4 * 4);
     p.flashmask_vectors = 2;
-    CHECK(workspace_of(context, p) == 48 * 4 * 8 + 3 * 64 * 32); /* batch, tiles of 32 keys, two times four numbers */
+    CHECK(workspace_of(context, p) == 48 * 4 * 4 + 3 * 64 * 32); /* batch, tiles of 32 keys, two times four numbers */
     p = problem(ATTN_F64, 3, 4, 2, 100, 2048, 64);
     p.op = ATTN_BACKWARD;
-    CHECK(workspace_of(context, p) == 3 * 4 * 100 * 16);
+    CHECK(workspace_of(context, p) == 3 * 4 * 100 * 8);
     attn_context_destroy(context);
     CHECK(stub_live() == 0);
     stub_stop();
@@ -325,18 +325,18 @@ static size_t documented(const attn_problem *p, int64_t rows, int64_t blocks, bo
                           : packed ? p->heads_q * (p->total_q / rows + p->batch)
                                    : heads * ((p->max_q + rows - 1) / rows);
     const int64_t turns = rows ? tiles * blocks + 1 + (fits ? 3 * p->batch * p->heads_kv : 0) : 0;
-    const int64_t parts[] = {8 * all, rows && keeps ? 4 * stored * ((p->dim_qk + 7) / 8 * 8) : 0, 4 * turns};
+    const int64_t parts[] = {4 * all, rows && keeps ? 4 * stored * ((p->dim_qk + 7) / 8 * 8) : 0, 4 * turns};
     size_t sum = 0;
     for (int n = 0; n < 3; n++) sum += (size_t)(parts[n] + 63) / 64 * 64;
     return sum;
 }
 
 /*
- * The formula, on Hopper and elsewhere, and the bound: d_q in float and two floats for each row. To that come at most 7 columns, 8 rows for each
- * sequence and head, 4 or 8 bytes for each of their tiles, and a few for each sequence. ATTN_UNORDERED changes nothing, but where one block has
- * all keys.
+ * The formula, on Hopper and elsewhere, and the bound: d_q in float and two floats for each row, where dims are multiples of 8 and rows of
+ * 16, or long sequences. It is d_q in float and one for each row, at most 7 columns, 8 rows for each sequence and head, 4 or 8 bytes for each of
+ * their tiles, and a few for each sequence. ATTN_UNORDERED changes nothing, but where one block has all keys.
  */
-TEST(cuda_backward_workspace_is_d_q_in_float_and_two_numbers_a_row) {
+TEST(cuda_backward_workspace_is_at_most_d_q_in_float_and_two_numbers_a_row) {
     static const struct {
         int32_t arch;
         attn_dtype dtype;
@@ -351,8 +351,8 @@ TEST(cuda_backward_workspace_is_d_q_in_float_and_two_numbers_a_row) {
     static const struct {
         int32_t batch, max_q, total_q; /* total_q > 0: packed */
     } shapes[] = {
-        {3, 1024, 0},   {3, 700, 0},     {3, 1, 0},   {3, 8, 0},     {3, 25, 0},
-        {3, 700, 1500}, {3, 1024, 1024}, {90, 3, 90}, {90, 30, 900},
+        {3, 1024, 0},    {3, 700, 0}, {3, 1, 0},     {3, 8, 0},    {3, 25, 0},      {3, 700, 1500},
+        {3, 1024, 1024}, {90, 3, 90}, {90, 30, 900}, {2, 2100, 0}, {2, 3000, 4200},
     };
     for (size_t n = 0; n < sizeof lines / sizeof lines[0]; n++) {
         const int32_t rows = lines[n].rows, blocks = lines[n].blocks, most = lines[n].most;
@@ -374,10 +374,11 @@ TEST(cuda_backward_workspace_is_d_q_in_float_and_two_numbers_a_row) {
                 CHECK_SAY(have == want, "%zu bytes, and not %zu", have, want);
                 const size_t heads = 16 * (size_t)p.batch,
                              all = p.total_q ? 16 * (size_t)p.total_q : heads * (size_t)p.max_q;
-                const size_t bound = all * (4 * (size_t)dim + 8), columns = ((size_t)dim + 7) / 8 * 8;
+                const size_t parts = all * (4 * (size_t)dim + 4), columns = ((size_t)dim + 7) / 8 * 8;
                 const size_t turns = (all / 64 + 2 * heads) * 8 + 24 * (size_t)p.batch + 4 + 192;
                 const bool even = p.total_q == 0 && p.max_q % 16 == 0;
-                CHECK(have <= bound + all * (columns - (size_t)dim) * 4 + (even ? 0 : heads * 8 * columns * 4) + turns);
+                CHECK(have <= parts + all * (columns - (size_t)dim) * 4 + (even ? 0 : heads * 8 * columns * 4) + turns);
+                if (dim % 8 == 0 && (even || all >= heads * (9 * columns + 64))) CHECK(have <= parts + 4 * all);
                 p.flags |= ATTN_UNORDERED;
                 CHECK(workspace_of(context, p) == want);
                 p.max_kv = 64; /* a block has them all, and needs no floats if it knows that nobody else adds to them */

@@ -208,12 +208,6 @@ static void micro_dots(real *s, int32_t width, const real *k, int64_t ldk, const
 
 /* ---- products of few rows ---- */
 
-/*
- * Rows of v that are worked at once. Rows that are 4 KiB apart share the same lines of the first cache: a Neoverse-N1's has room for 16 of
- * them, and some are asked for ahead.
- */
-enum { KEYS_AT_ONCE = 8 };
-
 #if defined(ATTN_NEON)
 #include "narrow_neon.h"
 #elif defined(__AVX512F__) && !defined(ATTN_REAL_F64)
@@ -258,8 +252,9 @@ INLINE void narrow_product(const attn_dtype of, real *c, int64_t ldc, const real
                            int32_t m, int32_t n, int32_t keys) {
     const int64_t size = (int64_t)dtype_bytes(of), ldv = panel->row, pitch = panel->pitch * size;
     const char *v = panel->data, *next = v + panel->ahead * size;
-    for (int32_t j = 0; j < keys; j += KEYS_AT_ONCE, p += KEYS_AT_ONCE * width) {
-        int32_t some = keys - j < KEYS_AT_ONCE ? keys - j : KEYS_AT_ONCE, x = 0;
+    for (int32_t j = 0, some; j < keys; j += some, p += some * width) {
+        int32_t x = 0;
+        some = keys - j < panel->at_once ? keys - j : panel->at_once;
 #if defined(ATTN_NEON)
         x = n / (NV * VL) * (NV * VL);
         if (x > 0)

@@ -22,6 +22,7 @@ typedef struct attn_panel {
     int64_t row;
     attn_dtype dtype;     /* one that is readable */
     int64_t ahead, pitch; /* so far from data are rows, `pitch` apart, that will be wanted later: they are asked for */
+    int32_t at_once;      /* values: so many rows are worked for all columns, then the next ones */
 } attn_panel;
 
 typedef struct REAL(micro) {

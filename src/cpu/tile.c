@@ -164,17 +164,27 @@ bool REAL(tile_in_one_page)(const attn_rows *t, int32_t j0, int32_t keys) {
 }
 
 /*
- * How many rows of so many bytes, `pitch` bytes apart, are asked for before they are read. Intel's cores fetch rows that follow each other by
- * themselves, and better if nobody is far ahead of them: 1 KB is best for floats, and as good as more for bf16. Of rows with gaps between
- * them 6 KB are.
+ * Rows of v, of so many bytes, `pitch` bytes apart, that are worked at once. Those that are 4 KiB apart share the same lines of the first cache:
+ * a Neoverse-N1's has room for 16 of them, and some are asked for ahead. Of rows without gaps it has room for 8 KB and as much ahead.
+ */
+static int32_t rows_at_once(int64_t bytes, int64_t pitch) {
+#if defined(__aarch64__)
+    if (pitch == bytes) return attn__min32(attn__max32((int32_t)(8192 / bytes), ATTN_AHEAD), ATTN_TILE_COLS / 2);
+#endif
+    (void)bytes, (void)pitch;
+    return ATTN_AHEAD;
+}
+
+/*
+ * How many are asked for before they are read. Intel's cores fetch rows that follow each other by themselves, and better if nobody is far
+ * ahead of them: 1 KB is best for floats, and as good as more for bf16. Of rows with gaps between them 6 KB are.
  */
 static int32_t rows_ahead(int64_t bytes, int64_t pitch) {
 #if defined(__x86_64__)
     if (pitch > 0 && pitch <= 512) return attn__min32((int32_t)(1024 / pitch), ATTN_AHEAD);
     if (pitch > bytes) return attn__min32(attn__max32((int32_t)(6144 / bytes), ATTN_AHEAD), ATTN_TILE_COLS / 2);
 #endif
-    (void)bytes, (void)pitch;
-    return ATTN_AHEAD;
+    return rows_at_once(bytes, pitch);
 }
 
 /*
@@ -185,11 +195,16 @@ static attn_panel view(const attn_rows *t, const attn_tensor *of, int32_t dim, i
     const attn_problem *p = t->p;
     if (!t->micro->readable(p->kv_dtype) || !REAL(tile_in_one_page)(t, j0, keys) || dim % ATTN_LANES != 0) {
         load_kv(t, room, of, dim, attn__pad(dim), j0, keys);
-        return (attn_panel){room, attn__pad(dim), REAL_DTYPE, 0, attn__pad(dim)};
+        return (attn_panel){room, attn__pad(dim), REAL_DTYPE, 0, attn__pad(dim), ATTN_AHEAD};
     }
     int64_t row = pitch_of(t, of, keys), size = (int64_t)attn_dtype_size(p->kv_dtype);
     int64_t ahead = rows_ahead(dim * size, row * size) * row;
-    return (attn_panel){REAL(tile_kv_row)(t, of, t->s.leftpad + j0, NULL), row, p->kv_dtype, ahead, row};
+    return (attn_panel){REAL(tile_kv_row)(t, of, t->s.leftpad + j0, NULL),
+                        row,
+                        p->kv_dtype,
+                        ahead,
+                        row,
+                        rows_at_once(dim * size, row * size)};
 }
 
 /* The first rows of a panel of `keys`, or all that are left of it: the last ones, for which it is to ask for what comes next, come apart. */

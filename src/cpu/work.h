@@ -27,7 +27,8 @@ enum {
     ATTN_STRIP = 16,       /* the most query tiles that share a load of keys */
     ATTN_SPLIT_ROWS = 16,  /* at most so many rows: heads of a group share a tile, keys are worked in chunks */
     ATTN_NARROW_ROWS = 4,  /* at most so many: narrow, if there are more keys */
-    ATTN_AHEAD = 8,     /* so many rows of k and v are asked for before they are read; tile.c has what x86 does otherwise */
+    ATTN_AHEAD =
+        8, /* so many rows of k and v are asked for before they are read, as many as are worked at once; tile.c has exceptions */
     ATTN_CHUNK = 512,   /* keys of a chunk; a multiple of ATTN_TILE_COLS */
     ATTN_FEW_KEYS = 16, /* a row that weighs fewer keys is done in double: attn__mixed */
     ATTN_FEW_ROWS = 8   /* d_v of a key that fewer rows weigh is done in double */

@@ -17,6 +17,18 @@ DEVICE void copy_row(char *to, const char *from, int32_t bytes, int32_t lane, in
     }
 }
 
+/* Has new row `row` a place of its own? What a number out of range is brought to may be somebody else's. */
+DEVICE bool has_place(const attn_cuda_args &a, const attn_seq &s, int32_t row) {
+    const attn_problem &p = a.p;
+    if ((p.flags & ATTN_BATCH_INDEX) && a.f.batch_index[s.b] != s.slot) return false;
+    if ((p.flags & ATTN_USED_KV) && a.f.used_kv[s.b] != s.used) return false;
+    if ((p.flags & ATTN_VARLEN_KV) && !are_packed(a.f.cu_kv, p.total_kv, p.max_kv, s.b)) return false;
+    if ((p.flags & ATTN_VARLEN_NEW) && !are_packed(a.f.cu_new, p.total_new, p.max_new, s.b)) return false;
+    if (!p.page_size) return true;
+    const int32_t page = page_in_table(a, s, s.used + row);
+    return page == checked_page(a, s, page);
+}
+
 /* Key or value `row` of those that are new to the sequence. */
 DEVICE void append_one(const attn_cuda_args &a, const attn_seq &s, int32_t row, int32_t h, bool is_key) {
     const attn_problem &p = a.p;
@@ -37,6 +49,7 @@ DEVICE void append_one(const attn_cuda_args &a, const attn_seq &s, int32_t row, 
 }
 
 DEVICE void append_row(const attn_cuda_args &a, const attn_seq &s, int32_t row, int32_t h) {
+    if (!has_place(a, s, row)) return;
 #pragma unroll 1
     for (int is_key = 1; is_key >= 0; is_key--) append_one(a, s, row, h, is_key);
 }

@@ -16,14 +16,14 @@
  *
  * A backward is:
  *
- *   bwd_delta  always           lse and delta of each row -> row_stats                     bwd_rows.cu
+ *   bwd_delta  always           delta of each row                                          bwd_rows.cu
  *   ranges     FlashMask        as above                                                   ranges.cu
  *   bwd_fit    float16, Hopper  sizes of d_o, v and delta -> fits                          bwd_rows.cu
  *   bwd_..._q  d_q              not in one pass                                            bwd.cu, bwd_any.cu
  *   bwd_...    d_k or d_v       in one pass d_q too                                        bwd_sm90.cu, bwd_sm90_wide.cu, bwd_one.cu, bwd.cu, bwd_any.cu
  *   bwd_cast   d_q              Hopper's, where blocks have not finished it themselves     bwd_rows.cu
  *   bwd_bias   d_bias                                                                      bwd_any.cu
- *   bwd_sink   d_sink           from row_stats                                             bwd_rows.cu
+ *   bwd_sink   d_sink           from lse and delta                                         bwd_rows.cu
  *   bwd_fill   own lengths      rows of the gradients that no sequence covers              bwd_rows.cu
  */
 #ifndef ATTN_CUDA_ARGS_H
@@ -152,10 +152,10 @@ typedef struct attn_cuda_args {
         uint32_t *fits;
     };
     /*
-     * Backward: of each row, in the order of lse, lse and delta = rowsum(d_o * o) - d_lse; floats, for F64 doubles. Rows without
-     * keys and those that no sequence covers have -inf and 0, whatever the caller's arrays hold there.
+     * Backward: of each row, in the order of lse, delta = rowsum(d_o * o) - d_lse; floats, for F64 and ATTN_PRECISE doubles. Rows
+     * without keys have 0 and those that no sequence covers -0, whatever the caller's arrays hold there.
      */
-    void *row_stats;
+    void *delta;
     /*
      * Backward in one pass: d_q as far as it has come, in part_o (attn__d_q_rows), and the turns of blocks that add to it: bwd_one.cu, bwd_sm90.cu.
      * bwd_delta then writes zeros to d_q, for rows that no block comes by.

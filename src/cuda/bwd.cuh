@@ -130,7 +130,7 @@ typedef struct place {
 typedef struct note {
     alignas(16) const uint8_t *one; /* where the others of the tile begin: the first tensor ... */
     const uint8_t *two;             /* ... and the second */
-    const float *stats;             /* BY_KEYS: their lse and delta */
+    int64_t stats;                  /* BY_KEYS: where their lse and delta are */
     float *sums;                    /* PAIRED: d_q in float */
     int32_t h, n;
     int32_t before, after; /* PAIRED: key tiles that add to d_q before and after this block; -1: none */
@@ -390,7 +390,7 @@ DEVICE void write_note(const attn_cuda_args &a, const place &at, const walk &w, 
     to.whole = at.whole && n0 + OTHERS <= (BY_KEYS ? at.s.sq : at.s.sk);
     to.one = at.others[0] + (n0 * one.stride[1] + (BY_KEYS ? w.h * one.stride[2] : 0)) * 2;
     to.two = at.others[1] + (n0 * two.stride[1] + (BY_KEYS ? w.h * two.stride[2] : 0)) * 2;
-    to.stats = (const float *)a.row_stats + 2 * (at.stats + w.h * at.stats_step + n0);
+    to.stats = at.stats + w.h * at.stats_step + n0;
 }
 
 /* ---- lse and delta ---- */
@@ -402,8 +402,8 @@ typedef struct stats {
 /* Zeros past the end: there q and d_o are zeros too, and nothing comes of it. */
 DEVICE stats row_stats(const attn_cuda_args &a, const place &at, int32_t h, int32_t i) {
     if (i >= at.s.sq) return {0, 0};
-    const float *from = (const float *)a.row_stats + 2 * attn__lse_index(&a.p, &at.s, i, h);
-    return {from[0], from[1]};
+    const int64_t row = attn__lse_index(&a.p, &at.s, i, h);
+    return {((const float *)a.f.lse)[row], ((const float *)a.delta)[row]};
 }
 
 /* A row without keys has p = 0. */
@@ -433,14 +433,15 @@ DEVICE bool clear_empty_rows(uint32_t tile, uint32_t of_stats) {
 }
 
 /* BY_KEYS: lse and delta of a tile's rows, on their way to shared memory. */
-DEVICE void fetch_stats(const place &at, const note &x, uint32_t to) {
+DEVICE void fetch_stats(const attn_cuda_args &a, const place &at, const note &x, uint32_t to) {
     const int32_t thread = thread_here() - STATS_FETCHER;
     if ((uint32_t)thread >= STATS_FETCHERS) return;
 #pragma unroll
     for (int r = 0; r < OTHERS; r += STATS_FETCHERS) {
-        const int32_t row = r + thread;
-        if (STATS_FETCHERS <= OTHERS || row < OTHERS)
-            cp_async_ca_8_zfill(to + row * 8, x.stats + 2 * row, x.n * OTHERS + row < at.s.sq ? 8 : 0);
+        const int32_t row = r + thread, bytes = x.n * OTHERS + row < at.s.sq ? 4 : 0;
+        if (STATS_FETCHERS > OTHERS && row >= OTHERS) continue;
+        cp_async_ca_4_zfill(to + row * 8, (const float *)a.f.lse + x.stats + row, bytes);
+        cp_async_ca_4_zfill(to + row * 8 + 4, (const float *)a.delta + x.stats + row, bytes);
     }
 }
 
@@ -449,7 +450,7 @@ DEVICE void fetch(const attn_cuda_args &a, uint32_t base, uint32_t count) {
     const note &x = note_of(base, count);
     if (x.done) return;
     load_others(a, place_of(base), x, base + AT_TILES + count % STAGES * STAGE_BYTES);
-    if (BY_KEYS) fetch_stats(place_of(base), x, base + AT_STATS + count % STATS_STAGES * STATS_BYTES);
+    if (BY_KEYS) fetch_stats(a, place_of(base), x, base + AT_STATS + count % STATS_STAGES * STATS_BYTES);
 }
 
 /* ---- which pairs count ---- */

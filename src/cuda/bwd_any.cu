@@ -188,9 +188,9 @@ DEVICE void row_stats(const attn_cuda_args &a, const place &t, int32_t i, real *
     *lse = (real)-INFINITY;
     *delta = 0;
     if (i >= t.s.sq) return;
-    const real *stats = (const real *)a.row_stats + 2 * attn__lse_index(&a.p, &t.s, i, t.h);
-    *lse = stats[0];
-    *delta = stats[1];
+    const int64_t row = attn__lse_index(&a.p, &t.s, i, t.h);
+    *lse = (real)attn__load(attn__real_dtype(a.p.dtype), a.f.lse, row);
+    *delta = ((const real *)a.delta)[row];
 }
 
 /*

@@ -1,7 +1,7 @@
 /*
  * The small kernels around a backward: what it needs to know of each row before, and what nobody else writes after.
  *
- *   bwd_delta   lse and delta = rowsum(d_o * o) - d_lse of each row, as args.h says (row_stats)
+ *   bwd_delta   delta = rowsum(d_o * o) - d_lse of each row, as args.h says
  *   bwd_fit     how large d_o, v and delta are, for Hopper's float16
  *   bwd_sink    d_sink: a sink is a key without a value, so its gradient is a sum over rows, of -exp(sink - lse) * delta
  *   bwd_fill    C4: rows of d_q, d_k and d_v that no sequence covers become 0
@@ -90,8 +90,7 @@ DEVICE void clear_unseen(const attn_cuda_args &a, const attn_seq &s, int32_t i, 
     for (int32_t x = at.lane; x < a.p.dim_qk; x += at.lanes) attn__store(a.p.dtype, a.f.d_q.data, to + x, 0);
 }
 
-/* Of row_stats. */
-DEVICE attn_dtype stats_dtype(const attn_cuda_args &a) { return attn__wide_problem(&a.p) ? ATTN_F64 : ATTN_F32; }
+DEVICE attn_dtype delta_dtype(const attn_cuda_args &a) { return attn__wide_problem(&a.p) ? ATTN_F64 : ATTN_F32; }
 
 /* In one pass: do packed sequences overlap? All warps look, at 32 sequences at a time. */
 DEVICE void find_overlap(const attn_cuda_args &a, int64_t warp, int64_t warps) {
@@ -103,20 +102,19 @@ DEVICE void find_overlap(const attn_cuda_args &a, int64_t warp, int64_t warps) {
  * Row n of lse, which is row `row` of its head: all lanes of the warp come here, each for the row that it has a share in. part: of
  * the sum, if it is known (`has_part`).
  */
-DEVICE void write_stats(const attn_cuda_args &a, const attn_seq &s, int64_t n, int64_t row, int32_t h, bool exists,
+DEVICE void write_delta(const attn_cuda_args &a, const attn_seq &s, int64_t n, int64_t row, int32_t h, bool exists,
                         const stand &at, bool has_part, double part) {
     const int64_t i = row - s.q_row;
     const bool there = exists && i >= 0 && i < s.sq;
     const attn_dtype real_dtype = attn__real_dtype(a.p.dtype);
     const double lse = there ? attn__load(real_dtype, a.f.lse, n) : -INFINITY;
-    double delta = 0;
+    double delta = there ? 0 : -0.0; /* stays -0 in the sum of the lanes */
     if (lse != -INFINITY) delta = has_part ? part : delta_part(a, s, (int32_t)i, h, at); /* without keys nothing counts */
     delta = delta_sum(a, delta, at);
     if (lse != -INFINITY && a.f.d_lse) delta -= attn__load(real_dtype, a.f.d_lse, n);
     if (a.turns && there) clear_unseen(a, s, (int32_t)i, h, at);
     if (!exists || at.lane != 0) return;
-    attn__store(stats_dtype(a), a.row_stats, 2 * n, lse);
-    attn__store(stats_dtype(a), a.row_stats, 2 * n + 1, delta);
+    attn__store(delta_dtype(a), a.delta, n, delta);
 }
 
 /* The sequence of a row of lse; of packed ones, and not empty ones before them. */
@@ -194,13 +192,13 @@ KERNEL __launch_bounds__(32 * WARPS, 8) bwd_delta(const __grid_constant__ attn_c
                                                       : delta_of_rows(a, of_o, of_d_o, count, at, false, &mine);
         const int64_t row = first + mine;
         if (packed) s = sequence_of(a, row);
-        write_stats(a, s, head * each + row, row, h, row < each, {0, 1}, true, part);
+        write_delta(a, s, head * each + row, row, h, row < each, {0, 1}, true, part);
         return;
     }
     for (int32_t r = lane_index() / at.lanes; r < ATTN_DELTA_ROWS; r += 32 / at.lanes) {
         const int64_t row = first + r;
         if (packed) s = sequence_of(a, row);
-        write_stats(a, s, head * each + row, row, h, row < each, at, false, 0);
+        write_delta(a, s, head * each + row, row, h, row < each, at, false, 0);
     }
 }
 
@@ -266,9 +264,9 @@ KERNEL bwd_fit(const __grid_constant__ attn_cuda_args a) {
             if (is_seen(a, s, mask, h, i))
                 part = largest_part(a, a.f.v, attn__kv_offset(&a.p, &a.f, &a.f.v, &s, s.leftpad + i, h), at);
         } else {
-            const float *stats = (const float *)a.row_stats + 2 * attn__lse_index(&a.p, &s, i, h);
-            const uint32_t size = attn__bits(stats[1]) & 0x7fffffff;
-            if (stats[0] == -INFINITY) continue;
+            const int64_t row = attn__lse_index(&a.p, &s, i, h);
+            const uint32_t size = attn__bits(((const float *)a.delta)[row]) & 0x7fffffff;
+            if (((const float *)a.f.lse)[row] == -INFINITY) continue;
             part = largest_part(a, a.f.d_o, attn__q_offset(&a.p, &a.f.d_o, &s, i, h), at);
             if (size < 0x7f800000 && size > delta) delta = size;
         }
@@ -281,10 +279,11 @@ KERNEL bwd_fit(const __grid_constant__ attn_cuda_args a) {
 
 /* ---- d_sink ---- */
 
-/* What row n of lse adds. */
+/* What row n of lse adds. Where no sequence has a row, delta is -0 and lse could be anything. */
 DEVICE double sink_part(const attn_cuda_args &a, double sink, int64_t n) {
-    double lse = attn__load(stats_dtype(a), a.row_stats, 2 * n), delta = attn__load(stats_dtype(a), a.row_stats, 2 * n + 1);
-    return lse == -INFINITY ? 0 : -exp(sink - lse) * delta;
+    const double delta = attn__load(delta_dtype(a), a.delta, n), lse = attn__load(attn__real_dtype(a.p.dtype), a.f.lse, n);
+    if (lse == -INFINITY || (delta == 0 && copysign(1.0, delta) < 0)) return 0;
+    return -exp(sink - lse) * delta;
 }
 
 /* Blocks: [heads_q]. Each thread adds its rows up in their order, then pairs of threads do: the same bits every time. */
@@ -376,7 +375,7 @@ KERNEL __launch_bounds__(ATTN_CAST_THREADS) bwd_cast(const __grid_constant__ att
         int32_t key, end;
         attn__mask_row(&mask, i + half * 8, &key, &end);
         seen[half] = key < end && i + half * 8 < s.sq &&
-                     ((const float *)a.row_stats)[2 * attn__lse_index(&a.p, &s, i + half * 8, h)] != -INFINITY;
+                     ((const float *)a.f.lse)[attn__lse_index(&a.p, &s, i + half * 8, h)] != -INFINITY;
     }
     for (int32_t c = 0; c < columns; c += 32) {
         uint4 x[4];

@@ -157,17 +157,17 @@ DEVICE void fetch(const attn_tensor_map *map, uint32_t to, uint32_t full, int ro
 
 /* ---- the tender ---- */
 
-/* lse and delta of a tile's rows, a lane to every 32nd, as bwd_delta has left them. */
+/* lse and delta of a tile's rows, a lane to every 32nd. */
 enum { EACH = BM / 32 };
 typedef struct stats {
-    alignas(8) float lse;
-    float delta;
+    float lse, delta;
 } stats;
 DEVICE void load_stats(const attn_cuda_args &a, const place &at, const walk &w, stats x[EACH]) {
     const int32_t i = w.n * BM + (int32_t)(threadIdx.x & 31);
-    const stats *from = (const stats *)a.row_stats + attn__lse_index(&a.p, &at.s, i, w.h);
+    const int64_t row = attn__lse_index(&a.p, &at.s, i, w.h);
+    const float *lse = (const float *)a.f.lse + row, *delta = (const float *)a.delta + row;
 #pragma unroll
-    for (int n = 0; n < EACH; n++) x[n] = i + n * 32 < at.s.sq ? from[n * 32] : stats{-INFINITY, 0};
+    for (int n = 0; n < EACH; n++) x[n] = i + n * 32 < at.s.sq ? stats{lse[n * 32], delta[n * 32]} : stats{-INFINITY, 0};
 }
 
 /* In float16 lse is made so that P comes out multiplied by a power of two (fit.cuh): by this. */

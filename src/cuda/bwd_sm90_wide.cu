@@ -520,8 +520,8 @@ DEVICE void multiply_d_q(float d_q[PIECE / 8][4], uint32_t d_s, uint32_t keys, b
 /* Two bits: do the thread's two rows of tile w have keys? */
 DEVICE uint32_t find_rows(const attn_cuda_args &a, const place &at, const walk &w) {
     const int32_t i = w.n * BM + my_key(); /* as keys of S lie */
-    const stats *from = (const stats *)a.row_stats + attn__lse_index(&a.p, &at.s, i, w.h);
-    return (i < at.s.sq && from[0].lse != -INFINITY) | (i + 8 < at.s.sq && from[8].lse != -INFINITY) << 1;
+    const float *lse = (const float *)a.f.lse + attn__lse_index(&a.p, &at.s, i, w.h);
+    return (i < at.s.sq && lse[0] != -INFINITY) | (i + 8 < at.s.sq && lse[8] != -INFINITY) << 1;
 }
 
 DEVICE void sum(const attn_cuda_args &a, const buffers &b, const place &at) {

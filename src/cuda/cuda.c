@@ -610,7 +610,7 @@ static bool keeps_d_q(const attn_cuda_entry *e, const attn_problem *p) {
     return e->one && (p->max_kv > e->bn || (e->hopper && !attn__cuda_finishes(p)));
 }
 
-/* Two numbers for each row, FlashMask's ranges, and in one pass the turns of d_q's tiles and d_q in float: enough for each device. */
+/* A number for each row, FlashMask's ranges, and in one pass the turns of d_q's tiles and d_q in float: enough for each device. */
 static attn_status lay_out_backward(attn_plan *plan) {
     const attn_problem *p = &plan->problem;
     int64_t turns = 0, kept = 0;
@@ -624,7 +624,7 @@ static attn_status lay_out_backward(attn_plan *plan) {
         if (keeps_d_q(e, p)) kept = attn__cuda_d_q_rows(p);
     }
     int64_t ranges = (int64_t)p->batch * p->flashmask_heads * attn__ceil_div(p->max_kv, ATTN_ANY_COLS);
-    bool fits = attn__plan_reserve(plan, CUDA_ROWS, rows_of(p), attn__wide_problem(p) ? 16 : 8) &&
+    bool fits = attn__plan_reserve(plan, CUDA_ROWS, rows_of(p), attn__wide_problem(p) ? 8 : 4) &&
                 attn__plan_reserve(plan, CUDA_RANGES, ranges, sizeof(attn_flash_range)) &&
                 attn__plan_reserve(plan, CUDA_D_Q, kept, attn__d_q_columns(p) * (int64_t)sizeof(float)) &&
                 attn__plan_reserve(plan, CUDA_TURNS, turns, sizeof(uint32_t));

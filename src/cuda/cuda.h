@@ -269,7 +269,7 @@ enum {
     CUDA_RANGES,                 /* ranges of args.h */
     CUDA_COUNTER,                /* counter of args.h */
     CUDA_Q,                      /* ATTN_ROTARY: the rotated q; attn__cuda_rotated_q says how it lies */
-    CUDA_ROWS,                   /* backward: row_stats of args.h */
+    CUDA_ROWS,                   /* backward: delta of args.h */
     CUDA_D_Q = CUDA_PART_O,      /* backward in one pass: part_o of args.h */
     CUDA_TURNS = CUDA_COUNTER,   /* and turns */
     CUDA_SPANS = CUDA_PART_O,    /* decode: spans, then super_slots, of attn_cuda_decode */

@@ -212,6 +212,7 @@ DEVICE void append_here(const attn_cuda_args &a, const attn_seq &s, int32_t row,
         append_row(a, s, row, h);
         return;
     }
+    if (!has_place(a, s, row)) return;
     const uint16_t *k_new = (const uint16_t *)a.f.k_new.data + attn__new_offset(&a.p, &a.f.k_new, &s, row, h),
                    *v_new = (const uint16_t *)a.f.v_new.data + attn__new_offset(&a.p, &a.f.v_new, &s, row, h);
     uint16_t *k = (uint16_t *)a.f.k.data + cache_offset(a, a.f.k, s, s.used + row, h),

@@ -43,6 +43,12 @@ DEVICE int32_t packed_rows(const attn_cuda_args &a, const int32_t *cu, int64_t t
     return start;
 }
 
+/* Was there nothing to bring into range? */
+DEVICE bool are_packed(const int32_t *cu, int64_t total, int32_t most, int32_t b) {
+    const int64_t start = cu[b], end = cu[b + 1];
+    return start >= 0 && end >= start && end <= total && end - start <= most;
+}
+
 /* As attn__seq (schedule.h), with every value in range. */
 DEVICE attn_seq sequence(const attn_cuda_args &a, int32_t b) {
     const attn_problem &p = a.p;

@@ -240,7 +240,7 @@ static attn_cuda_args make_backward(const attn_cuda_run *run, const attn_plan *p
     a.p = *p;
     a.f = *f;
     a.status = run->status;
-    a.row_stats = attn__part(plan, f, CUDA_ROWS);
+    a.delta = attn__part(plan, f, CUDA_ROWS);
     const attn_cuda_entry *e = &run->entries[run->forward];
     if (e->hopper && e->dtype == ATTN_F16) a.fits = (uint32_t *)attn__part(plan, f, CUDA_TURNS) + turns_of(e, p) + 1;
     if (e->one && f->d_q.data) {

@@ -56,9 +56,9 @@ PTX void cp_async_cg_once(uint32_t to, const void *from) {
 PTX void cp_async_cg_zfill(uint32_t to, const void *from, int bytes) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
-/* 8 bytes. */
-PTX void cp_async_ca_8_zfill(uint32_t to, const void *from, int bytes) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+/* 4 bytes. */
+PTX void cp_async_ca_4_zfill(uint32_t to, const void *from, int bytes) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
 /* 16 bytes if `wanted`, else nothing. */
 PTX void cp_async_cg_if(uint32_t to, const void *from, bool wanted) {

@@ -92,6 +92,8 @@ $python tests/emulate/decode.py "$build/attn"
 # Where multiprocessors are many decode brings new keys into the cache itself, and rotates q.
 EMULATE_SMS=50 EMULATE_ORDER=random "$build/attn" check --backend cuda --op forward --dtype bf16 --feature append --cases 80 --seed 11
 EMULATE_SMS=50 "$build/attn" check --backend cuda --op forward --dtype f16 --feature append,rotary --cases 60 --seed 12
+EMULATE_SMS=50 ATTN_TEST_DTYPE=bf16 ATTN_TEST_BACKEND=cuda "$build/attn-tests" s11_what_is_out c5_one_decode
+ATTN_TEST_DTYPE=f16 ATTN_TEST_BACKEND=cuda "$build/attn-tests" s11_what_is_out
 GENERATE_OPTIONS="--backend cuda --dtype bf16 --layers 1" examples/generate/check.sh "$build"
 ATTN_TEST_BACKEND=cuda "$build/attn-tests" c1_ c4_empty s01_ s09_inf c5_unused c5_align c5_varlen_short c5_s03
 # The lines of both tables give the same; with three tiles and columns past the dims.

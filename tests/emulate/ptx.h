@@ -64,7 +64,7 @@ static inline void cp_async(uint32_t to, const void *from, int bytes, uint32_t s
     note_write(copy->to, size);
 }
 static inline void cp_async_cg_zfill(uint32_t to, const void *from, int bytes) { cp_async(to, from, bytes, 16); }
-static inline void cp_async_ca_8_zfill(uint32_t to, const void *from, int bytes) { cp_async(to, from, bytes, 8); }
+static inline void cp_async_ca_4_zfill(uint32_t to, const void *from, int bytes) { cp_async(to, from, bytes, 4); }
 static inline void cp_async_cg(uint32_t to, const void *from) { cp_async_cg_zfill(to, from, 16); }
 static inline void cp_async_cg_once(uint32_t to, const void *from) { cp_async_cg(to, from); }
 static inline void cp_async_cg_if(uint32_t to, const void *from, bool wanted) {
