@@ -277,29 +277,6 @@ TEST(c5_callers_parallel_for_is_pool) {
     attn_context_destroy(pool);
 }
 
-static int refuses(void *user, void (*body)(void *arg, int32_t index), void *arg, int32_t count) {
-    (void)user, (void)body, (void)arg, (void)count;
-    return 77;
-}
-
-TEST(isa_that_is_not_there_is_an_error) {
-    attn_context *context;
-    use_isa("avx1024");
-    CHECK_STATUS(attn_context_create(&context, NULL), ATTN_UNSUPPORTED, "ATTN_CPU=avx1024");
-    use_isa(NULL);
-}
-
-TEST(callers_parallel_for_that_fails_is_an_error) {
-    attn_context *context;
-    attn_config config = {.size = sizeof config, .backend = ATTN_BACKEND_CPU, .threads = 4, .parallel_for = refuses};
-    if (!CHECK_OK(attn_context_create(&context, &config))) return;
-    rig r = {.p = problem(ATTN_F32, 4, 4, 4, 100, 100, 16)};
-    CHECK(rig_make(&r, 1));
-    CHECK_STATUS(rig_run(&r, context), ATTN_SYSTEM, "parallel_for=77");
-    rig_free(&r);
-    attn_context_destroy(context);
-}
-
 /* ---- batch and layout ---- */
 
 static void paged_is_contiguous(attn_context *context, attn_dtype dtype) {
@@ -488,14 +465,6 @@ static void batch_of_64(attn_context *context, attn_dtype dtype) {
     rig_free(&r);
 }
 TEST(c5_one_sequence_is_the_same_in_a_batch_of_64) { each_cpu(batch_of_64); }
-
-static void decode_batch_of_64(attn_context *context, attn_dtype dtype) {
-    rig r = {.p = problem(dtype, 64, 4, 1, 1, 1500, 8)};
-    CHECK(rig_make(&r, 20));
-    check_alone(context, &r, 0);
-    rig_free(&r);
-}
-TEST(c5_one_decode_is_the_same_in_a_batch_of_64) { each_cpu(decode_batch_of_64); }
 
 /* Pages for what is used, in any order; behind them the table has numbers of pages that there are not. */
 static void deal_pages(rig *r, uint64_t *random) {

@@ -341,3 +341,26 @@ TEST(pool_error_detail_belongs_to_its_thread) {
     CHECK(crew(THREADS, own_error, context));
     attn_context_destroy(context);
 }
+
+static int refuses(void *user, void (*body)(void *arg, int32_t index), void *arg, int32_t count) {
+    (void)user, (void)body, (void)arg, (void)count;
+    return 77;
+}
+
+TEST(isa_that_is_not_there_is_an_error) {
+    attn_context *context;
+    use_isa("avx1024");
+    CHECK_STATUS(attn_context_create(&context, NULL), ATTN_UNSUPPORTED, "ATTN_CPU=avx1024");
+    use_isa(NULL);
+}
+
+TEST(callers_parallel_for_that_fails_is_an_error) {
+    attn_context *context;
+    attn_config config = {.size = sizeof config, .backend = ATTN_BACKEND_CPU, .threads = 4, .parallel_for = refuses};
+    if (!CHECK_OK(attn_context_create(&context, &config))) return;
+    rig r = {.p = problem(ATTN_F32, 4, 4, 4, 100, 100, 16)};
+    CHECK(rig_make(&r, 1));
+    CHECK_STATUS(rig_run(&r, context), ATTN_SYSTEM, "parallel_for=77");
+    rig_free(&r);
+    attn_context_destroy(context);
+}

@@ -108,13 +108,13 @@ DEVICE void write_delta(const attn_cuda_args &a, const attn_seq &s, int64_t n, i
     const bool there = exists && i >= 0 && i < s.sq;
     const attn_dtype real_dtype = attn__real_dtype(a.p.dtype);
     const double lse = there ? attn__load(real_dtype, a.f.lse, n) : -INFINITY;
-    double delta = there ? 0 : -0.0; /* stays -0 in the sum of the lanes */
+    double delta = 0;
     if (lse != -INFINITY) delta = has_part ? part : delta_part(a, s, (int32_t)i, h, at); /* without keys nothing counts */
     delta = delta_sum(a, delta, at);
     if (lse != -INFINITY && a.f.d_lse) delta -= attn__load(real_dtype, a.f.d_lse, n);
     if (a.turns && there) clear_unseen(a, s, (int32_t)i, h, at);
     if (!exists || at.lane != 0) return;
-    attn__store(delta_dtype(a), a.delta, n, delta);
+    attn__store(delta_dtype(a), a.delta, n, there ? delta : -0.0);
 }
 
 /* The sequence of a row of lse; of packed ones, and not empty ones before them. */
