@@ -125,10 +125,11 @@ def libattn_run(q, k, v, options, backend=None):
     return plan_run(call, q, o, backend)
 
 
-def libattn_backward_run(q, k, v, d_o, options, backend=None):
+def libattn_backward_run(q, k, v, d_o, options, backend=None, unordered=False):
     """The same for the backward pass; it returns (d_q, d_k, d_v)."""
     o, lse, _ = _core.forward(_torch, q, k, v, options)
     call = _core.Call(_torch, _lib.BACKWARD, q, k, v, options)
+    call.problem.flags |= _lib.UNORDERED if unordered else 0
     gradients = tuple(torch.empty_like(x) for x in (q, k, v))
     for name, x in zip(("o", "d_o", "d_q", "d_k", "d_v"), (o, d_o, *gradients)):
         setattr(call.buffers, name, _core.tensor(call.keep(x)))

@@ -4,6 +4,7 @@
     python bench/peers.py                          every forward case of bench/peers/h200.json
     python bench/peers.py --hopper                 what Hopper's kernels are held to: cuDNN, fp16, more head dims
     python bench/peers.py --backward               the backward: cases of the file again, d_q, d_k and d_v together
+    python bench/peers.py --backward --unordered   the same with ATTN_UNORDERED, and beside it without ("ordered", the default)
     python bench/peers.py --cases d128,causal      those whose names have both words
     python bench/peers.py --json peers.jsonl       one line for the run, one for each case
 
@@ -58,6 +59,7 @@ PEERS = {
 GRID = (64, 128, 256)  # head dims of the grid that counts
 OTHERS = (96, 192)  # which are held against cuDNN alone
 HALF = "float16"  # libattn's other dtype, where both are measured
+ORDERED = "ordered"  # libattn without ATTN_UNORDERED, where both are measured
 
 
 def name_of(case):
@@ -124,7 +126,7 @@ def torch_runs(case, name, backend, sets):
         return None
 
 
-def make_runners(case, dtype, peers, half, device):
+def make_runners(case, dtype, peers, other, device):
     """{name: one function for each set of inputs}, libattn's kernels, and who is to say what the first result should be."""
     rows = (case["batch"], case["seqlen"], case["heads"])
     dims = (case["head_dim"], case["head_dim"], case.get("dim_v") or case["head_dim"])
@@ -133,9 +135,12 @@ def make_runners(case, dtype, peers, half, device):
     sets = [[torch.randn(*rows, dim, device=device, dtype=dtype) for dim in dims] for _ in range(SETS)]
     options = Options(causal=case["causal"])
     libattn = libattn_backward_run if backward else libattn_run
-    ours = {"libattn": [libattn(*x, options) for x in sets]}
-    if half:
+    how = {"unordered": True} if other == ORDERED else {}
+    ours = {"libattn": [libattn(*x, options, **how) for x in sets]}
+    if other == HALF:
         ours[HALF] = [libattn(*(y.half() for y in x), options) for x in sets]
+    if other == ORDERED:
+        ours[ORDERED] = [libattn(*x, options) for x in sets]
     runners = {name: [run for run, _ in made] for name, made in ours.items()}
     theirs = {name: torch_runs(case, name, backend, sets) for name, backend in peers.items()}
     runners.update({name: runs for name, runs in theirs.items() if runs})
@@ -156,7 +161,7 @@ def gap(found, wanted):
 def check(case, runners, judge, dtype):
     """Complains about results of libattn that are not the judge's; how many, and (RMS, worst row) of each."""
     name_of_judge, run = judge
-    errors = {name: gap(runners[name][0](), run()) for name in ("libattn", HALF) if name in runners}
+    errors = {name: gap(runners[name][0](), run()) for name in ("libattn", HALF, ORDERED) if name in runners}
     wrong = [name for name in errors if not agree(errors[name], dtype)]
     for name in wrong:
         print(f"{name_of(case)}: WRONG: {name} and {name_of_judge} differ by {errors[name]} (relative RMS, worst row)")
@@ -169,16 +174,16 @@ def tflops(case, ms):
     return count / (2 if case["causal"] else 1) / ms * 1e-9
 
 
-def run_case(case, dtype, peers, half, arguments):
-    runners, kernels, judge = make_runners(case, dtype, peers, half, arguments.device)
+def run_case(case, dtype, peers, other, arguments):
+    runners, kernels, judge = make_runners(case, dtype, peers, other, arguments.device)
     wrong, errors = check(case, runners, judge, dtype)
     times = measure(runners, arguments)
     rates = {name: tflops(case, time) for name, time in times.ms.items()}
     ratios = {name: rates["libattn"] / rates[name] for name in peers if name in rates}
     if "cudnn" in ratios and case.get("best_over_cudnn"):
         ratios["best"] = ratios["cudnn"] / case["best_over_cudnn"]
-    if half:
-        ratios[HALF] = rates[HALF] / rates["libattn"]
+    if other:
+        ratios[other] = rates[other] / rates["libattn"]
     keys = ("op", "head_dim", "dim_v", "causal", "seqlen", "batch", "heads")
     return {
         **{key: case[key] for key in keys if key in case},
@@ -253,6 +258,7 @@ def parse_arguments(argv):
     add_arguments(parser, 0.6)
     parser.add_argument("--hopper", action="store_true", help="cuDNN alone, fp16 beside bf16, more head dims; see above")
     parser.add_argument("--backward", action="store_true", help="the backward pass")
+    parser.add_argument("--unordered", action="store_true", help="with ATTN_UNORDERED, and beside it without; see above")
     parser.add_argument(
         "--cases", default="", metavar="WORDS", help="only cases whose names have all of these: d128,causal,s8192"
     )
@@ -266,6 +272,8 @@ def parse_arguments(argv):
     known = PEERS[arguments.device]
     if arguments.hopper and arguments.backward:
         parser.error("--backward: --hopper is about the forward")
+    if arguments.unordered and not arguments.backward:
+        parser.error("--unordered: is about --backward")
     if arguments.hopper and arguments.dtype != "bfloat16":
         parser.error("--dtype: --hopper measures both")
     default = "cudnn" if arguments.hopper and "cudnn" in known else ",".join(known)
@@ -293,16 +301,18 @@ def main(argv=None):
         cases = [shrunk(case) for case in cases if case["seqlen"] == 8192]
     dtype = getattr(torch, arguments.dtype)
     report = Report(arguments, op="backward" if arguments.backward else "forward", dtype=arguments.dtype + (" and float16" if arguments.hopper else ""))
-    columns = ["libattn", *([HALF] if arguments.hopper else []), *peers]
-    ratios = [*peers, "best", *([HALF] if arguments.hopper else [])]
-    titles = columns + ["fp16/bf16" if name == HALF else f"/{name}"[:9] for name in ratios]
+    other = HALF if arguments.hopper else ORDERED if arguments.unordered else None
+    columns = ["libattn", *([other] if other else []), *peers]
+    ratios = [*peers, "best", *([other] if other else [])]
+    special = {HALF: "fp16/bf16", ORDERED: "of fast"}
+    titles = columns + [special.get(name, f"/{name}"[:9]) for name in ratios]
     print(f"{'TFLOP/s; ratios':20}{''.join(f'{title:>10}' for title in titles)}  kernel")
     results = []
     for n, case in enumerate(cases):
         if sys.stderr.isatty():
             print(f"\r{n + 1}/{len(cases)} {name_of(case):24}\r", end="", file=sys.stderr, flush=True)
         with torch.no_grad():
-            results.append(run_case(case, dtype, peers, arguments.hopper, arguments))
+            results.append(run_case(case, dtype, peers, other, arguments))
         print_line(results[-1], columns, ratios, arguments.device)
         report.write(results[-1])
     print_summary(results, ratios)

@@ -7,7 +7,8 @@
 #   check      attn check against ref, CASES (5000) cases for each of SEEDS ("1 2 3"), and of backward ones alone; as many forward in
 #              bf16 and f16, the dtypes for which a GPU may have kernels besides the portable ones
 #   bars       the accuracy at 4096 x 4096 x 128
-#   tests      the contract's tests (C1, C2, C4, C5) and those of extreme numbers (s01, s02, s09), every array on the GPU
+#   tests      the contract's tests (C1, C2, C4, C5), those of extreme numbers (s01, s02, s09) and of values out of range (s11), every array
+#              on the GPU
 #   repeat     the same bits 1000 times, beside other work, for REPEAT_CASES (20) cases, and for 16 heads of q to 2 of k
 #   sanitize   compute-sanitizer's four tools over SANITIZE_CASES (200) small cases each; SANITIZER names another program
 #   package    the Python package's tests of CUDA tensors; wants torch and pytest
@@ -36,7 +37,7 @@ while getopts k:o: option; do
     k) kernels=$OPTARG ;;
     o) logs=$OPTARG ;;
     *)
-        sed -n '2,28s/^# \{0,1\}//p' "$0" >&2
+        sed -n '2,29s/^# \{0,1\}//p' "$0" >&2
         exit 2
         ;;
     esac
