@@ -60,6 +60,7 @@ GRID = (64, 128, 256)  # head dims of the grid that counts
 OTHERS = (96, 192)  # which are held against cuDNN alone
 HALF = "float16"  # libattn's other dtype, where both are measured
 ORDERED = "ordered"  # libattn without ATTN_UNORDERED, where both are measured
+RATIOS = {HALF: "fp16/bf16", ORDERED: "ordered / fast"}  # of libattn and libattn
 
 
 def name_of(case):
@@ -226,7 +227,7 @@ def print_summary(results, names):
     for name in names:
         if found := summary(results, name):
             mean, least, where, below = found
-            print(f"{name:20}{mean:10.3f}{least:10.3f}{below:10}   {where}")
+            print(f"{RATIOS.get(name, name):20}{mean:10.3f}{least:10.3f}{below:10}   {where}")
 
 
 def print_verdicts(results, device):
@@ -300,12 +301,12 @@ def main(argv=None):
     if arguments.quick:
         cases = [shrunk(case) for case in cases if case["seqlen"] == 8192]
     dtype = getattr(torch, arguments.dtype)
-    report = Report(arguments, op="backward" if arguments.backward else "forward", dtype=arguments.dtype + (" and float16" if arguments.hopper else ""))
+    op = "backward" + ", unordered" * arguments.unordered if arguments.backward else "forward"
+    report = Report(arguments, op=op, dtype=arguments.dtype + (" and float16" if arguments.hopper else ""))
     other = HALF if arguments.hopper else ORDERED if arguments.unordered else None
     columns = ["libattn", *([other] if other else []), *peers]
     ratios = [*peers, "best", *([other] if other else [])]
-    special = {HALF: "fp16/bf16", ORDERED: "of fast"}
-    titles = columns + [special.get(name, f"/{name}"[:9]) for name in ratios]
+    titles = columns + [RATIOS.get(name, f"/{name}")[:9] for name in ratios]
     print(f"{'TFLOP/s; ratios':20}{''.join(f'{title:>10}' for title in titles)}  kernel")
     results = []
     for n, case in enumerate(cases):

@@ -154,10 +154,10 @@ ATTN_API int32_t attn_context_threads(const attn_context *context);
 
 /*
  * Lengths, page numbers and slots of the cuda backend are read on the device, where nobody can refuse them before the run: a
- * value out of range is brought into range, and a sticky word says so. New keys are written nowhere if their page, their
- * sequence's slot, its place or its lengths are out of range, or if the cache has no room for them. This reads the word and
- * clears it: ATTN_INVALID, and which array and sequence it was last. It does not wait for the device: call it when the stream
- * has been synchronised. Other backends check before they run, and so it is always ATTN_OK with them.
+ * value out of range is brought into range, and a sticky word says so. New keys whose slot, own page, used_kv, cu_kv or cu_new
+ * is out of range, and those that the cache has no room for, are written nowhere. This reads the word and clears it:
+ * ATTN_INVALID, and which array and sequence it was last. It does not wait for the device: call it when the stream has been
+ * synchronised. Other backends check before they run, and so it is always ATTN_OK with them.
  */
 ATTN_API attn_status attn_device_status(attn_context *context);
 

@@ -83,7 +83,7 @@ static attn_panel panel_of(attn_dtype dtype, int32_t rows, int32_t dim) {
         attn__store(dtype, narrow, n, (double)b[n]);
         b[n] = (real)attn__load(dtype, narrow, n);
     }
-    return (attn_panel){narrow, dim, dtype, 0, dim, 8};
+    return (attn_panel){narrow, dim, dtype, 0, dim, 8 << rows % 3}; /* no result depends on how many are worked at once */
 }
 
 /*

@@ -335,9 +335,9 @@ def cuda_context() -> c.c_void_p:
 def device_status() -> None:
     """Raises ValueError if lengths, pages or indices in GPU memory were out of range since the last time.
 
-    Kernels bring such values into range and make a note of it, since the host never reads them; new keys of such a
-    sequence are not written. It does not wait for the GPU: what runs still is not yet in it. torch.cuda.synchronize()
-    comes first.
+    Kernels bring such values into range and make a note of it, since the host never reads them. New keys whose slot,
+    own page, used_kv, cu_kv or cu_new is out of range are written nowhere. It does not wait for the GPU: what runs
+    still is not yet in it. torch.cuda.synchronize() comes first.
     """
     check(library.attn_device_status(cuda_context()))
 

@@ -77,7 +77,7 @@
 #define HI_BF16(lo, hi) "zip2 v" #hi ".8h, v15.8h, v" #hi ".8h\n\t"
 #endif
 
-#define FAR "pldl1keep" /* where to: the first cache, which has room for ATTN_AHEAD rows */
+#define FAR "pldl1keep" /* where to: the first cache, which has room for what tile.c asks for */
 #define NONE(r) "movi v" #r ".4s, #0\n\t"
 #define FUSE(to, x, y) "fmla v" #to "." T ", v" #x "." T ", v" #y "." T "\n\t"
 #define PLUS(to, x, y) "fadd v" #to "." T ", v" #x "." T ", v" #y "." T "\n\t"

@@ -165,7 +165,7 @@ bool REAL(tile_in_one_page)(const attn_rows *t, int32_t j0, int32_t keys) {
 
 /*
  * Rows of v, of so many bytes, `pitch` bytes apart, that are worked at once. Those that are 4 KiB apart share the same lines of the first cache:
- * a Neoverse-N1's has room for 16 of them, and some are asked for ahead. Of rows without gaps it has room for 8 KB and as much ahead.
+ * a Neoverse-N1's has room for 16 of them, and some are asked for ahead. Of rows without gaps 8 KB, and as much ahead, were the best.
  */
 static int32_t rows_at_once(int64_t bytes, int64_t pitch) {
 #if defined(__aarch64__)

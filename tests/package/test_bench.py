@@ -151,6 +151,9 @@ def test_peers_backward(capsys, monkeypatch):
     """Gradients are held against torch's; a backward that is not the same problem's is found out."""
     assert peers.main([*QUICK, "--backward", "--cases", "d64"]) == 0
     assert "op backward" in capsys.readouterr().out
+    assert peers.main([*QUICK, "--backward", "--unordered", "--cases", "d64"]) == 0
+    out = capsys.readouterr().out
+    assert "op backward, unordered" in out and "ordered / fast" in out
     run = peers.torch_run
     monkeypatch.setattr(peers, "torch_run", lambda backend, q, k, v, causal: run(backend, q, k, v, not causal))
     assert peers.main([*QUICK, "--backward", "--cases", "d64,causal"]) == 1
