@@ -458,11 +458,14 @@ static void used_is_alone(attn_context *context, attn_dtype dtype) {
 TEST(c5_used_lengths_and_leftpad_are_alone) { each_cpu(used_is_alone); }
 
 static void batch_of_64(attn_context *context, attn_dtype dtype) {
-    rig r = {.p = problem(dtype, 64, 2, 1, 20, 70, 16), .backward = true};
-    r.p.flags = ATTN_CAUSAL;
-    CHECK(rig_make(&r, 19));
-    check_alone(context, &r, ATTN_CAUSAL);
-    rig_free(&r);
+    for (int decodes = 0; decodes < 2; decodes++) {
+        rig r = {.p = problem(dtype, 64, 2, 1, 20, 70, 16), .backward = !decodes};
+        if (decodes) r.p = problem(dtype, 64, 4, 1, 1, 1500, 8);
+        r.p.flags = decodes ? 0 : ATTN_CAUSAL;
+        CHECK(rig_make(&r, 19 + (uint64_t)decodes));
+        check_alone(context, &r, r.p.flags);
+        rig_free(&r);
+    }
 }
 TEST(c5_one_sequence_is_the_same_in_a_batch_of_64) { each_cpu(batch_of_64); }
 
@@ -491,8 +494,7 @@ static void decode_batch_of_256(attn_context *context, attn_dtype dtype) {
     uint64_t random = 43;
     for (int32_t d = 0; (dim = on_host() ? 24 : wide_dim(d)) != 0 && d < (on_host() ? 1 : 2); d++) {
         rig one = {.p = problem(dtype, BATCH, 4, 1, 1, MOST, dim)}, other;
-        one.p.flags = ATTN_USED_KV;
-        one.p.page_size = PAGE;
+        one.p.flags = ATTN_USED_KV, one.p.page_size = PAGE;
         one.f.used_kv = used;
         for (int32_t b = 0; b < BATCH; b++) {
             used[b] = random_range(&random, 1, b % 8 ? 60 : MOST);
