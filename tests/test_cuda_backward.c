@@ -198,24 +198,35 @@ TEST(cuda_backward_on_hopper) {
     stub_stop();
 }
 
-/* Its launches; d_q is cleared where its sums have no order, and cast then, and with FlashMask; rows at odd addresses have the portable kernel. */
+/*
+ * Its launches; d_q is cleared where its sums have no order, which few keys always have, and cast then, and with FlashMask; rows at odd addresses
+ * have the portable kernel.
+ */
 TEST(cuda_backward_on_hopper_launches) {
-    rig r = {.p = problem(ATTN_BF16, 2, 4, 2, 70, 300, 128)};
+    static const struct {
+        uint32_t flags;
+        int32_t keys;
+        bool unordered;
+    } ways[] = {{0, 300, false}, {ATTN_UNORDERED, 300, false}, {ATTN_UNORDERED, 8192, true}};
+    rig r = {.p = problem(ATTN_BF16, 2, 4, 2, 70, 8192, 128)};
     stub_start();
     stub.arch[0] = 90;
     stub.shared_bytes[0] = 232448;
     r.p.op = ATTN_BACKWARD;
     if (!rig_make_on(&r, 0)) return;
     attn_context *context = cuda_context();
-    for (int unordered = 0; unordered < 2; unordered++) {
+    for (int way = 0; way < 3; way++) {
+        const bool unordered = ways[way].unordered;
         attn_plan *plan;
-        r.p.flags = unordered ? ATTN_UNORDERED : 0;
+        r.p.flags = ways[way].flags;
+        r.p.max_kv = ways[way].keys;
         if (!CHECK_OK(attn_plan_create(&plan, context, &r.p))) return;
+        CHECK((strstr(attn_plan_describe(plan), "d_q in any order") != NULL) == unordered);
         attn_buffers f = rig_backward_buffers(&r);
         const char *wants = unordered ? "bwd_delta bwd_sm90_bf16_d128 bwd_cast " : "bwd_delta bwd_sm90_bf16_d128 ";
         CHECK_SAY(strcmp(launches_of(plan, f), wants) == 0, "%s", launches_of(plan, f));
         CHECK(stub_calls("cuMemsetD32Async") == 1 + unordered);
-        CHECK(stub_launch_at(1)->block[0] == 384 && stub_launch_at(1)->grid[0] == 12);
+        CHECK(stub_launch_at(1)->block[0] == 384 && stub_launch_at(1)->grid[0] == (unordered ? 256 : 12));
         if (unordered) CHECK(stub_launch_at(2)->grid[0] == 16);
         f.d_q.data = NULL;
         CHECK(strcmp(launches_of(plan, f), "bwd_delta bwd_sm90_bf16_d128 ") == 0);
@@ -228,6 +239,30 @@ TEST(cuda_backward_on_hopper_launches) {
     CHECK(stub_live() == 0);
     stub_stop();
     rig_free(&r);
+}
+
+/* Heads are in turn in groups that are about as large as each other: 20 of them as 10 and 10, and not 16 and 4. */
+TEST(cuda_backward_on_hopper_has_even_groups_of_heads) {
+    static const int32_t heads[][3] = {{5, 5, 1}, {16, 16, 1}, {17, 9, 2}, {20, 10, 2}, {42, 14, 3}, {64, 16, 4}};
+    stub_start();
+    stub.arch[0] = 90;
+    stub.shared_bytes[0] = 232448;
+    attn_context *context = cuda_context();
+    for (size_t n = 0; n < sizeof heads / sizeof heads[0]; n++) {
+        rig r = {.p = problem(ATTN_BF16, 1, heads[n][0], heads[n][0], 70, 64, 192)};
+        attn_plan *plan;
+        r.p.op = ATTN_BACKWARD;
+        if (!rig_make_on(&r, 0)) return;
+        if (!CHECK_OK(attn_plan_create(&plan, context, &r.p))) return;
+        launches_of(plan, rig_backward_buffers(&r));
+        CHECK_SAY((int32_t)stub_launch_at(1)->grid[0] == heads[n][1] && (int32_t)stub_launch_at(1)->grid[1] == heads[n][2],
+                  "%d heads: %u x %u", heads[n][0], stub_launch_at(1)->grid[0], stub_launch_at(1)->grid[1]);
+        attn_plan_destroy(plan);
+        rig_free(&r);
+    }
+    attn_context_destroy(context);
+    CHECK(stub_live() == 0);
+    stub_stop();
 }
 
 /* At dim 256 the blocks of a tile of keys are a pair; float16 has its sizes looked up before, whatever is wanted. */
@@ -334,7 +369,7 @@ static size_t documented(const attn_problem *p, int64_t rows, int64_t blocks, bo
 /*
  * The formula, on Hopper and elsewhere, and the bound: d_q in float and two floats for each row, where dims are multiples of 8 and rows of
  * 16, or long sequences. It is d_q in float and one for each row, at most 7 columns, 8 rows for each sequence and head, 4 or 8 bytes for each of
- * their tiles, and a few for each sequence. ATTN_UNORDERED changes nothing, but where one block has all keys.
+ * their tiles, and a few for each sequence. ATTN_UNORDERED changes nothing.
  */
 TEST(cuda_backward_workspace_is_at_most_d_q_in_float_and_two_numbers_a_row) {
     static const struct {
@@ -381,8 +416,8 @@ TEST(cuda_backward_workspace_is_at_most_d_q_in_float_and_two_numbers_a_row) {
                 if (dim % 8 == 0 && (even || all >= heads * (9 * columns + 64))) CHECK(have <= parts + 4 * all);
                 p.flags |= ATTN_UNORDERED;
                 CHECK(workspace_of(context, p) == want);
-                p.max_kv = 64; /* a block has them all, and needs no floats if it knows that nobody else adds to them */
-                if (hopper) CHECK(workspace_of(context, p) == want);
+                p.max_kv = 64; /* a block has them all */
+                CHECK(workspace_of(context, p) == documented(&p, rows, blocks, fits, false));
                 p.flags &= ~ATTN_UNORDERED;
                 CHECK(workspace_of(context, p) == documented(&p, rows, blocks, fits, false));
             }

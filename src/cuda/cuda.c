@@ -423,9 +423,9 @@ static void describe_kernels(attn_plan *plan, bool tuned) {
     attn__plan_say(plan, "tiles: %d rows x %d keys\n", plan->kernel->rows, plan->kernel->cols);
     if (plan->problem.op == ATTN_BACKWARD)
         attn__plan_say(plan, "passes: %s\n",
-                       !own->one                                               ? "2"
-                       : own->hopper && (plan->problem.flags & ATTN_UNORDERED) ? "1, d_q in any order"
-                                                                               : "1, d_q in turns");
+                       !own->one                                                ? "2"
+                       : own->hopper && !attn__cuda_takes_turns(&plan->problem) ? "1, d_q in any order"
+                                                                                : "1, d_q in turns");
     for (int32_t n = 0; n < state->gpus; n++) {
         const int16_t *choice = plan->gpu_kernel[n];
         if (choice[0] < 0) continue;

@@ -148,11 +148,20 @@ static inline bool attn__cuda_runs_on(const attn_cuda_entry *e, const attn_gpu *
 }
 
 /*
+ * Do blocks of Hopper's backward add to d_q in turns? ATTN_UNORDERED lets them do without, which pays where they are many: d_q has to be cleared
+ * before, and no block can tell that it is the last one.
+ */
+static inline bool attn__cuda_takes_turns(const attn_problem *p) {
+    const int32_t most = p->dim_qk > p->dim_v ? p->dim_qk : p->dim_v;
+    return !(p->flags & ATTN_UNORDERED) || p->max_kv < (most > 128 ? 2048 : 8192);
+}
+
+/*
  * Does the last block of Hopper's backward that adds to a tile of d_q write it? Otherwise bwd_cast does: where a block does not know that it is the
  * last one; and where all tiles of many blocks have the same last one, which would wait for the others all along.
  */
 static inline bool attn__cuda_finishes(const attn_problem *p) {
-    return !p->flashmask_vectors && !(p->flags & ATTN_UNORDERED) && ((p->flags & ATTN_CAUSAL) || p->max_kv <= 2048);
+    return !p->flashmask_vectors && attn__cuda_takes_turns(p) && ((p->flags & ATTN_CAUSAL) || p->max_kv <= 2048);
 }
 
 /* Do blocks of Hopper's kernels take their work from a counter, the plan's CUDA_COUNTER? */

@@ -238,6 +238,7 @@ static attn_cuda_args make_backward(const attn_cuda_run *run, const attn_plan *p
     attn_cuda_args a;
     memset(&a, 0, sizeof a);
     a.p = *p;
+    if (attn__cuda_takes_turns(p)) a.p.flags &= ~ATTN_UNORDERED;
     a.f = *f;
     a.status = run->status;
     a.delta = attn__part(plan, f, CUDA_ROWS);
@@ -269,7 +270,8 @@ static attn_status launch_plain(const attn_cuda_run *run, int entry, int64_t blo
 /*
  * In one pass the blocks of a head wait for each other, each about a tile behind the one before. So that this is little beside what a block
  * has to do, a GPU full of blocks shall have no more of one head than an eighth of its tiles of rows. With fewer heads side by side what
- * blocks share stays in the L2 cache; on Hopper, where nobody waits who is less than two tiles behind, that counts for more.
+ * blocks share stays in the L2 cache; on Hopper, where nobody waits who is less than two tiles behind, that counts for more. Groups are about
+ * as large as each other: blocks of a few heads that are left would all wait for each other.
  */
 static int32_t heads_in_turn(const attn_cuda_run *run, const attn_problem *p, int64_t heads) {
     enum { LEAST = 16 };
@@ -277,7 +279,7 @@ static int32_t heads_in_turn(const attn_cuda_run *run, const attn_problem *p, in
     const int64_t tiles = attn__ceil_div(p->max_q, e->bm) * (p->heads_q / p->heads_kv);
     const int64_t of_one = tiles / 8 > 1 ? tiles / 8 : 1, group = attn__ceil_div(run->sms > 0 ? run->sms : 1, of_one);
     const int64_t most = group > LEAST && !e->hopper ? group : LEAST;
-    return (int32_t)(heads < most ? heads : most);
+    return (int32_t)attn__ceil_div(heads, attn__ceil_div(heads, most));
 }
 
 /* d_k and d_v, or d_q: a block to each tile of keys of each KV head, or of rows of each query head; bwd_any numbers its blocks itself. */
