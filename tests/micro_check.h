@@ -1,7 +1,7 @@
 /*
  * Micro-kernels against loops of plain C that are written here, one number type at a time (cpu/real.h): products and dot products have the same
- * bits, for all fuse multiplications with additions and add in the order that micro.h says. Only table `c`, but for aarch64's, has nothing to fuse
- * with, and is left to other tests. Softmax of few columns has the bits of many, and elements are converted alike one by one and together.
+ * bits, for all fuse multiplications with additions, but for table `c`, which has nothing to fuse with unless it is aarch64's, and add in the
+ * order that micro.h says. Softmax of few columns has the bits of many, and elements are converted alike one by one and together.
  */
 #ifndef MICRO_CHECK_H
 #define MICRO_CHECK_H
@@ -23,7 +23,8 @@
 
 enum { MOST = 20 * 1024 };
 static const attn_micro *micro; /* the one to check */
-static const char *isa;         /* and its name */
+static const char *isa;         /* its name */
+static bool fuses;              /* and whether it fuses */
 static real a[MOST], b[MOST], want[MOST], have[MOST];
 static uint32_t narrow[MOST]; /* of any dtype up to 32 bits */
 
@@ -36,7 +37,8 @@ static void same(const char *what, int32_t rows, int32_t keys, int32_t dim) {
     CHECK_SAY(memcmp(want, have, sizeof want) == 0, "%s, %s: %d rows, %d keys, dim %d", isa, what, rows, keys, dim);
 }
 
-static real fused(real x, real y, real sum) {
+static real add_product(real x, real y, real sum) {
+    if (!fuses) return sum + x * y;
     return sizeof(real) == 4 ? (real)fmaf((float)x, (float)y, (float)sum) : (real)fma(x, y, sum);
 }
 
@@ -50,7 +52,7 @@ static void check_gemm(int32_t m, int32_t n, int32_t k) {
         for (int32_t i = 0; i < m; i++)
             for (int32_t j = 0; j < n; j++) {
                 real sum = 0, *c = &want[i * (n + 16) + j];
-                for (int32_t x = 0; x < k; x++) sum = fused(a[i * row + x * col], b[x * n + j], sum);
+                for (int32_t x = 0; x < k; x++) sum = add_product(a[i * row + x * col], b[x * n + j], sum);
                 *c = form & 2 ? *c + sum : sum;
             }
         micro->gemm(have, n + 16, a, row, col, b, n, m, n, k, form & 2);
@@ -66,7 +68,7 @@ static void check_dots(int32_t columns, int32_t keys, int32_t dim) {
         for (int32_t r = 0; r < columns; r++) {
             real group = 0, sum = 0, *s = &want[j * 64 + r];
             for (int32_t x = 0; x < dim; x++) {
-                sum = fused(a[j * (dim + 3) + x], b[x * columns + r], sum);
+                sum = add_product(a[j * (dim + 3) + x], b[x * columns + r], sum);
                 if ((x + 1) % BLOCK != 0 && x + 1 < dim) continue;
                 group = x % GROUP < BLOCK ? sum : group + sum;
                 sum = 0;
@@ -93,7 +95,7 @@ static attn_panel panel_of(attn_dtype dtype, int32_t rows, int32_t dim) {
 static real chains(const real *x, const real *y, int32_t dim) {
     real sum[16] = {0};
     int lanes = (strstr(isa, "512") ? 64 : strstr(isa, "256") || strcmp(isa, "avx2") == 0 ? 32 : 16) / (int)sizeof(real);
-    for (int32_t n = 0; n < dim; n++) sum[n % lanes] = fused(y[n], x[n], sum[n % lanes]);
+    for (int32_t n = 0; n < dim; n++) sum[n % lanes] = add_product(y[n], x[n], sum[n % lanes]);
     for (int half = lanes / 2; half > 0; half /= 2)
         for (int i = 0; i < half; i++)
             sum[i] = strncmp(isa, "sve", 3) == 0 ? sum[2 * i] + sum[2 * i + 1] : sum[i] + sum[i + half];
@@ -122,7 +124,7 @@ static void check_narrow(attn_dtype dtype, int32_t rows, int32_t keys, int32_t d
         for (int32_t r = 0; r < rows; r++)
             for (int32_t x = 0; x < dim; x++) {
                 real *c = &want[r * dim + x];
-                *c = fused(a[j * width + r], b[j * dim + x], *c);
+                *c = add_product(a[j * width + r], b[j * dim + x], *c);
             }
     micro->narrow_gemm(have, dim, a, width, &panel, rows, dim, keys);
     same(attn_dtype_name(dtype), rows, keys, dim);
@@ -235,6 +237,11 @@ static void check_products(void) {
 
 /* All tables that this machine can run. */
 static void check_micro(void) {
+#if defined(__aarch64__)
+    const bool is_aarch64 = true;
+#else
+    const bool is_aarch64 = false;
+#endif
     static const struct {
         const char *name;
         const attn_micro *table;
@@ -248,10 +255,8 @@ static void check_micro(void) {
         if (tables[n].needs & ~attn__cpu_detect()) continue;
         isa = tables[n].name;
         micro = tables[n].table;
+        fuses = tables[n].needs != 0 || is_aarch64;
         check_elements();
-#if !defined(__aarch64__)
-        if (tables[n].needs == 0) continue; /* table c */
-#endif
         check_products();
     }
 }

@@ -418,7 +418,7 @@ static int stub_cuTensorMapEncodeTiled(void *map, int type, unsigned rank, void 
 static size_t args_of(const char *kernel) {
     if (strcmp(kernel, "merge") == 0) return sizeof(attn_cuda_merge);
     if (strcmp(kernel, "rotary") == 0) return sizeof(attn_cuda_rotary);
-    return strncmp(kernel, "fwd_sm90", 8) == 0 ? sizeof(attn_cuda_args90) : sizeof(attn_cuda_args);
+    return strncmp(kernel + 1, "wd_sm90", 7) == 0 ? sizeof(attn_cuda_args90) : sizeof(attn_cuda_args);
 }
 
 static int stub_cuLaunchKernelEx(const attn_cu_launch *asked, attn_cu_function function, void **parameters, void **extra) {

@@ -241,22 +241,29 @@ TEST(cuda_backward_on_hopper_launches) {
     rig_free(&r);
 }
 
-/* Heads are in turn in groups that are about as large as each other: 20 of them as 10 and 10, and not 16 and 4. */
+/* Heads are in turn in groups that are about as large as each other: 20 of them as 10 and 10, and not 16 and 4. Long rows have smaller ones. */
 TEST(cuda_backward_on_hopper_has_even_groups_of_heads) {
-    static const int32_t heads[][3] = {{5, 5, 1}, {16, 16, 1}, {17, 9, 2}, {20, 10, 2}, {42, 14, 3}, {64, 16, 4}};
+    static const struct {
+        int32_t heads, rows, dim, group, groups;
+    } cases[] = {
+        {5, 70, 192, 5, 1},   {16, 70, 192, 16, 1},  {17, 70, 192, 9, 2},   {20, 70, 192, 10, 2},   {42, 70, 96, 14, 3},
+        {64, 70, 256, 16, 4}, {16, 8192, 192, 8, 2}, {40, 8192, 64, 14, 3}, {20, 16384, 192, 7, 3},
+    };
     stub_start();
     stub.arch[0] = 90;
     stub.shared_bytes[0] = 232448;
     attn_context *context = cuda_context();
-    for (size_t n = 0; n < sizeof heads / sizeof heads[0]; n++) {
-        rig r = {.p = problem(ATTN_BF16, 1, heads[n][0], heads[n][0], 70, 64, 192)};
+    for (size_t n = 0; n < sizeof cases / sizeof cases[0]; n++) {
+        rig r = {.p = problem(ATTN_BF16, 1, cases[n].heads, cases[n].heads, 70, 64, cases[n].dim)};
         attn_plan *plan;
         r.p.op = ATTN_BACKWARD;
         if (!rig_make_on(&r, 0)) return;
+        r.p.max_q = cases[n].rows; /* the stub reads none of them */
         if (!CHECK_OK(attn_plan_create(&plan, context, &r.p))) return;
         launches_of(plan, rig_backward_buffers(&r));
-        CHECK_SAY((int32_t)stub_launch_at(1)->grid[0] == heads[n][1] && (int32_t)stub_launch_at(1)->grid[1] == heads[n][2],
-                  "%d heads: %u x %u", heads[n][0], stub_launch_at(1)->grid[0], stub_launch_at(1)->grid[1]);
+        const attn_cuda_args *a = stub_args(stub_launch_at(1));
+        CHECK_SAY(a->group == cases[n].group && (int32_t)stub_launch_at(1)->grid[1] == cases[n].groups,
+                  "case %zu: %u groups of %d", n, stub_launch_at(1)->grid[1], a->group);
         attn_plan_destroy(plan);
         rig_free(&r);
     }

@@ -270,16 +270,16 @@ static attn_status launch_plain(const attn_cuda_run *run, int entry, int64_t blo
 /*
  * In one pass the blocks of a head wait for each other, each about a tile behind the one before. So that this is little beside what a block
  * has to do, a GPU full of blocks shall have no more of one head than an eighth of its tiles of rows. With fewer heads side by side what
- * blocks share stays in the L2 cache; on Hopper, where nobody waits who is less than two tiles behind, that counts for more. Groups are about
+ * blocks share stays in the L2 cache, which counts for more on Hopper, where nobody waits who is less than two tiles behind. Groups are about
  * as large as each other: blocks of a few heads that are left would all wait for each other.
  */
 static int32_t heads_in_turn(const attn_cuda_run *run, const attn_problem *p, int64_t heads) {
-    enum { LEAST = 16 };
     const attn_cuda_entry *e = &run->entries[run->forward];
     const int64_t tiles = attn__ceil_div(p->max_q, e->bm) * (p->heads_q / p->heads_kv);
     const int64_t of_one = tiles / 8 > 1 ? tiles / 8 : 1, group = attn__ceil_div(run->sms > 0 ? run->sms : 1, of_one);
-    const int64_t most = group > LEAST && !e->hopper ? group : LEAST;
-    return (int32_t)attn__ceil_div(heads, attn__ceil_div(heads, most));
+    const int64_t least = e->hopper && e->dim > 128 ? 8 : 16, most = e->hopper ? 16 : group;
+    const int64_t size = group < least ? least : group < most ? group : most;
+    return (int32_t)attn__ceil_div(heads, attn__ceil_div(heads, size));
 }
 
 /* d_k and d_v, or d_q: a block to each tile of keys of each KV head, or of rows of each query head; bwd_any numbers its blocks itself. */
