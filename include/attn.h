@@ -202,7 +202,7 @@ typedef enum attn_dtype {
 #define ATTN_DESCALE (UINT32_C(1) << 17)            /* buffers q_descale, k_descale, v_descale, at least one of them */
 #define ATTN_PRECISE (UINT32_C(1) << 18)            /* F32 and F64: all arithmetic in double, results rounded once */
 #define ATTN_UNORDERED                                                                                                     \
-    (UINT32_C(1) << 19) /* backward: d_q may be summed in any order, without C5; cuda on Hopper alone does */
+    (UINT32_C(1) << 19) /* backward: d_q may be summed in any order, without C5; cuda on Hopper does, if max_kv is large */
 #define ATTN_PRECISE_FEW                                                                                                   \
     (UINT32_C(1) << 20) /* F32, cpu: what weighs few keys in double, see above; the others take no notice */
 

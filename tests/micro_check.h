@@ -1,7 +1,7 @@
 /*
  * Micro-kernels against loops of plain C that are written here, one number type at a time (cpu/real.h): products and dot products have the same
- * bits, for all fuse multiplications with additions, but for table `c`, which has nothing to fuse with unless it is aarch64's, and add in the
- * order that micro.h says. Softmax of few columns has the bits of many, and elements are converted alike one by one and together.
+ * bits, for all fuse multiplications with additions, but for table `c` where the compiler may not count on such an instruction (x86-64 without
+ * further options), and add in the order that micro.h says. Softmax of few columns has the bits of many, and elements are converted alike one by one and together.
  */
 #ifndef MICRO_CHECK_H
 #define MICRO_CHECK_H
@@ -237,10 +237,10 @@ static void check_products(void) {
 
 /* All tables that this machine can run. */
 static void check_micro(void) {
-#if defined(__aarch64__)
-    const bool is_aarch64 = true;
+#if defined(__FP_FAST_FMA)
+    const bool always_fuses = true;
 #else
-    const bool is_aarch64 = false;
+    const bool always_fuses = false;
 #endif
     static const struct {
         const char *name;
@@ -255,7 +255,7 @@ static void check_micro(void) {
         if (tables[n].needs & ~attn__cpu_detect()) continue;
         isa = tables[n].name;
         micro = tables[n].table;
-        fuses = tables[n].needs != 0 || is_aarch64;
+        fuses = tables[n].needs != 0 || always_fuses;
         check_elements();
         check_products();
     }

@@ -198,10 +198,7 @@ TEST(cuda_backward_on_hopper) {
     stub_stop();
 }
 
-/*
- * Its launches; d_q is cleared where its sums have no order, which few keys always have, and cast then, and with FlashMask; rows at odd addresses
- * have the portable kernel.
- */
+/* Its launches; d_q is cleared where its sums have no order, and cast then; few keys have one always. Rows at odd addresses have the portable kernel. */
 TEST(cuda_backward_on_hopper_launches) {
     static const struct {
         uint32_t flags;
@@ -241,13 +238,43 @@ TEST(cuda_backward_on_hopper_launches) {
     rig_free(&r);
 }
 
+/* From which number of keys on ATTN_UNORDERED does without an order: the larger dim decides. Elsewhere it never does. */
+TEST(cuda_backward_without_an_order) {
+    static const struct {
+        int32_t dim_qk, dim_v, keys;
+    } cases[] = {{64, 64, 8192}, {128, 128, 8192}, {129, 128, 2048}, {64, 136, 2048}, {256, 256, 2048}};
+    for (int hopper = 0; hopper < 2; hopper++) {
+        stub_start();
+        stub.arch[0] = hopper ? 90 : 80;
+        stub.shared_bytes[0] = hopper ? 232448 : 166912;
+        attn_context *context = cuda_context();
+        for (size_t n = 0; n < sizeof cases / sizeof cases[0]; n++)
+            for (int way = 0; way < 3; way++) { /* too few keys, enough, enough and not asked for */
+                attn_problem p = problem(ATTN_BF16, 2, 4, 2, 70, cases[n].keys - (way == 0), cases[n].dim_qk);
+                attn_plan *plan;
+                p.op = ATTN_BACKWARD;
+                p.dim_v = cases[n].dim_v;
+                p.flags = way == 2 ? 0 : ATTN_UNORDERED;
+                if (!CHECK_OK(attn_plan_create(&plan, context, &p))) return;
+                const bool none = strstr(attn_plan_describe(plan), "d_q in any order") != NULL;
+                CHECK_SAY(none == (hopper && way == 1), "case %zu, way %d:\n%s", n, way, attn_plan_describe(plan));
+                attn_plan_destroy(plan);
+            }
+        attn_context_destroy(context);
+        CHECK(stub_live() == 0);
+        stub_stop();
+    }
+}
+
 /* Heads are in turn in groups that are about as large as each other: 20 of them as 10 and 10, and not 16 and 4. Long rows have smaller ones. */
 TEST(cuda_backward_on_hopper_has_even_groups_of_heads) {
     static const struct {
         int32_t heads, rows, dim, group, groups;
     } cases[] = {
-        {5, 70, 192, 5, 1},   {16, 70, 192, 16, 1},  {17, 70, 192, 9, 2},   {20, 70, 192, 10, 2},   {42, 70, 96, 14, 3},
-        {64, 70, 256, 16, 4}, {16, 8192, 192, 8, 2}, {40, 8192, 64, 14, 3}, {20, 16384, 192, 7, 3},
+        {1, 70, 192, 1, 1},      {5, 70, 192, 5, 1},      {16, 70, 192, 16, 1},    {17, 70, 192, 9, 2},
+        {20, 70, 192, 10, 2},    {42, 70, 96, 14, 3},     {64, 70, 256, 16, 4},    {196, 70, 64, 14, 14},
+        {257, 70, 64, 13, 20},   {16, 8192, 128, 16, 1},  {16, 8192, 192, 8, 2},   {20, 8192, 192, 10, 2},
+        {20, 16384, 256, 10, 2}, {50, 16384, 192, 10, 5}, {57, 16384, 192, 10, 6},
     };
     stub_start();
     stub.arch[0] = 90;
@@ -422,6 +449,8 @@ TEST(cuda_backward_workspace_is_at_most_d_q_in_float_and_two_numbers_a_row) {
                 CHECK(have <= parts + all * (columns - (size_t)dim) * 4 + (even ? 0 : heads * 8 * columns * 4) + turns);
                 if (dim % 8 == 0 && (even || all >= heads * (9 * columns + 64))) CHECK(have <= parts + 4 * all);
                 p.flags |= ATTN_UNORDERED;
+                CHECK(workspace_of(context, p) == want);
+                p.max_kv = 8192; /* without an order */
                 CHECK(workspace_of(context, p) == want);
                 p.max_kv = 64; /* a block has them all */
                 CHECK(workspace_of(context, p) == documented(&p, rows, blocks, fits, false));

@@ -267,19 +267,31 @@ static attn_status launch_plain(const attn_cuda_run *run, int entry, int64_t blo
     return attn__cuda_launch(run, entry, blocks, 0, 32 * ATTN_CUDA_WARPS, ATTN_BWD_ANY_REALS * real, a);
 }
 
+/* Of the sizes of groups from `most` down to half of it, the one whose last group lacks the fewest heads. */
+static int32_t even_groups(int64_t heads, int64_t most) {
+    int64_t best = most, least = INT64_MAX;
+    for (int64_t group = most; 2 * group >= most && heads > most; group--) {
+        const int64_t lacks = (group - heads % group) % group;
+        if (lacks >= least) continue;
+        least = lacks;
+        best = group;
+    }
+    return (int32_t)(heads < best ? heads : best);
+}
+
 /*
  * In one pass the blocks of a head wait for each other, each about a tile behind the one before. So that this is little beside what a block
  * has to do, a GPU full of blocks shall have no more of one head than an eighth of its tiles of rows. With fewer heads side by side what
- * blocks share stays in the L2 cache, which counts for more on Hopper, where nobody waits who is less than two tiles behind. Groups are about
- * as large as each other: blocks of a few heads that are left would all wait for each other.
+ * blocks share stays in the L2 cache, which counts for more on Hopper, where nobody waits who is less than two tiles behind; above dim 128 long rows
+ * want still fewer, as was measured. Groups are about as large as each other: a few heads that are left would have the GPU for themselves, and
+ * nearly all of their blocks wait.
  */
 static int32_t heads_in_turn(const attn_cuda_run *run, const attn_problem *p, int64_t heads) {
     const attn_cuda_entry *e = &run->entries[run->forward];
     const int64_t tiles = attn__ceil_div(p->max_q, e->bm) * (p->heads_q / p->heads_kv);
     const int64_t of_one = tiles / 8 > 1 ? tiles / 8 : 1, group = attn__ceil_div(run->sms > 0 ? run->sms : 1, of_one);
-    const int64_t least = e->hopper && e->dim > 128 ? 8 : 16, most = e->hopper ? 16 : group;
-    const int64_t size = group < least ? least : group < most ? group : most;
-    return (int32_t)attn__ceil_div(heads, attn__ceil_div(heads, size));
+    const int64_t least = e->hopper && e->dim > 128 ? 10 : 16, most = e->hopper ? 16 : group;
+    return even_groups(heads, group < least ? least : group < most ? group : most);
 }
 
 /* d_k and d_v, or d_q: a block to each tile of keys of each KV head, or of rows of each query head; bwd_any numbers its blocks itself. */
