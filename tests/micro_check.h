@@ -206,8 +206,26 @@ static void check_conversion(attn_dtype dtype, uint64_t *random) {
     }
 }
 
+/* Each byte is the number that it is, alone and among others. */
+static void check_bytes(attn_dtype dtype) {
+    uint8_t bytes[256];
+    for (int n = 0; n < 256; n++) bytes[n] = (uint8_t)n;
+    for (int first = 0; first < 17; first++) {
+        micro->load(want, bytes + first, dtype, 256 - first);
+        for (int n = first; n < 256; n++) {
+            const real number = (real)attn__load(dtype, bytes, n);
+            micro->load(have, bytes + n, dtype, 1);
+            CHECK_SAY(same_number(want[n - first], number) && same_number(have[0], number), "%s, load: %s 0x%02x", isa,
+                      attn_dtype_name(dtype), n);
+        }
+    }
+}
+
 static void check_elements(void) {
     uint64_t random = 8;
+    check_bytes(ATTN_E4M3);
+    check_bytes(ATTN_E5M2);
+    check_bytes(ATTN_I8);
     check_conversion(ATTN_F16, &random);
     check_conversion(ATTN_BF16, &random);
     for (int dtype = ATTN_F32; attn_dtype_size((attn_dtype)dtype); dtype++) check_nan((attn_dtype)dtype);
@@ -217,7 +235,7 @@ static void check_elements(void) {
 
 static void check_products(void) {
     static const int32_t dims[] = {16, 64, 80, 96, 128, 144, 192, 256};
-    static const attn_dtype dtypes[] = {ATTN_F32, ATTN_F16, ATTN_BF16};
+    static const attn_dtype dtypes[] = {ATTN_F32, ATTN_F16, ATTN_BF16, ATTN_E4M3, ATTN_E5M2, ATTN_I8};
     uint64_t random = 7;
     fill(a, MOST, &random);
     fill(b, MOST, &random);
@@ -232,7 +250,8 @@ static void check_products(void) {
     for (size_t n = 0; n < sizeof dims / sizeof *dims; n++)
         for (int32_t keys = 1; keys <= 70; keys += 23)
             for (int32_t rows = 1; rows <= 8; rows++)
-                for (int d = 0; d < 3; d++) check_narrow(dtypes[d], rows, keys, dims[n], &random);
+                for (size_t d = 0; d < sizeof dtypes / sizeof *dtypes; d++)
+                    check_narrow(dtypes[d], rows, keys, dims[n], &random);
 }
 
 /* All tables that this machine can run. */

@@ -529,3 +529,55 @@ TEST(c6_workspace_grows_linearly) {
               workspace_of(context, ATTN_FORWARD, 65536));
     attn_context_destroy(context);
 }
+
+/* ---- C5, and what ATTN_UNORDERED takes from it ---- */
+
+/* d_q is near what it is in turns, as a sum of as many numbers in float, rounded to its dtype, and d_k and d_v are the same to the bit. */
+static void check_near_in_turns(const rig *in_turn, const rig *loose) {
+    const attn_problem *p = &in_turn->full;
+    const double eps = p->dtype == ATTN_BF16 ? 0x1p-7 : p->dtype == ATTN_F16 ? 0x1p-10 : p->dtype == ATTN_F32 ? 0x1p-20 : 0;
+    double squares = 0;
+    for (int pass = 0; pass < 2; pass++) /* how large they are, then how far apart */
+        for (int32_t b = 0; b < p->batch; b++)
+            for (int32_t i = 0; i < p->max_q; i++)
+                for (int32_t h = 0; h < p->heads_q; h++)
+                    for (int32_t x = 0; x < p->dim_qk; x++) {
+                        const double want = attn__load(p->dtype, rig_row(in_turn, &in_turn->f.d_q, p->dtype, b, i, h), x);
+                        const double have = attn__load(p->dtype, rig_row(loose, &loose->f.d_q, p->dtype, b, i, h), x);
+                        const double mean = sqrt(squares / ((double)p->batch * p->max_q * p->heads_q * p->dim_qk));
+                        if (pass == 0)
+                            squares += want * want;
+                        else if (!(fabs(have - want) <= eps * fmax(fabs(want), mean)))
+                            CHECK_SAY(false, "d_q of sequence %d, row %d, head %d, dim %d: %g, and %g in turns", b, i, h, x,
+                                      have, want);
+                    }
+    CHECK(squares > 0);
+    for (int32_t b = 0; b < p->batch; b++) CHECK(rig_same_keys(in_turn, b, loose, b, rig_sk(in_turn, b)));
+}
+
+/* Several blocks of keys on any GPU. That GPUs have no order wants a plan for many keys. */
+static void without_an_order(attn_context *context, attn_dtype dtype) {
+    enum { ROWS = 200, KEYS = 700 };
+    static const uint32_t masks[] = {0, ATTN_CAUSAL, ATTN_WINDOW};
+    for (int32_t n = 0, dim; (dim = wide_dim(n)) != 0; n++)
+        for (int m = 0; m < 3; m++) {
+            rig in_turn = {.p = problem(dtype, 2, 4, 2, ROWS, KEYS, dim), .backward = true};
+            in_turn.p.flags = ATTN_VARLEN_KV | masks[m];
+            in_turn.p.window_left = masks[m] == ATTN_WINDOW ? 300 : 0,
+            in_turn.p.window_right = masks[m] == ATTN_WINDOW ? 90 : 0;
+            in_turn.p.total_kv = 2 * KEYS - 100;
+            in_turn.f.cu_kv = (int32_t[]){0, KEYS, 2 * KEYS - 100};
+            rig loose = in_turn;
+            loose.p.flags |= ATTN_UNORDERED;
+            loose.p.max_kv = 8192;
+            CHECK(rig_make(&in_turn, 50) && rig_make(&loose, 50));
+            CHECK_OK(rig_run(&in_turn, context));
+            CHECK_OK(rig_run(&loose, context));
+            test_context("dim %d, mask %d", dim, m);
+            check_near_in_turns(&in_turn, &loose);
+            test_context(NULL);
+            rig_free(&in_turn);
+            rig_free(&loose);
+        }
+}
+TEST(c5_unordered_sums_are_near_those_in_turns) { each_cpu(without_an_order); }

@@ -271,17 +271,27 @@ INLINE void narrow_product(const attn_dtype of, real *c, int64_t ldc, const real
     }
 }
 
+/* What a table may read besides its reals: ELSE_OF each. */
+#ifdef ATTN_REAL_F64
+#define OTHER_DTYPES                                                                                                       \
+    ELSE_OF(ATTN_F32);                                                                                                     \
+    ELSE_OF(ATTN_F16);                                                                                                     \
+    ELSE_OF(ATTN_BF16)
+#else
+#define OTHER_DTYPES                                                                                                       \
+    ELSE_OF(ATTN_F16);                                                                                                     \
+    ELSE_OF(ATTN_BF16);                                                                                                    \
+    ELSE_OF(ATTN_E4M3);                                                                                                    \
+    ELSE_OF(ATTN_E5M2);                                                                                                    \
+    ELSE_OF(ATTN_I8)
+#endif
+
 static void micro_narrow_gemm(real *c, int64_t ldc, const real *p, int32_t width, const attn_panel *v, int32_t m, int32_t n,
                               int32_t keys) {
     if (v->dtype == REAL_DTYPE) narrow_product(REAL_DTYPE, c, ldc, p, width, v, m, n, keys);
-#ifdef ATTN_REAL_F64
-    else if (v->dtype == ATTN_F32)
-        narrow_product(ATTN_F32, c, ldc, p, width, v, m, n, keys);
-#endif
-    else if (READABLE(v->dtype) && v->dtype == ATTN_F16)
-        narrow_product(ATTN_F16, c, ldc, p, width, v, m, n, keys);
-    else if (READABLE(v->dtype))
-        narrow_product(ATTN_BF16, c, ldc, p, width, v, m, n, keys);
+#define ELSE_OF(of) else if (READABLE(of) && v->dtype == (of)) narrow_product(of, c, ldc, p, width, v, m, n, keys)
+    OTHER_DTYPES;
+#undef ELSE_OF
 }
 
 /*
@@ -398,14 +408,9 @@ INLINE void dots(const attn_dtype of, real *s, int32_t width, const attn_panel *
 static void micro_narrow_dots(real *s, int32_t width, const attn_panel *k, const real *q, int64_t ldq, int32_t rows,
                               int32_t keys, int32_t dim) {
     if (k->dtype == REAL_DTYPE) dots(REAL_DTYPE, s, width, k, q, ldq, rows, keys, dim);
-#ifdef ATTN_REAL_F64
-    else if (k->dtype == ATTN_F32)
-        dots(ATTN_F32, s, width, k, q, ldq, rows, keys, dim);
-#endif
-    else if (READABLE(k->dtype) && k->dtype == ATTN_F16)
-        dots(ATTN_F16, s, width, k, q, ldq, rows, keys, dim);
-    else if (READABLE(k->dtype))
-        dots(ATTN_BF16, s, width, k, q, ldq, rows, keys, dim);
+#define ELSE_OF(of) else if (READABLE(of) && k->dtype == (of)) dots(of, s, width, k, q, ldq, rows, keys, dim)
+    OTHER_DTYPES;
+#undef ELSE_OF
 }
 
 static bool micro_readable(attn_dtype dtype) { return dtype == REAL_DTYPE || READABLE(dtype); }
@@ -476,6 +481,14 @@ static void micro_load(real *restrict to, const void *from, attn_dtype dtype, in
 #endif
     if (dtype == REAL_DTYPE) {
         memcpy(to, from, (size_t)n * sizeof *to);
+#ifndef ATTN_REAL_F64
+    } else if (dtype == ATTN_E4M3) {
+        load_many(ATTN_E4M3, to, from, n);
+    } else if (dtype == ATTN_E5M2) {
+        load_many(ATTN_E5M2, to, from, n);
+    } else if (dtype == ATTN_I8) {
+        load_many(ATTN_I8, to, from, n);
+#endif
     } else if (dtype == ATTN_F32) {
         const float *x = from;
         for (int32_t i = 0; i < n; i++) to[i] = (real)x[i];

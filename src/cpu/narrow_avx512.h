@@ -71,12 +71,20 @@ INLINE void dots_of(const attn_dtype of, const int kb, const int rb, float *s, i
 #define OF_EACH_DTYPE(DO, ...)                                                                                             \
     DO(f32, ATTN_F32, __VA_ARGS__)                                                                                         \
     DO(f16, ATTN_F16, __VA_ARGS__)                                                                                         \
-    DO(bf16, ATTN_BF16, __VA_ARGS__)
+    DO(bf16, ATTN_BF16, __VA_ARGS__)                                                                                       \
+    DO(e4m3, ATTN_E4M3, __VA_ARGS__)                                                                                       \
+    DO(e5m2, ATTN_E5M2, __VA_ARGS__)                                                                                       \
+    DO(i8, ATTN_I8, __VA_ARGS__)
 OF_EACH_DTYPE(DOTS_OF, 4, 4)
 OF_EACH_DTYPE(DOTS_OF, 8, 2)
 OF_EACH_DTYPE(DOTS_OF, 16, 1)
 #define BY_DTYPE(call, ...)                                                                                                \
-    (of == ATTN_F32 ? call##_f32(__VA_ARGS__) : of == ATTN_F16 ? call##_f16(__VA_ARGS__) : call##_bf16(__VA_ARGS__))
+    (of == ATTN_F32    ? call##_f32(__VA_ARGS__)                                                                           \
+     : of == ATTN_F16  ? call##_f16(__VA_ARGS__)                                                                           \
+     : of == ATTN_BF16 ? call##_bf16(__VA_ARGS__)                                                                          \
+     : of == ATTN_E4M3 ? call##_e4m3(__VA_ARGS__)                                                                          \
+     : of == ATTN_E5M2 ? call##_e5m2(__VA_ARGS__)                                                                          \
+                       : call##_i8(__VA_ARGS__))
 
 /* As many of the first keys as there is a way for; up to four rows. */
 INLINE int32_t dots_by_hand(const attn_dtype of, float *s, int32_t width, const char *k, int64_t ldk, const char *next,

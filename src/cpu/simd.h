@@ -81,7 +81,8 @@ INLINE vreal widened_f16(vbits x) {
 #endif
 
 /* VL numbers from place `at` of an array of reals, or of what READABLE names. */
-INLINE int dtype_bytes(const attn_dtype of) { return of == ATTN_F64 ? 8 : of == ATTN_F32 ? 4 : 2; }
+#define IS_BYTE(dtype) ((dtype) == ATTN_E4M3 || (dtype) == ATTN_E5M2 || (dtype) == ATTN_I8)
+INLINE int dtype_bytes(const attn_dtype of) { return of == ATTN_F64 ? 8 : of == ATTN_F32 ? 4 : IS_BYTE(of) ? 1 : 2; }
 #ifdef ATTN_REAL_F64
 #if defined(ATTN_NEON) || defined(ATTN_SVE)
 #define READABLE(dtype) ((dtype) == ATTN_F32 || (dtype) == ATTN_F16 || (dtype) == ATTN_BF16)
@@ -115,9 +116,17 @@ INLINE vreal load_any(const attn_dtype of, const void *p, int64_t at) {
 #endif
 }
 #else
+#if defined(__AVX2__) || defined(ATTN_SVE) /* with shorter vectors it pays to widen 8 bits once for all rows: micro_load */
+#define READABLE(dtype) ((dtype) == ATTN_F16 || (dtype) == ATTN_BF16 || IS_BYTE(dtype))
+#else
 #define READABLE(dtype) ((dtype) == ATTN_F16 || (dtype) == ATTN_BF16)
+#endif
+
+#include "bytes.h"
+
 INLINE vreal load_any(const attn_dtype of, const void *p, int64_t at) {
     if (of == REAL_DTYPE) return load((const real *)p + at);
+    if (IS_BYTE(of)) return load_bytes(of, (const uint8_t *)p + at);
     const uint16_t *x = (const uint16_t *)p + at;
 #if defined(__AVX512F__)
     __m256i half = _mm256_loadu_si256((const void *)x);
