@@ -256,7 +256,7 @@ static void check_products(void) {
 
 /* All tables that this machine can run. */
 static void check_micro(void) {
-#if defined(__FP_FAST_FMA)
+#if defined(__FP_FAST_FMA) || defined(__aarch64__) || defined(__FMA__) /* clang does not always say the first */
     const bool always_fuses = true;
 #else
     const bool always_fuses = false;
