@@ -42,6 +42,9 @@
  * more in double, as float would be less exact for them than for others; the backward takes lse for more exact than it can be stored. How long
  * a call takes depends on the data then.
  *
+ * A known fault of backend cuda, but for F64 and ATTN_PRECISE: a score below about -2.3e38 is -inf there (with a bias of -FLT_MAX for all keys of a
+ * row o is 0, and not the mean of v), and a dot product past the largest float is infinite, whatever the scale makes of it.
+ *
  * Strides are counted in elements. A struct that you fill in begins with its size, so that it can grow: set it to sizeof, zero
  * the rest (a zero field is a default), then fill in what you need. Thread safety: one context and one plan may be used from
  * many threads at once, each call with buffers and workspace of its own. 64-bit machines only.

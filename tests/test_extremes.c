@@ -123,20 +123,30 @@ static void check_equal_scores(attn_context *context, attn_dtype dtype, double s
 /* Scores of 3e38 are floats, but no more in base 2: o is the mean of V all the same, and lse is 3e38. */
 static void lse_near_the_largest_float(attn_context *context, attn_dtype dtype) {
     check_equal_scores(context, dtype, 3e38 / 0x1p34, 32768, 32768, false);
-    if (on_host()) check_equal_scores(context, dtype, 3e38 / 0x1p34, -32768, 32768, false);
 }
 TEST(s01_lse_near_the_largest_float) { each_cpu(lse_near_the_largest_float); }
+
+/* What GPUs do not do, as attn.h says. */
+static void each_cpu_no_gpu(void (*body)(attn_context *context, attn_dtype dtype)) {
+    if (on_host()) each_cpu(body);
+    if (!on_host()) test_skip("a known fault: on a GPU scores below -2.3e38, and dot products above 3.4e38, are infinite");
+}
+
+static void lse_near_the_smallest_float(attn_context *context, attn_dtype dtype) {
+    check_equal_scores(context, dtype, 3e38 / 0x1p34, -32768, 32768, false);
+}
+TEST(s01_lse_near_the_smallest_float) { each_cpu_no_gpu(lse_near_the_smallest_float); }
 
 /* Dot products that overflow before they are scaled, up, down or both, and not afterwards. */
 static void overflow_before_the_scale(attn_context *context, attn_dtype dtype) {
     static const double scales[] = {1e-10, -1e-10, 1e-36};
-    for (size_t n = 0; n < 3 && dtype != ATTN_F16 && on_host(); n++) {
+    for (size_t n = 0; n < 3 && dtype != ATTN_F16; n++) {
         check_equal_scores(context, dtype, scales[n], 0x1p66, 0x1p66, false);
         check_equal_scores(context, dtype, scales[n], -0x1p66, 0x1p66, false);
         check_equal_scores(context, dtype, scales[n], 0x1p66, 0x1p66, true);
     }
 }
-TEST(s01_dot_products_that_overflow_before_the_scale) { each_cpu(overflow_before_the_scale); }
+TEST(s01_dot_products_that_overflow_before_the_scale) { each_cpu_no_gpu(overflow_before_the_scale); }
 
 /* What some call a mask: a bias of -FLT_MAX for every key of a row gives the mean of V, beside rows that have none. */
 static void bias_of_the_smallest_float(attn_context *context, attn_dtype dtype) {
@@ -144,7 +154,7 @@ static void bias_of_the_smallest_float(attn_context *context, attn_dtype dtype) 
     rig r = {.p = problem(dtype, 1, 1, 1, SQ, SK, D)};
     r.p.flags = ATTN_BIAS;
     r.p.bias_dtype = ATTN_F32;
-    if (dtype == ATTN_F64 || !on_host()) return;
+    if (dtype == ATTN_F64) return;
     CHECK(rig_make(&r, 12));
     for (int64_t x = 0; x < 20 * SK; x++) ((float *)r.f.bias.data)[x] = -3.40282347e38f;
     CHECK_OK(rig_run(&r, context));
@@ -155,7 +165,7 @@ static void bias_of_the_smallest_float(attn_context *context, attn_dtype dtype) 
     rig_free(&expected);
     rig_free(&r);
 }
-TEST(s04_bias_of_the_smallest_float_for_a_whole_row) { each_cpu(bias_of_the_smallest_float); }
+TEST(s04_bias_of_the_smallest_float_for_a_whole_row) { each_cpu_no_gpu(bias_of_the_smallest_float); }
 
 /* An lse of +inf, from elsewhere, makes every p 0, and so the gradients; few rows, and many. */
 static void infinite_lse(attn_context *context, attn_dtype dtype) {
