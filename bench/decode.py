@@ -58,6 +58,7 @@ class Case(NamedTuple):
     page: int = 0  # 0: contiguous
     used: bool = False  # lengths on the device, although they are all alike
     kv: str = ""  # of KINDS: k and v of 8 bits
+    factors: bool = False  # of pages, each its own
     latent: bool = False  # one KV head, whose first LATENT columns are v
 
 
@@ -82,7 +83,9 @@ CASES = [
     Case("64x4k, pages of 16", [4096] * 64, page=16),
     Case("16x8k, pages of 1", [8192] * 16, page=1),
     Case("16x8k, pages of 64", [8192] * 16, page=64),
+    Case("16x8k, pages of 128", [8192] * 16, page=128),
     Case("16x8k, pages of 256", [8192] * 16, page=256),
+    Case("skewed, pages of 16", [131072] + [512] * 63, page=16),
     Case("16x8k, d64", [8192] * 16, dim=64),
     Case("16x8k, d96", [8192] * 16, dim=96),
     Case("16x8k, d192", [8192] * 16, dim=192),
@@ -95,6 +98,11 @@ CASES = [
     Case("skewed: 131k and 63 of 512, e4m3", [131072] + [512] * 63, kv="e4m3"),
     Case("16x8k, pages of 16, e4m3", [8192] * 16, page=16, kv="e4m3"),
     Case("16x8k, pages of 1, e4m3", [8192] * 16, page=1, kv="e4m3"),
+    Case("16x8k, factors of 16 e4m3", [8192] * 16, page=16, kv="e4m3", factors=True),
+    Case("64x4k, factors of 64 e4m3", [4096] * 64, page=64, kv="e4m3", factors=True),
+    Case("64x4k, factors of 16 i8", [4096] * 64, page=16, kv="i8", factors=True),
+    Case("16x8k, d64, factors of 16 e4m3", [8192] * 16, dim=64, page=16, kv="e4m3", factors=True),
+    Case("16x8k, d256, factors of 16 e4m3", [8192] * 16, dim=256, page=16, kv="e4m3", factors=True),
     Case("16x8k, d64, e4m3", [8192] * 16, dim=64, kv="e4m3"),
     Case("16x8k, d96, e4m3", [8192] * 16, dim=96, kv="e4m3"),
     Case("16x8k, d256, e4m3", [8192] * 16, dim=256, kv="e4m3"),
@@ -170,20 +178,28 @@ def narrow(inputs, case):
     """The same inputs with k and v of 8 bits."""
     dtype, factor = KINDS[case.kv]
 
-    def convert(x):
-        x = x.float() / factor
+    def convert(x, factors):
+        x = x.float() / (factors[:, None, :, None] if case.factors else factor)
         return (x.round().clamp(-127, 127) if case.kv == "i8" else x).to(dtype)
 
-    factors = torch.full((case.heads_kv,), factor, device=inputs.q.device)
-    options = inputs.options._replace(k_descale=factors, v_descale=factors)
-    return Inputs(inputs.q, convert(inputs.k), convert(inputs.v), options, ())
+    shape = (inputs.k.shape[0], case.heads_kv) if case.factors else (case.heads_kv,)
+    factors = [torch.full(shape, factor, device=inputs.q.device) for _ in range(2)]
+    if case.factors:
+        factors = [x * (0.5 + torch.rand_like(x)) for x in factors]
+    options = inputs.options._replace(k_descale=factors[0], v_descale=factors[1], descale_pages=case.factors)
+    return Inputs(inputs.q, convert(inputs.k, factors[0]), convert(inputs.v, factors[1]), options, ())
+
+
+def multiplied(inputs, case):
+    """k and v as the numbers that they stand for."""
+    factors = inputs.options.k_descale, inputs.options.v_descale
+    return [x.float() * (y[:, None, :, None] if case.factors else KINDS[case.kv][1]) for x, y in zip(inputs[1:3], factors)]
 
 
 def widen(inputs, case, dtype):
     """And those numbers in 16 bits again; rounded once more, if there are more than 8 bits of mantissa in all."""
-    factor = KINDS[case.kv][1]
-    k, v = ((x.float() * factor).to(dtype) for x in inputs[1:3])
-    return Inputs(inputs.q, k, v, inputs.options._replace(k_descale=None, v_descale=None), ())
+    k, v = (x.to(dtype) for x in multiplied(inputs, case))
+    return Inputs(inputs.q, k, v, inputs.options._replace(k_descale=None, v_descale=None, descale_pages=False), ())
 
 
 def keys_of(inputs, case, b, x):
@@ -199,8 +215,7 @@ def keys_of(inputs, case, b, x):
 def expected(inputs, case):
     """By torch in float32, a sequence at a time."""
     rows = []
-    factor = KINDS[case.kv][1] if case.kv else 1
-    wide = [x.float() * factor if case.kv else x for x in inputs[1:3]]
+    wide = multiplied(inputs, case) if case.kv else inputs[1:3]
     for b in range(len(case.lengths)):
         if case.latent:  # heads are rows
             k, v = (keys_of(inputs, case, b, x)[0].float() for x in wide)

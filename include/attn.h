@@ -208,6 +208,7 @@ typedef enum attn_dtype {
     (UINT32_C(1) << 19) /* backward: d_q may be summed in any order, without C5; cuda on Hopper does, if max_kv is large */
 #define ATTN_PRECISE_FEW                                                                                                   \
     (UINT32_C(1) << 20) /* F32, cpu: what weighs few keys in double, see above; the others take no notice */
+#define ATTN_DESCALE_PAGES (UINT32_C(1) << 21) /* k_descale, v_descale have numbers for pages; wants ATTN_DESCALE, pages */
 
 /*
  * Limits: batch >= 0; heads_q a multiple of heads_kv; 1 <= dim_qk, dim_v <= 576; max_q, max_kv <= 2^30. batch, max_q and
@@ -336,9 +337,9 @@ typedef struct attn_buffers {
     const void *rotary_sin;     /* [rotary_len][rotary_dim / 2] */
     const int32_t *rotary_pos;  /* [batch] */
     const float *q_descale;     /* element [b*descale_stride[0] + kv_head*descale_stride[1]] multiplies q; NULL: 1 */
-    const float *k_descale;     /* likewise k */
+    const float *k_descale;     /* likewise k; ATTN_DESCALE_PAGES: b is the page */
     const float *v_descale;     /* likewise v */
-    int64_t descale_stride[2];  /* batch, KV head, of all three; zeros: one number for the tensor */
+    int64_t descale_stride[2];  /* batch or page, KV head, of all three; zeros: one number for the tensor */
     uint64_t seed;              /* dropout generator */
     uint64_t offset;            /* dropout generator */
     /*

@@ -18,7 +18,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 REGISTERS = 65536  # of a multiprocessor
 SHARED = {80: 99 << 10, 90: 227 << 10}  # most that a block can have; sm_86 and 89, which have the rows of sm_80, have 99 KB
 SHARED_A100 = 163 << 10  # sm_80 itself
-LIBRARY_BYTES = 18 << 20  # most that all images together may have
+LIBRARY_BYTES = 19 << 20  # most that all images together may have
 PIECE_THREADS = 128
 SINK_THREADS = 256
 ANY_REALS = 4 * 4 * 576 + 32 * 33  # ATTN_BWD_ANY_REALS of src/cuda/args.h
@@ -52,9 +52,9 @@ def read_table():
             entries[words[0]] = (words[0], 32 * warps, shared, limit, blocks, None)
             continue
         if match[1] == "DECODE":
-            dim, rows, bn, stages, blocks = map(int, words[3:8])
+            dim, rows, bn, stages, blocks, pages = map(int, words[3:9])
             rows = stages * bn + (8 if dim > 128 else 16) * rows if words[2] == "I8" else stages * 2 * bn
-            shared = rows * dim + NOTES_DECODE  # ATTN_DECODE_BYTES of cuda.h
+            shared = rows * dim + pages * 8 * stages * bn + NOTES_DECODE  # ATTN_DECODE_BYTES of cuda.h
             entries[words[0]] = (words[0], 128, shared, SHARED[80], blocks, None)
             continue
         if match[1] == "DECODE90":

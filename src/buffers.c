@@ -132,7 +132,8 @@ static attn_status check_append(const attn_problem *p, const attn_buffers *f) {
     int64_t table = (int64_t)p->rotary_len * p->batch;
     RETURN_IF_ERROR(pointer_check("rotary_cos", f->rotary_cos, rotary, table, "ATTN_ROTARY", p->rotary_dtype));
     RETURN_IF_ERROR(pointer_check("rotary_sin", f->rotary_sin, rotary, table, "ATTN_ROTARY", p->rotary_dtype));
-    const int64_t descales[2] = {p->batch, p->heads_kv};
+    bool of_pages = (p->flags & ATTN_DESCALE_PAGES) && p->num_pages > p->batch;
+    const int64_t descales[2] = {of_pages ? p->num_pages : p->batch, p->heads_kv};
     INVALID_IF(extent(f->descale_stride, descales, 2, 1, sizeof(float)) < 0,
                "descale_stride=%lld,%lld: the factors do not fit into memory", (long long)f->descale_stride[0],
                (long long)f->descale_stride[1]);

@@ -63,7 +63,10 @@ static void append_row(const append_job *job, const attn_seq *s, int32_t row, in
         attn_rotation r = attn__rotation(p, f, attn__rotary_pos(p, f, s) + row);
         attn__rotate(&r, x);
     }
-    double descale = p->dtype == p->kv_dtype ? 1.0 : attn__descale(f, is_key ? f->k_descale : f->v_descale, s->b, h);
+    const float *factors = is_key ? f->k_descale : f->v_descale;
+    double descale = p->dtype == p->kv_dtype ? 1.0
+                                             : attn__kv_descale(p, f, factors, s->b, h) *
+                                                   attn__page_descale(p, f, factors, s, s->used + row, h);
     for (int32_t n = 0; n < dim; n++) attn__store(p->kv_dtype, to->data, target + n, x[n] / descale);
 }
 

@@ -46,6 +46,7 @@ static void describe_problem(attn_plan *plan) {
         {ATTN_ROTARY, "rotary"},
         {ATTN_BATCH_INDEX, "batch-index"},
         {ATTN_DESCALE, "descale"},
+        {ATTN_DESCALE_PAGES, "descale-pages"},
         {ATTN_PRECISE, "precise"},
         {ATTN_UNORDERED, "unordered"},
         {ATTN_PRECISE_FEW, "precise-few"},

@@ -12,10 +12,11 @@
 enum { MAX_LENGTH = 1 << 30 };
 #define MAX_NUMBER 1e30 /* of scale and softcap: far inside the range of float */
 
-#define ALL_FLAGS ((ATTN_PRECISE_FEW << 1) - 1)
+#define ALL_FLAGS ((ATTN_DESCALE_PAGES << 1) - 1)
 #define APPEND_FLAGS                                                                                                       \
     (ATTN_CAUSAL | ATTN_WINDOW | ATTN_SCALE | ATTN_VARLEN_KV | ATTN_USED_KV | ATTN_LEFTPAD | ATTN_BATCH_INDEX |            \
-     ATTN_APPEND | ATTN_VARLEN_NEW | ATTN_ROTARY | ATTN_ROTARY_INTERLEAVED | ATTN_ROTARY_POS | ATTN_DESCALE)
+     ATTN_APPEND | ATTN_VARLEN_NEW | ATTN_ROTARY | ATTN_ROTARY_INTERLEAVED | ATTN_ROTARY_POS | ATTN_DESCALE |              \
+     ATTN_DESCALE_PAGES)
 
 #define UNSUPPORTED_IF(condition, ...) RETURN_IF(condition, ATTN_UNSUPPORTED, __VA_ARGS__)
 
@@ -76,6 +77,8 @@ static attn_status check_flags(const attn_problem *p) {
     uint32_t inference = ATTN_APPEND | ATTN_BATCH_INDEX | ATTN_DESCALE;
     UNSUPPORTED_IF(p->op == ATTN_BACKWARD && (p->flags & inference),
                    "flags=0x%x: ATTN_APPEND, ATTN_BATCH_INDEX and ATTN_DESCALE have no backward", (unsigned)p->flags);
+    INVALID_IF((p->flags & ATTN_DESCALE_PAGES) && (!(p->flags & ATTN_DESCALE) || p->page_size == 0),
+               "flags=0x%x: ATTN_DESCALE_PAGES wants ATTN_DESCALE and a page_size", (unsigned)p->flags);
     uint32_t of_append = ATTN_VARLEN_NEW | ATTN_ROTARY;
     INVALID_IF((p->flags & of_append) && !(p->flags & ATTN_APPEND),
                "flags=0x%x: ATTN_VARLEN_NEW and ATTN_ROTARY want ATTN_APPEND (attn_rotary rotates by itself)",

@@ -55,13 +55,17 @@ ATTN_HD int64_t attn__q_offset(const attn_problem *p, const attn_tensor *t, cons
     return base + i * t->stride[1] + h * t->stride[2];
 }
 
+/* Page of position `at` of a sequence's cache. */
+ATTN_HD int32_t attn__page_at(const attn_problem *p, const attn_buffers *f, const attn_seq *s, int32_t at) {
+    return f->page_table[s->slot * attn__pages_per_slot(p, f) + at / p->page_size];
+}
+
 /* Element offset of cache position `at` (key j is at leftpad + j) of sequence s, KV head h, in k, v, d_k or d_v. */
 ATTN_HD int64_t attn__kv_offset(const attn_problem *p, const attn_buffers *f, const attn_tensor *t, const attn_seq *s,
                                 int32_t at, int32_t h) {
     int64_t head = h * t->stride[2];
     if (p->page_size) {
-        int32_t page = f->page_table[s->slot * attn__pages_per_slot(p, f) + at / p->page_size];
-        return page * t->stride[0] + at % p->page_size * t->stride[1] + head;
+        return attn__page_at(p, f, s, at) * t->stride[0] + at % p->page_size * t->stride[1] + head;
     }
     int64_t base = p->flags & ATTN_VARLEN_KV ? s->kv_row * t->stride[1] : s->slot * t->stride[0];
     return base + at * t->stride[1] + head;
@@ -92,6 +96,16 @@ ATTN_HD int64_t attn__matrix_at(const attn_matrix *m, int64_t b, int64_t h, int6
 /* The factor of KV head h of sequence b in one of the descale arrays; 1 when there is none. */
 ATTN_HD double attn__descale(const attn_buffers *f, const float *descale, int32_t b, int32_t kv_head) {
     return descale ? descale[b * f->descale_stride[0] + kv_head * f->descale_stride[1]] : 1.0;
+}
+
+/* Of k or v: what all of a sequence have in common, and what the key at a position of its cache has besides. */
+ATTN_HD double attn__kv_descale(const attn_problem *p, const attn_buffers *f, const float *descale, int32_t b,
+                                int32_t kv_head) {
+    return p->flags & ATTN_DESCALE_PAGES ? 1.0 : attn__descale(f, descale, b, kv_head);
+}
+ATTN_HD double attn__page_descale(const attn_problem *p, const attn_buffers *f, const float *descale, const attn_seq *s,
+                                  int32_t at, int32_t kv_head) {
+    return p->flags & ATTN_DESCALE_PAGES ? attn__descale(f, descale, attn__page_at(p, f, s, at), kv_head) : 1.0;
 }
 
 /* Position for which k_new row 0 of sequence s is rotated, and how q row i goes on from there. */

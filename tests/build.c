@@ -134,7 +134,8 @@ static bool want_floats(rig *r, const float **array, bool wanted, int64_t count)
 /* Factors of either sign, away from zero: an append divides by them. */
 static bool want_descale(rig *r, const float **array, bool wanted) {
     if (!wanted || *array) return true;
-    int64_t count = (int64_t)r->full.batch * r->full.heads_kv;
+    bool of_pages = (r->full.flags & ATTN_DESCALE_PAGES) && array != &r->f.q_descale;
+    int64_t count = (int64_t)(of_pages ? r->full.num_pages : r->full.batch) * r->full.heads_kv;
     float *data = rig_tensor(r, ATTN_F32, count, RIG_INPUT);
     for (int64_t i = 0; data && i < count; i++) data[i] += copysignf(0.5f, data[i]);
     *array = data;
@@ -259,6 +260,7 @@ static bool mirror_own(mirror *m, const rig *r, const attn_buffers *f) {
     const attn_problem *p = &r->full;
     int64_t batch = p->batch, slots = p->flags & ATTN_BATCH_INDEX ? p->cache_batch : batch;
     int64_t descales = (batch - 1) * f->descale_stride[0] + (p->heads_kv - 1) * f->descale_stride[1] + 1;
+    int64_t of_pages = p->flags & ATTN_DESCALE_PAGES ? (p->num_pages - batch) * f->descale_stride[0] + descales : descales;
     const struct {
         const void *data;
         int64_t count;
@@ -275,8 +277,8 @@ static bool mirror_own(mirror *m, const rig *r, const attn_buffers *f) {
                {f->alibi, (batch - 1) * f->alibi_stride + p->heads_q},
                {f->sink, p->heads_q},
                {f->q_descale, descales},
-               {f->k_descale, descales},
-               {f->v_descale, descales}};
+               {f->k_descale, of_pages},
+               {f->v_descale, of_pages}};
     for (size_t n = 0; n < sizeof own / sizeof *own; n++) {
         bool known = !own[n].data;
         for (int i = 0; i < m->count; i++) known = known || m->block[i].host == own[n].data;

@@ -357,6 +357,118 @@ static void quantised_cache(attn_context *context, attn_dtype dtype, double tole
 }
 TEST(s11_append_to_a_cache_of_8_bits_divides_and_saturates) { each_host(quantised_cache); }
 
+/* ---- 11: factors of pages ---- */
+
+static void swap_bytes(void *a, void *b, size_t bytes) {
+    unsigned char *x = a, *y = b;
+    for (size_t n = 0; n < bytes; n++) {
+        unsigned char kept = x[n];
+        x[n] = y[n], y[n] = kept;
+    }
+}
+
+/* The last page becomes the first, and so on, with all that belongs to it. */
+static void turn_pages(rig *r) {
+    const attn_problem *p = &r->full;
+    size_t size = attn_dtype_size(p->kv_dtype);
+    for (int32_t n = 0; n < p->num_pages / 2; n++) {
+        int64_t m = p->num_pages - 1 - n;
+        for (int i = 0; i < 2; i++) {
+            const attn_tensor *t = i ? &r->f.v : &r->f.k;
+            size_t bytes = (size_t)t->stride[0] * size;
+            swap_bytes((char *)t->data + (size_t)n * bytes, (char *)t->data + (size_t)m * bytes, bytes);
+            float *factor = (float *)(uintptr_t)(i ? r->f.v_descale : r->f.k_descale);
+            swap_bytes(factor + n * p->heads_kv, factor + m * p->heads_kv, (size_t)p->heads_kv * sizeof *factor);
+        }
+    }
+    int32_t *table = (int32_t *)(uintptr_t)r->f.page_table;
+    for (int64_t n = 0; n < p->batch * attn__pages_per_slot(p, &r->f); n++) table[n] = p->num_pages - 1 - table[n];
+}
+
+/* o of a row in double, and the largest sum of sizes of terms that any element of it has. */
+static double expect_row(const rig *r, int32_t b, int32_t i, int32_t h, double *o) {
+    const attn_problem *p = &r->full;
+    int32_t kv_head = h / (p->heads_q / p->heads_kv), sk = rig_sk(r, b);
+    double score[512], size[64] = {0}, most = -INFINITY, sum = 0, largest = 0;
+    const char *q = rig_row(r, &r->f.q, p->dtype, b, i, h);
+    for (int32_t j = 0; j < sk; j++) {
+        int32_t page = r->f.page_table[b * attn__pages_per_slot(p, &r->f) + j / p->page_size];
+        const char *k = rig_key(r, &r->f.k, p->kv_dtype, b, j, kv_head);
+        double dot = 0;
+        for (int32_t x = 0; x < p->dim_qk; x++) dot += attn__load(p->dtype, q, x) * attn__load(p->kv_dtype, k, x);
+        score[j] =
+            dot * p->scale * r->f.q_descale[b * p->heads_kv + kv_head] * r->f.k_descale[page * p->heads_kv + kv_head];
+        most = fmax(most, score[j]);
+    }
+    for (int32_t x = 0; x < p->dim_v; x++) o[x] = 0;
+    for (int32_t j = 0; j < sk; j++) {
+        int32_t page = r->f.page_table[b * attn__pages_per_slot(p, &r->f) + j / p->page_size];
+        const char *v = rig_key(r, &r->f.v, p->kv_dtype, b, j, kv_head);
+        double weight = exp(score[j] - most), factor = r->f.v_descale[page * p->heads_kv + kv_head];
+        sum += weight;
+        for (int32_t x = 0; x < p->dim_v; x++) {
+            double term = weight * factor * attn__load(p->kv_dtype, v, x);
+            o[x] += term;
+            size[x] += fabs(term);
+        }
+    }
+    for (int32_t x = 0; x < p->dim_v; x++) {
+        o[x] /= sum;
+        largest = fmax(largest, size[x] / sum);
+    }
+    return largest;
+}
+
+/* Factors of v up to 2^60 apart and of either sign; those of pages that nobody sees are NaN. */
+static void page_factors_of(attn_context *context, attn_dtype dtype, attn_dtype kind, int32_t rows) {
+    enum { B = 3, H = 4, KV = 2, KEYS = 420, D = 64, SIZE = 12, EACH = KEYS / SIZE, ALL = B * EACH + 5 };
+    double tolerance = dtype == ATTN_F64 ? 1e-11 : dtype == ATTN_F32 ? 1e-4 : 2e-3;
+    rig r = {.p = problem(dtype, B, H, KV, rows, KEYS, D)};
+    r.p.flags = ATTN_USED_KV | ATTN_DESCALE | ATTN_DESCALE_PAGES;
+    r.p.kv_dtype = kind;
+    r.p.out_dtype = dtype == ATTN_F64 ? ATTN_F64 : ATTN_F32;
+    r.p.page_size = SIZE;
+    r.p.num_pages = ALL;
+    r.f.used_kv = (int32_t[]){KEYS, 1, 200};
+    CHECK(rig_make(&r, 17));
+    float *k_factor = (float *)(uintptr_t)r.f.k_descale, *v_factor = (float *)(uintptr_t)r.f.v_descale;
+    for (int32_t n = 0; n < ALL * KV; n++) k_factor[n] = v_factor[n] = NAN;
+    for (int32_t b = 0; b < B; b++)
+        for (int32_t n = 0; n * SIZE < r.f.used_kv[b]; n++)
+            for (int32_t h = 0; h < KV; h++) {
+                int32_t at = r.f.page_table[b * EACH + n] * KV + h;
+                int sign = random_range(&r.random, 0, 1) ? 1 : -1;
+                k_factor[at] = sign * ldexpf(kind == ATTN_I8 ? 0.0625f : 1, random_range(&r.random, -4, 2));
+                v_factor[at] = sign * ldexpf(1.1f, random_range(&r.random, -30, 30));
+            }
+    CHECK_OK(rig_run(&r, context));
+    size_t bytes = (size_t)B * rows * H * D * attn_dtype_size(r.full.out_dtype);
+    void *before = malloc(bytes);
+    CHECK(before != NULL);
+    memcpy(before, r.f.o.data, bytes);
+    for (int32_t b = 0; b < B; b++)
+        for (int32_t h = 0; h < H; h++)
+            for (int32_t i = 0; i < rows; i++) {
+                double o[D], largest = expect_row(&r, b, i, h, o);
+                for (int32_t x = 0; x < D; x++) CHECK_CLOSE(rig_o(&r, b, i, h, x), o[x], tolerance * largest);
+            }
+    turn_pages(&r);
+    rig_reset(&r, 0xa5);
+    CHECK_OK(rig_run(&r, context));
+    CHECK(memcmp(before, r.f.o.data, bytes) == 0);
+    free(before);
+    rig_free(&r);
+}
+
+static void page_factors(attn_context *context, attn_dtype dtype) {
+    static const attn_dtype kinds[] = {ATTN_E4M3, ATTN_E5M2, ATTN_I8};
+    for (int32_t rows = 1; rows <= 19; rows += 9) { /* few, or not */
+        page_factors_of(context, dtype, dtype, rows);
+        for (int n = 0; n < 3 && dtype != ATTN_F64; n++) page_factors_of(context, dtype, kinds[n], rows);
+    }
+}
+TEST(s11_factors_of_pages) { each_cpu(page_factors); }
+
 /* ---- what is out of range ---- */
 
 enum { SLOT = 128, PAGE = 16, PAGES = BATCH * SLOT / PAGE, SOME_NEW = 3, MIDDLE = 50 };

@@ -480,10 +480,10 @@ typedef struct feature {
     attn_dtype out_dtype;
 } feature;
 
-/* The last row of the least dim that fits; fwd_any when no other does. */
+/* The last row of the least dim that fits; fwd_any when no other does, and for factors of pages. */
 static const attn_cuda_entry *best_row(attn_dtype tile, int32_t dim, bool odd, const feature *x) {
     const attn_cuda_entry *best = &attn__cuda_entries[ATTN_ENTRY_fwd_any];
-    for (int n = 0; n < ATTN_ENTRIES; n++) {
+    for (int n = 0; n < ATTN_ENTRIES && !(x->flags & ATTN_DESCALE_PAGES); n++) {
         const attn_cuda_entry *e = &attn__cuda_entries[n];
         bool has_code = e->hopper ? stub.arch[0] == 90 : e->arch <= stub.arch[0];
         bool is_plain = !x->all && !odd && !(e->hopper && x->lengths);
@@ -495,13 +495,13 @@ static const attn_cuda_entry *best_row(attn_dtype tile, int32_t dim, bool odd, c
     return best;
 }
 
-/* So many rows, with heads that share a KV head, of q, k and v of one dtype, or ATTN_I8: of k and v of 8 bits. Up to 8 there are lines for them alone. */
-static const attn_cuda_entry *best_decode(attn_dtype dtype, int32_t dim, int32_t rows) {
+/* So many rows, with heads that share a KV head, of q, k and v of one dtype, or ATTN_I8: of k and v of 8 bits. Up to 8, and with factors of pages, these are lines of 8. */
+static const attn_cuda_entry *best_decode(attn_dtype dtype, int32_t dim, int32_t rows, bool pages) {
     const attn_cuda_entry *best = NULL;
     for (int n = 0; n < ATTN_ENTRIES; n++) {
         const attn_cuda_entry *e = &attn__cuda_entries[n];
-        const bool fits = e->decode && !e->latent && e->dtype == dtype && e->dim >= dim && e->bm == (rows <= 8 ? 8 : 16) &&
-                          e->shared_bytes <= (size_t)stub.shared_bytes[0];
+        const bool fits = e->decode && !e->latent && e->dtype == dtype && e->dim >= dim && e->pages == pages &&
+                          e->bm == (rows <= 8 || pages ? 8 : 16) && e->shared_bytes <= (size_t)stub.shared_bytes[0];
         if (fits && (!best || e->dim < best->dim)) best = e;
     }
     return best;
@@ -532,7 +532,8 @@ static void check_choice(attn_context *context, attn_dtype q, attn_dtype kv, att
     const bool is_narrow = attn_dtype_size(kv) == 1 && (q == ATTN_F16 || q == ATTN_BF16);
     const bool is_short = x->rows && x->rows <= ATTN_CUDA_SPLIT_ROWS && (is_narrow || kv == q) &&
                           !(x->flags & (is_narrow ? ATTN_BIAS : ATTN_BIAS | ATTN_DESCALE));
-    const attn_cuda_entry *few = is_short ? best_decode(is_narrow ? ATTN_I8 : q, dim, 2 * x->rows) : NULL;
+    const bool pages = x->flags & ATTN_DESCALE_PAGES;
+    const attn_cuda_entry *few = is_short ? best_decode(is_narrow ? ATTN_I8 : q, dim, 2 * x->rows, pages) : NULL;
     const attn_cuda_entry *want = few ? few : best_row(tile, dim, odd, x);
     const attn_cuda_entry *e = entry_named(attn_plan_kernel(plan));
     CHECK_SAY(e == want, "%s instead of %s", e->name, want->name);
@@ -565,6 +566,8 @@ TEST(cuda_chooses_the_kernel_by_dtype_dim_and_feature) {
         {"eight rows, two heads of a group together", .lengths = true, .rows = 4},
         {"more than eight", .lengths = true, .rows = 5},
         {"few rows, descale", .all = true, .rows = 1, .flags = ATTN_DESCALE},
+        {"few rows, factors of pages", .all = true, .rows = 1, .flags = ATTN_DESCALE | ATTN_DESCALE_PAGES, .page_size = 16},
+        {"factors of pages", .all = true, .flags = ATTN_DESCALE | ATTN_DESCALE_PAGES, .page_size = 16},
         {"few rows, bias", .all = true, .rows = 1, .flags = ATTN_BIAS},
         {"alibi", .all = true, .flags = ATTN_ALIBI},
         {"bias", .all = true, .flags = ATTN_BIAS},

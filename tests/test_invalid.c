@@ -215,6 +215,8 @@ static bool wrong_flags(int wanted, wrong_call *c) {
     WRONG(PLAIN, ATTN_INVALID, "flashmask_heads=1", p->flashmask_heads = 1)
     WRONG(KV_APPEND, ATTN_INVALID, "flashmask_vectors=2", p->flashmask_vectors = 2)
     WRONG(PAGED, ATTN_INVALID, "page_size=-4", p->page_size = -4)
+    WRONG(PAGED, ATTN_INVALID, "ATTN_DESCALE_PAGES wants ATTN_DESCALE", p->flags |= ATTN_DESCALE_PAGES)
+    WRONG(FP8, ATTN_INVALID, "ATTN_DESCALE_PAGES wants ATTN_DESCALE and a page_size", p->flags |= ATTN_DESCALE_PAGES)
     WRONG(PAGED, ATTN_INVALID, "num_pages=-1", p->num_pages = -1)
     WRONG(PAGED, ATTN_INVALID, "num_pages=10", p->page_size = 0)
     WRONG(VARLEN, ATTN_INVALID, "page_size=4", p->page_size = 4)

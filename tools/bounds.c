@@ -119,10 +119,10 @@ static void measure_kv(analysis *a) {
     const check_case *c = a->c;
     const attn_problem *p = &c->problem;
     const attn_buffers *f = &a->o->buffers;
-    double k_scale = case_descale(c, c->buffers.k_descale, a->b, a->kv_head);
-    double v_scale = case_descale(c, c->buffers.v_descale, a->b, a->kv_head);
     for (int j = 0; j < c->seq[a->b].sk; j++) {
         int position = c->seq[a->b].leftpad + j;
+        double k_scale = case_kv_descale(c, c->buffers.k_descale, a->b, position, a->kv_head);
+        double v_scale = case_kv_descale(c, c->buffers.v_descale, a->b, position, a->kv_head);
         a->k[j] = measure(&f->k, case_kv_at(c, &f->k, a->b, position, a->kv_head), p->dim_qk, k_scale);
         a->v[j] = measure(&f->v, case_kv_at(c, &f->v, a->b, position, a->kv_head), p->dim_v, v_scale);
     }
@@ -240,6 +240,13 @@ static void bound_gradients(analysis *a, int i, magnitude q, const double *probs
         exp(c->buffers.sink[a->h] - o->lse[lse_at]) * (d_o.norm * out.norm + d_lse) * (a->unit * size + dots);
 }
 
+/* Of a value: weights are multiplied with it before they are rounded. */
+static double page_factor(const analysis *a, int j) {
+    const check_case *c = a->c;
+    if (!(c->problem.flags & ATTN_DESCALE_PAGES)) return 1;
+    return fabs(case_kv_descale(c, c->buffers.v_descale, a->b, c->seq[a->b].leftpad + j, a->kv_head));
+}
+
 /* What the products of p and v add to the error of o; weight = sum p|v|. */
 static double product_error(const analysis *a, int64_t row, int32_t keys, const double *probs, double weight) {
     const check_case *c = a->c;
@@ -249,10 +256,10 @@ static double product_error(const analysis *a, int64_t row, int32_t keys, const 
     if (a->how.tile == ATTN_F32) return error;
     double roundoff = operand_roundoff(a), lost = a->how.tile == ATTN_F16 ? 0x1p-25 : 0;
     double most = 0, squares = 0, sum = 0, out = 0;
-    for (int j = 0; j < keys; j++) most = fmax(most, fabs(probs[j]));
+    for (int j = 0; j < keys; j++) most = fmax(most, fabs(probs[j] * page_factor(a, j)));
     for (int j = 0; j < keys; j++) {
         if (a->e[j] == 0) continue;
-        double part = roundoff * fabs(probs[j]) * a->v[j].most, under = lost * most * a->v[j].most;
+        double part = roundoff * fabs(probs[j]) * a->v[j].most, under = lost * most * a->v[j].most / page_factor(a, j);
         squares += part * part + under * under;
         sum += part + under;
     }
@@ -271,7 +278,7 @@ static void bound_row(analysis *a, int i) {
     double lse = o->lse[lse_at], dot = dot_constant(a->how, p->dim_qk);
     if (lse == -INFINITY || lse != lse) return; /* exact: zeros, or NaN */
     int longer = s->sq * (p->heads_q / p->heads_kv) > s->sk ? s->sq * (p->heads_q / p->heads_kv) : s->sk;
-    double q_scale = case_descale(c, c->buffers.q_descale, a->b, a->kv_head);
+    double q_scale = case_q_descale(c, a->b, a->kv_head);
     double sum = sum_constant(c, longer) + (a->how.tensor ? 4 : 0);
     magnitude q = measure(&o->buffers.q, case_q_at(c, &o->buffers.q, a->b, i, a->h), p->dim_qk, q_scale);
     double mean = 0, weight = 0, weighted = 0, left = 1;
@@ -335,7 +342,7 @@ static bool results_sane(const oracle *o, const check_case *c, char *why, size_t
            all_numbers(o->d_sink, p->heads_q, "d_sink", why, size);
 }
 
-bool oracle_bound(oracle *o, const check_case *c, arithmetic how, char *why, size_t size) {
+bool oracle_bound(oracle *o, const check_case *c, ways how, char *why, size_t size) {
     const attn_problem *p = &c->problem;
     if (p->op == ATTN_KV_APPEND) return true;
     if (!has(c, F_NAN) && !results_sane(o, c, why, size)) return false;
@@ -350,7 +357,7 @@ bool oracle_bound(oracle *o, const check_case *c, arithmetic how, char *why, siz
     if (o->d_sink) o->d_sink_error = must_alloc(p->heads_q, sizeof(double));
     /* In double ref is no more exact than what it judges. But the lse that a backward is given has been rounded to dtype. */
     bool wide = p->dtype == ATTN_F64 || (p->op == ATTN_FORWARD && (p->flags & ATTN_PRECISE));
-    analysis a = {.o = o, .c = c, .how = how, .unit = wide ? 0x1p-52 : 0x1p-24, .least = wide ? DBL_MIN : FLT_MIN};
+    analysis a = {.o = o, .c = c, .unit = wide ? 0x1p-52 : 0x1p-24, .least = wide ? DBL_MIN : FLT_MIN};
     a.keep = 1 / (1 - p->dropout);
     a.k = must_alloc(p->max_kv, sizeof *a.k);
     a.v = must_alloc(p->max_kv, sizeof *a.v);
@@ -359,6 +366,7 @@ bool oracle_bound(oracle *o, const check_case *c, arithmetic how, char *why, siz
     a.d_v_rounding = must_alloc(rows_kv, sizeof(double));
     bool sane = true;
     for (a.b = 0; sane && a.b < p->batch; a.b++) {
+        a.how = c->seq[a.b].sq <= how.few_rows ? how.few : how.many;
         for (a.h = 0; sane && a.h < p->heads_q; a.h++) {
             a.kv_head = a.h / (p->heads_q / p->heads_kv);
             if (a.h % (p->heads_q / p->heads_kv) == 0) {

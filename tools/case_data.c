@@ -285,7 +285,7 @@ static void fill_floats(check_case *c) {
     int64_t step_h = per_head ? rng_range(&c->rng, 1, 2) : 0, step_b = per_batch ? step_h * p->heads_kv + 1 : 0;
     c->buffers.descale_stride[0] = step_b;
     c->buffers.descale_stride[1] = step_h;
-    int64_t count = p->batch ? (p->batch - 1) * step_b + (p->heads_kv - 1) * step_h + 1 : 1;
+    int64_t pages = p->flags & ATTN_DESCALE_PAGES ? p->num_pages : p->batch;
     static const struct {
         const char *name;
         size_t pointer;
@@ -294,8 +294,10 @@ static void fill_floats(check_case *c) {
     for (int n = 0; n < 3; n++) {
         bool is_int = n > 0 && p->kv_dtype == ATTN_I8;
         if (!(present & 1 << n) && !is_int) continue;
+        int64_t rows = n > 0 ? pages : p->batch;
+        int64_t count = rows ? (rows - 1) * step_b + (p->heads_kv - 1) * step_h + 1 : 1;
         float *factor = add_floats(c, which[n].name, which[n].pointer, BLOCK_IN, count);
-        for (int b = 0; b < p->batch; b++) {
+        for (int64_t b = 0; b < rows; b++) {
             for (int h = 0; h < p->heads_kv; h++)
                 factor[b * step_b + h * step_h] = (float)((is_int ? 0.02 : 1) * exp(0.3 * rng_normal(&c->rng)));
         }
@@ -574,15 +576,19 @@ int64_t case_q_at(const check_case *c, const attn_tensor *t, int b, int64_t i, i
     return (packed ? 0 : b * t->stride[0]) + (c->seq[b].first_q + i) * t->stride[1] + h * t->stride[2];
 }
 
+static int64_t page_at(const check_case *c, int b, int position) {
+    const attn_problem *p = &c->problem;
+    int64_t least = (p->max_kv + p->page_size - 1) / p->page_size;
+    int64_t row = c->buffers.page_table_stride ? c->buffers.page_table_stride : least;
+    return c->buffers.page_table[c->seq[b].slot * row + position / p->page_size];
+}
+
 int64_t case_kv_at(const check_case *c, const attn_tensor *t, int b, int position, int kv_head) {
     const attn_problem *p = &c->problem;
     const sequence *s = &c->seq[b];
     int64_t head = kv_head * t->stride[2];
     if (p->page_size) {
-        int64_t least = (p->max_kv + p->page_size - 1) / p->page_size;
-        int64_t row = c->buffers.page_table_stride ? c->buffers.page_table_stride : least;
-        int64_t page = c->buffers.page_table[s->slot * row + position / p->page_size];
-        return page * t->stride[0] + position % p->page_size * t->stride[1] + head;
+        return page_at(c, b, position) * t->stride[0] + position % p->page_size * t->stride[1] + head;
     }
     bool packed = p->flags & ATTN_VARLEN_KV;
     return (packed ? 0 : s->slot * t->stride[0]) + (s->first_kv + position) * t->stride[1] + head;
@@ -601,7 +607,13 @@ int64_t case_kv_row(const check_case *c, int b, int position) {
     return c->problem.flags & ATTN_VARLEN_KV ? c->seq[b].first_kv + position : (int64_t)b * c->problem.max_kv + position;
 }
 
-double case_descale(const check_case *c, const float *descale, int b, int kv_head) {
+static double factor_at(const check_case *c, const float *descale, int64_t n, int kv_head) {
     const int64_t *stride = c->buffers.descale_stride;
-    return descale ? descale[b * stride[0] + kv_head * stride[1]] : 1;
+    return descale ? descale[n * stride[0] + kv_head * stride[1]] : 1;
+}
+
+double case_q_descale(const check_case *c, int b, int kv_head) { return factor_at(c, c->buffers.q_descale, b, kv_head); }
+
+double case_kv_descale(const check_case *c, const float *descale, int b, int position, int kv_head) {
+    return factor_at(c, descale, c->problem.flags & ATTN_DESCALE_PAGES ? page_at(c, b, position) : b, kv_head);
 }

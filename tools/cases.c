@@ -166,6 +166,7 @@ static void rotary_pos(check_case *c) { c->problem.flags |= ATTN_ROTARY_POS; }
 static void precise(check_case *c) { c->problem.flags |= ATTN_PRECISE; }
 static void precise_few(check_case *c) { c->problem.flags |= ATTN_PRECISE_FEW; }
 static void descale(check_case *c) { c->problem.flags |= ATTN_DESCALE; }
+static void descale_pages(check_case *c) { c->problem.flags |= ATTN_DESCALE_PAGES; }
 static void memory_only(check_case *c) { (void)c; } /* no field of the problem: case_data.c looks at the bit */
 
 enum { FWD = 1 << ATTN_FORWARD, BWD = 1 << ATTN_BACKWARD, APP = 1 << ATTN_KV_APPEND };
@@ -209,6 +210,8 @@ static const struct feature {
     [F_INTERLEAVED] = {"interleaved", FWD | APP, BIT(F_ROTARY), 0, NULL, interleaved, "rotary on neighbouring dims"},
     [F_ROTARY_POS] = {"rotary_pos", FWD | APP, BIT(F_ROTARY), 0, NULL, rotary_pos, "rotary positions of their own"},
     [F_DESCALE] = {"descale", FWD | APP, 0, 0, NULL, descale, "factors of q, k and v"},
+    [F_DESCALE_PAGES] = {"descale_pages", FWD | APP, BIT(F_DESCALE) | BIT(F_PAGES), 0, NULL, descale_pages,
+                         "factors of pages of k and v"},
     [F_PRECISE] = {"precise", FWD | BWD, 0, 0, f32_or_f64, precise, "float32 computed in double"},
     [F_PRECISE_FEW] = {"precise_few", FWD | BWD, 0, BIT(F_PRECISE), f32, precise_few,
                        "float32 with double where few keys count"},

@@ -61,6 +61,7 @@ typedef enum feature_id {
     F_INTERLEAVED,
     F_ROTARY_POS,
     F_DESCALE,
+    F_DESCALE_PAGES,
     F_PRECISE,
     F_PRECISE_FEW,
     F_PROBS,
@@ -194,7 +195,8 @@ bool case_allowed(const check_case *c, int b, int h, int i, int j);
 int64_t case_q_at(const check_case *c, const attn_tensor *t, int b, int64_t i, int h);
 int64_t case_kv_at(const check_case *c, const attn_tensor *t, int b, int position, int kv_head);
 int64_t case_lse_at(const check_case *c, int b, int i, int h);
-double case_descale(const check_case *c, const float *descale, int b, int kv_head);
+double case_q_descale(const check_case *c, int b, int kv_head);
+double case_kv_descale(const check_case *c, const float *descale, int b, int position, int kv_head);
 
 /* Row of sequence b's row i (key at position t) when rows are counted through the whole tensor. */
 int64_t case_q_row(const check_case *c, int b, int i);

@@ -152,20 +152,30 @@ static void run_again(check_case *c, const contexts *j, int32_t times, verdict *
     }
 }
 
-/* The arithmetic of the kernel that the backend would take. */
-static arithmetic find_arithmetic(check_case *c, attn_context *tested, verdict *v) {
+/* The arithmetic of the kernels that the backend would take; for sequences of few rows attn_plan_describe says which, if it is another one. */
+static ways find_ways(check_case *c, attn_context *tested, verdict *v) {
+    static const char about_few[] = "sequences of at most ";
     attn_plan *plan;
     attn_status status = attn_plan_create(&plan, tested, &c->given);
     if (status == ATTN_OK) c->kernel = attn_plan_kernel(plan);
-    arithmetic how = arithmetic_of(attn_context_backend(tested), c->kernel ? c->kernel : "");
-    refuse(v, attn_context_backend(tested), status);
+    const char *backend = attn_context_backend(tested), *said = status == ATTN_OK ? attn_plan_describe(plan) : "";
+    ways how = {.many = arithmetic_of(backend, c->kernel ? c->kernel : "")};
+    char few[64];
+    for (said = strstr(said, about_few); said && !how.few_rows; said = strstr(said + 1, about_few)) {
+        int32_t rows;
+        if (sscanf(said + strlen(about_few), "%d rows: %63s", &rows, few) != 2)
+            continue; /* says something else about them */
+        how.few_rows = rows;
+        how.few = arithmetic_of(backend, few);
+    }
+    refuse(v, backend, status);
     attn_plan_destroy(plan);
     return how;
 }
 
 static void check_case_run(check_case *c, const contexts *j, int32_t repeat, verdict *v) {
     oracle o;
-    arithmetic how = find_arithmetic(c, j->tested, v);
+    ways how = find_ways(c, j->tested, v);
     case_fill(c);
     refuse(v, "ref", oracle_run(&o, c, j->ref));
     case_seal(c);

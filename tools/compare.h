@@ -36,8 +36,14 @@ typedef struct arithmetic {
 /* From the names that attn_context_backend and attn_plan_kernel give. */
 arithmetic arithmetic_of(const char *backend, const char *kernel);
 
+/* Of a plan: sequences of few rows may have a kernel of their own. */
+typedef struct ways {
+    arithmetic many, few;
+    int32_t few_rows; /* at most; 0: all are computed alike */
+} ways;
+
 /* Works out the bounds (bounds.c). False, with the reason, when the oracle's own result cannot be right. */
-bool oracle_bound(oracle *o, const check_case *c, arithmetic how, char *why, size_t size);
+bool oracle_bound(oracle *o, const check_case *c, ways how, char *why, size_t size);
 
 void oracle_free(oracle *o);
 

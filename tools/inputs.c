@@ -28,6 +28,7 @@ const option options_tensors[] = {
     {"q-descale", "FILE", "[], [KV heads] or [batch][KV heads]", parse_text, FILE_AT(IN_Q_DESCALE), ATTN_DESCALE},
     {"k-descale", "FILE", "likewise, of the same shape", parse_text, FILE_AT(IN_K_DESCALE), ATTN_DESCALE},
     {"v-descale", "FILE", "likewise, of the same shape", parse_text, FILE_AT(IN_V_DESCALE), ATTN_DESCALE},
+    {"descale-pages", NULL, "those of k and v are [pages][KV heads]", NULL, 0, ATTN_DESCALE_PAGES},
     {0},
 };
 
@@ -143,6 +144,7 @@ static shape shape_of(const inputs *in, input which, const attn_problem *p) {
     const char *text = p->flags & input_rows[which].packed_by ? input_rows[which].packed : input_rows[which].shape;
     if (which == IN_K && in->path[IN_PAGE_TABLE]) text = "PpGd";
     if (which == IN_V && in->path[IN_PAGE_TABLE]) text = "PpGe";
+    if ((which == IN_K_DESCALE || which == IN_V_DESCALE) && (p->flags & ATTN_DESCALE_PAGES)) text = "P?G?";
     bool slots = (p->flags & ATTN_BATCH_INDEX) && (which == IN_K || which == IN_V || which == IN_PAGE_TABLE);
     shape s = {0};
     for (; *text; text++) {

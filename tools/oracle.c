@@ -54,7 +54,8 @@ static void append_row(const check_case *c, void *cache, int b, int r, int h, bo
     double row[576];
     for (int32_t x = 0; x < dim; x++) row[x] = attn__load(p->dtype, from->data, source + x);
     if (is_key && (p->flags & ATTN_ROTARY)) rotate(c, row, c->seq[b].rotary_pos + r);
-    double factor = p->kv_dtype == p->dtype ? 1 : case_descale(c, is_key ? f->k_descale : f->v_descale, b, h);
+    double factor =
+        p->kv_dtype == p->dtype ? 1 : case_kv_descale(c, is_key ? f->k_descale : f->v_descale, b, c->seq[b].used + r, h);
     for (int32_t x = 0; x < dim; x++) attn__store(p->kv_dtype, cache, target + x, row[x] / factor);
 }
 

@@ -64,6 +64,7 @@ class Options(NamedTuple):
     window_right: int = -1
     softcap: float = 0.0
     dropout: float = 0.0
+    descale_pages: bool = False  # k_descale, v_descale broadcast to (num_pages, heads_kv)
 
 
 class Append(NamedTuple):
@@ -217,10 +218,13 @@ class Call:
         for name in ("q_descale", "k_descale", "v_descale"):
             x = getattr(o, name)
             if x is not None:
-                shape = (p.batch, p.heads_kv)
+                of_pages = o.descale_pages and name != "q_descale"
+                shape = (p.num_pages if of_pages else p.batch, p.heads_kv)
                 setattr(b, name, self.table(name, self.framework.broadcast(x, shape), shape, code=_lib.F32).address)
                 b.descale_stride[:] = (p.heads_kv, 1)
                 self.flag(_lib.DESCALE)
+        if o.descale_pages:
+            self.flag(_lib.DESCALE_PAGES)
 
     def _bias(self, bias: View) -> None:
         p = self.problem

@@ -39,7 +39,8 @@ F32, F16, BF16, F64, E4M3, E5M2, I8 = range(1, 8)
     PRECISE,
     UNORDERED,
     PRECISE_FEW,
-) = (1 << n for n in range(21))
+    DESCALE_PAGES,
+) = (1 << n for n in range(22))
 
 
 class Struct(c.Structure):

@@ -90,7 +90,7 @@ _TENSORS = Options._fields[: Options._fields.index("max_q")]
 _OPTIONS = (
     ", ".join(f"Tensor? {name}" for name in _TENSORS)
     + ", SymInt max_q, SymInt max_kv, float? scale, bool causal, SymInt window_left, SymInt window_right"
-    + ", float softcap, float dropout"
+    + ", float softcap, float dropout, bool descale_pages"
 )
 
 

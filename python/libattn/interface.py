@@ -361,6 +361,7 @@ def flash_attn_with_kvcache(
     q_descale: Optional[Array] = None,
     k_descale: Optional[Array] = None,
     v_descale: Optional[Array] = None,
+    descale_pages: bool = False,
     qv: Optional[Array] = None,
     attention_chunk: int = 0,
     scheduler_metadata: Any = None,
@@ -371,7 +372,8 @@ def flash_attn_with_kvcache(
 
     k_cache, v_cache: (batch_cache, seqlen_cache, nheads_k, headdim), changed in place when k and v are given. With
     page_table (batch, pages) int32, also called block_table, they are (num_pages, page_size, nheads_k, headdim), any page
-    size. A cache in float8 or int8 is converted to, by k_descale and v_descale.
+    size. A cache in float8 or int8 is converted to, by k_descale and v_descale; with descale_pages these have numbers for
+    pages and broadcast to (num_pages, nheads_k).
     cache_seqlens: (batch,) int32 or an int: keys in the cache before the new ones. cache_batch_idx: (batch,) int32, which
     slot of the cache each sequence has. cache_leftpad: (batch,) int32, where its keys begin.
     rotary_cos, rotary_sin: (positions, rotary_dim / 2). New keys are rotated for the positions cache_seqlens,
@@ -398,6 +400,7 @@ def flash_attn_with_kvcache(
         q_descale=q_descale,
         k_descale=k_descale,
         v_descale=v_descale,
+        descale_pages=descale_pages,
         max_q=q.shape[0] if max_seqlen_q is None else max_seqlen_q,
         scale=softmax_scale,
         causal=causal,

@@ -83,6 +83,7 @@ static void choose_kernel(attn_plan *plan) {
         bool fits = k->op == p->op && (k->wide == wide || p->op == ATTN_KV_APPEND);
         /* A result of more bits is wanted as exact as they are: not by products of bf16. */
         if (k->dtype && (k->dtype != p->dtype || k->dtype != p->kv_dtype || k->dtype != p->out_dtype)) fits = false;
+        if (k->dtype && (p->flags & ATTN_DESCALE_PAGES)) fits = false; /* they take keys as they are */
         if (is_by_vectors(k) && (plan->context->cpu & ATTN_CPU_AMX)) fits = false;
         if (fits && runs_on(k, plan->context->cpu) && is_permitted(k)) plan->kernel = k;
     }

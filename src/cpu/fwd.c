@@ -157,7 +157,7 @@ void REAL(fwd_finish_row)(const attn_rows *t, int32_t r, const real *o, double m
             weight = exp(max - most);
             total = total * weight + exp(sink - most);
         }
-        factor = weight / total / (1 - p->dropout) * attn__descale(f, f->v_descale, t->s.b, t->kv_head);
+        factor = weight / total / (1 - p->dropout) * attn__kv_descale(p, f, f->v_descale, t->s.b, t->kv_head);
         lse = attn__one_nan(most + log(total));
         t->micro->store(to, p->out_dtype, o, (real)factor, p->dim_v);
     }

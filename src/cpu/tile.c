@@ -91,7 +91,7 @@ static void put_columns(const attn_rows *t, real *x_t, const real *x, int64_t ld
 }
 
 void REAL(tile_load_q)(const attn_rows *t, real *q) {
-    double factor = t->p->scale * attn__descale(t->f, t->f->k_descale, t->s.b, t->kv_head);
+    double factor = t->p->scale * attn__kv_descale(t->p, t->f, t->f->k_descale, t->s.b, t->kv_head);
     real rows[ATTN_LANES * ATTN_MAX_DIM], *to = few_rows(t) ? q : rows;
     int32_t dims = t->narrow ? t->dim_qk : t->p->dim_qk; /* a narrow tile's padding is multiplied, too */
     for (int32_t first = 0; first < t->width; first += ATTN_LANES) {
@@ -134,8 +134,10 @@ static int64_t pitch_of(const attn_rows *t, const attn_tensor *of, int32_t keys)
     return keys > 1 && t->p->page_size != 1 ? of->stride[1] : 0;
 }
 
+/* Of k or v; pages may have factors of their own. */
 static void load_kv(const attn_rows *t, real *to, const attn_tensor *from, int32_t dim, int32_t padded, int32_t j0,
                     int32_t keys) {
+    const float *factors = from == &t->f->k ? t->f->k_descale : t->f->v_descale;
     enum { AHEAD = 8, LINE = 64 }; /* rows that are asked for: where heads lie side by side they are far apart */
     const char *row = NULL;
     int64_t size = (int64_t)attn_dtype_size(t->p->kv_dtype), bytes = dim * size;
@@ -145,6 +147,9 @@ static void load_kv(const attn_rows *t, real *to, const attn_tensor *from, int32
         for (int64_t at = 0; at < bytes; at += LINE)
             __builtin_prefetch((const void *)((uintptr_t)row + (uintptr_t)(ahead + at)));
         t->micro->load(to, row, t->p->kv_dtype, dim);
+        if (t->p->flags & ATTN_DESCALE_PAGES)
+            t->micro->scale(to, dim,
+                            (real)attn__page_descale(t->p, t->f, factors, &t->s, t->s.leftpad + j0 + j, t->kv_head));
         for (int32_t x = dim; x < padded; x++) to[x] = 0;
     }
 }
@@ -193,7 +198,8 @@ static int32_t rows_ahead(int64_t bytes, int64_t pitch) {
  */
 static attn_panel view(const attn_rows *t, const attn_tensor *of, int32_t dim, int32_t j0, int32_t keys, real *room) {
     const attn_problem *p = t->p;
-    if (!t->micro->readable(p->kv_dtype) || !REAL(tile_in_one_page)(t, j0, keys) || dim % ATTN_LANES != 0) {
+    if (!t->micro->readable(p->kv_dtype) || !REAL(tile_in_one_page)(t, j0, keys) || dim % ATTN_LANES != 0 ||
+        (p->flags & ATTN_DESCALE_PAGES)) {
         load_kv(t, room, of, dim, attn__pad(dim), j0, keys);
         return (attn_panel){room, attn__pad(dim), REAL_DTYPE, 0, attn__pad(dim), ATTN_AHEAD};
     }

@@ -43,7 +43,10 @@ DEVICE void append_one(const attn_cuda_args &a, const attn_seq &s, int32_t row, 
                  lane_index(), 32);
         return;
     }
-    double descale = p.dtype == p.kv_dtype ? 1.0 : attn__descale(&a.f, is_key ? a.f.k_descale : a.f.v_descale, s.b, h);
+    const float *factors = is_key ? a.f.k_descale : a.f.v_descale;
+    double descale = p.dtype == p.kv_dtype
+                         ? 1.0
+                         : attn__kv_descale(&p, &a.f, factors, s.b, h) * page_descale(a, factors, s, s.used + row, h);
     rotate_row(rotated ? &r : NULL, make_row(p.kv_dtype, to.data, target), make_row(p.dtype, from.data, source), dim,
                descale);
 }

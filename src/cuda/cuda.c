@@ -115,10 +115,11 @@ const attn_cuda_entry attn__cuda_entries[ATTN_ENTRIES] = {
                          .warps = (pair) ? 16 : 12, /* three or two warpgroups, and the producers' four */                 \
                          .takes = ATTN_TAKES_OWN,                                                                          \
                          .shared_bytes = ATTN_BWD90_BYTES(most, m, n, pair, buffers)},
-#define DECODE(id, least, type, most, m, n, stages, blocks)                                                                \
+#define DECODE(id, least, type, most, m, n, stages, blocks, factors)                                                       \
     [ATTN_ENTRY_##id] = {.name = #id,                                                                                      \
                          .file = #id,                                                                                      \
                          .decode = true,                                                                                   \
+                         .pages = factors,                                                                                 \
                          .waits = true,                                                                                    \
                          .arch = least,                                                                                    \
                          .dtype = ATTN_##type,                                                                             \
@@ -131,7 +132,7 @@ const attn_cuda_entry attn__cuda_entries[ATTN_ENTRIES] = {
                          .warps = ATTN_DECODE_WARPS,                                                                       \
                          .takes = ATTN_TAKES_ALL,                                                                          \
                          .ctas = blocks,                                                                                   \
-                         .shared_bytes = ATTN_DECODE_BYTES(ATTN_##type, most, m, n, stages)},
+                         .shared_bytes = ATTN_DECODE_BYTES(ATTN_##type, most, m, n, stages, factors)},
 #define DECODE90(id, type, dims, v, n, stages)                                                                             \
     [ATTN_ENTRY_##id] = {.name = #id,                                                                                      \
                          .file = #id,                                                                                      \
@@ -311,12 +312,12 @@ static bool decodes(const attn_cuda_entry *e, const attn_problem *p) {
     const bool narrow = e->dtype == ATTN_I8; /* keys of any 8 bits */
     const bool half = p->dtype == ATTN_F16 || p->dtype == ATTN_BF16;
     const bool same = p->dtype == e->dtype && p->kv_dtype == e->dtype && !(p->flags & ATTN_DESCALE);
-    if (!e->decode || p->op != ATTN_FORWARD) return false;
+    if (!e->decode || p->op != ATTN_FORWARD || e->pages != !!(p->flags & ATTN_DESCALE_PAGES)) return false;
     if (narrow ? !half || attn_dtype_size(p->kv_dtype) != 1 : !same) return false;
     if ((p->flags & ATTN_BIAS) || p->dropout > 0 || p->flashmask_vectors) return false;
     if (e->latent) return e->dim_qk == p->dim_qk && e->dim_v == p->dim_v && !(p->flags & ATTN_ALIBI);
     const int64_t rows = (int64_t)attn__min32(p->max_q, ATTN_CUDA_SPLIT_ROWS) * (p->heads_q / p->heads_kv);
-    return e->dim >= p->dim_qk && e->dim >= p->dim_v && (e->bm == 16 || rows <= e->bm);
+    return e->dim >= p->dim_qk && e->dim >= p->dim_v && (e->pages || e->bm == 16 || rows <= e->bm);
 }
 
 bool attn__cuda_serves(const attn_cuda_entry *e, const attn_problem *p, bool aligned) {
@@ -327,6 +328,7 @@ bool attn__cuda_serves(const attn_cuda_entry *e, const attn_problem *p, bool ali
         return e->dim_qk >= p->dim_qk && e->most_v >= p->dim_v && p->kv_dtype == p->dtype && p->out_dtype == p->dtype;
     }
     if (e->decode) return decodes(e, p) && p->max_q <= ATTN_CUDA_SPLIT_ROWS;
+    if (p->flags & ATTN_DESCALE_PAGES) return false; /* one factor for all of a sequence's keys */
     return e->dim_qk >= p->dim_qk && e->most_v >= p->dim_v && e->takes >= attn__cuda_wants(p, e->hopper, aligned);
 }
 

@@ -67,6 +67,7 @@ typedef struct attn_cuda_entry {
     bool by_keys;     /* backward: keeps keys and makes d_k and d_v; otherwise d_q, and bm is of the rows that it keeps */
     bool split;       /* backward: blocks make either d_k or d_v */
     bool decode;      /* of decode.cu: given attn_cuda_decode; or of decode_sm90.cu */
+    bool pages;       /* decode: for factors of pages, and for nothing else */
     bool latent;      /* of decode_sm90.cu: V is the first columns of K; given attn_cuda_args */
     bool
         waits; /* may begin before the kernel before it has ended, and waits for that itself, if its code is for sm_90 or newer */
@@ -114,11 +115,11 @@ extern const attn_cuda_entry attn__cuda_entries[ATTN_ENTRIES];
                : ATTN_BWD90_NARROW_BYTES(dim, rows, keys, buffers)) +                                                      \
      ATTN_BWD90_NOTES)
 
-/* Of a DECODE line: stages of K or V, notes; of 8 bits also the sums of teams, four or two. */
-#define ATTN_DECODE_BYTES(dtype, dim, rows, bn, stages)                                                                    \
+/* Of a DECODE line: stages of K or V, notes; of 8 bits also the sums of teams, four or two; factors of keys, two each. */
+#define ATTN_DECODE_BYTES(dtype, dim, rows, bn, stages, factors)                                                           \
     (((dtype) == ATTN_I8 ? (size_t)(stages) * (bn) + ((dim) > 128 ? 8 : 16) * (rows) : (size_t)(stages)*2 * (bn)) *        \
          (dim) +                                                                                                           \
-     ATTN_DECODE_NOTES)
+     ((factors) ? (size_t)8 * (stages) * (bn) : 0) + ATTN_DECODE_NOTES)
 
 /* Of a DECODE90 line: Q, stages of K, P that one consumer tells the other, notes. */
 #define ATTN_DECODE90_BYTES(dim, bn, stages)                                                                               \

@@ -50,7 +50,10 @@ DEVICE const row_notes &own_row(const shared_notes &notes, int e) { return notes
  * what is up to 2^31 times smaller, and off by 2^-39 of the largest below that.
  */
 DEVICE int fit_of(float most) { return attn__min32(141 - (int32_t)(attn__bits(most) >> 23), 100); }
-DEVICE float power_of_two(int x) { return attn__float((uint32_t)(127 + x) << 23); }
+DEVICE float power_of_two(int x) { return attn__float((uint32_t)(127 + x) << 23); } /* -127: 0 */
+DEVICE int32_t exponent_of(float x) {
+    return (int32_t)(attn__bits(x) >> 23) - 127;
+} /* of what is not negative; of 0 -127 */
 
 /* As find_features of features.cuh. */
 DEVICE void find_scale(const attn_cuda_args &a, row_notes &r, const walk &w, int fit) {
@@ -239,13 +242,45 @@ DEVICE float sum_of_lanes(float x) {
 }
 
 /*
+ * FACTORS: weights of a stretch become those of the stored values, times a power of two for each row that brings the largest into [1, 2): so
+ * what float16 leaves out of P is small beside the largest term of a sum, whatever the factors are. e is that of o so far; o and P get the larger of
+ * both, under the new maximum. *by of it is for o then.
+ */
+DEVICE bool weigh_values(int32_t e[2 * EIGHTS], float by[2 * EIGHTS], float p[STRETCH_TILES][EIGHTS * NT][4],
+                         const float factor[STRETCH_TILES][2 * NT]) {
+    enum { MOST = 120 };
+    bool grew = false;
+#pragma unroll
+    for (int r = 0; r < 2 * EIGHTS; r++) {
+        float most = 0;
+#pragma unroll
+        for (int n = 0; n < STRETCH_TILES * 2 * NT; n++) {
+            float *x = &p[n / (2 * NT)][r / 2 * NT + n % (2 * NT) / 2][n % 2 * 2 + r % 2];
+            *x = *x == 0 ? 0 : __fmul_rn(*x, factor[n / (2 * NT)][n % (2 * NT)]); /* what is not seen may have any factor */
+            most = fmaxf(most, fabsf(*x));
+        }
+        const int32_t largest = exponent_of(most_of_lanes(most)), before = e[r] + exponent_of(by[r]);
+        const int32_t now = attn__min32(attn__max32(attn__max32(largest, before), -MOST), MOST);
+        by[r] = __fmul_rn(by[r], power_of_two(attn__min32(attn__max32(e[r] - now, -127), 127)));
+        grew |= by[r] != 1;
+        e[r] = now;
+#pragma unroll
+        for (int n = 0; n < STRETCH_TILES * 2 * NT; n++) {
+            float *x = &p[n / (2 * NT)][r / 2 * NT + n % (2 * NT) / 2][n % 2 * 2 + r % 2];
+            *x = __fmul_rn(*x, power_of_two(-now));
+        }
+    }
+    return grew;
+}
+
+/*
  * P of the team's keys of a stretch, as the right operand: s is their weights then. m, l (the lane's part of it) and o are of the span so far. o is
  * scaled where there is something in it and a maximum has grown: otherwise it would be a product with 1, or of 0. Where scores are huge s - m is
  * taken first, exactly: rows.cuh says why.
  */
 DEVICE void make_p(float m[2 * EIGHTS], float l[2 * EIGHTS], float o[EIGHTS * STEPS][4],
                    uint32_t p[STRETCH_TILES][EIGHTS * NT][2], float s[STRETCH_TILES][EIGHTS * NT][4],
-                   const shared_notes &notes) {
+                   const shared_notes &notes, int32_t e[2 * EIGHTS], const float factor[STRETCH_TILES][2 * NT]) {
     float by[2 * EIGHTS];
     bool grew = false;
 #pragma unroll
@@ -274,6 +309,7 @@ DEVICE void make_p(float m[2 * EIGHTS], float l[2 * EIGHTS], float o[EIGHTS * ST
         m[r] = most;
         l[r] = __fmaf_rn(l[r], by[r], sum);
     }
+    if (FACTORS) grew = weigh_values(e, by, s, factor);
 #pragma unroll
     for (int n = 0; n < STRETCH_TILES * EIGHTS * NT; n++) {
         const float *x = s[n / (EIGHTS * NT)][n % (EIGHTS * NT)];
@@ -418,9 +454,29 @@ template <typename T, int EACH> DEVICE void move_up(T x[STRETCH_TILES][EIGHTS * 
         x[n / ROW][n % ROW / EACH][n % EACH] = x[n / ROW + 1][n % ROW / EACH][n % EACH];
 }
 
+/* FACTORS: scores get those of k; those of v are for make_p, as S is, in the last row of `factor`. */
+DEVICE void see_factors(const shared_notes &notes, float s[EIGHTS * NT][4], float factor[STRETCH_TILES][2 * NT],
+                        uint32_t tile) {
+    const uint32_t from = factors_of(notes, tile) + 8 * (threadIdx.x >> 2 & 7);
+#pragma unroll
+    for (int n = 0; n < (STRETCH_TILES - 1) * 2 * NT; n++)
+        factor[n / (2 * NT)][n % (2 * NT)] = factor[n / (2 * NT) + 1][n % (2 * NT)];
+#pragma unroll
+    for (int n = 0; n < 2 * NT; n++) {
+        const uint2 x = ld_shared_v2(from + 64 * n);
+        factor[STRETCH_TILES - 1][n] = __uint_as_float(x.y);
+#pragma unroll
+        for (int r = 0; r < 2 * EIGHTS; r++) {
+            float *y = &s[r / 2 * NT + n / 2][n % 2 * 2 + r % 2];
+            *y = __fmul_rn(*y, __uint_as_float(x.x));
+        }
+    }
+}
+
 /* S of the stretch's tiles, to the last rows of s; those before have no keys. */
 DEVICE void make_scores(const attn_cuda_args &a, const walk &w, const uint32_t q[EIGHTS][STEPS][2], desk &d,
-                        float s[STRETCH_TILES][EIGHTS * NT][4], int32_t tiles, int32_t j0) {
+                        float s[STRETCH_TILES][EIGHTS * NT][4], float factor[STRETCH_TILES][2 * NT], int32_t tiles,
+                        int32_t j0) {
     const bool is_plain =
         NARROW ? d.notes->is_plain != 0 : !(a.p.softcap > 0) && !(a.p.flags & ATTN_ALIBI) && a.scale_log2 > 0;
 #pragma unroll
@@ -435,6 +491,7 @@ DEVICE void make_scores(const attn_cuda_args &a, const walk &w, const uint32_t q
         else
             product_qk(x, q, tile);
         if (TEAM > 1) add_scores(x, tile);
+        if (FACTORS) see_factors(*d.notes, x, factor, tile);
         meet_team();
         leave_tile(a, d);
         if (!is_plain) finish_scores(a, *d.notes, x, w.s.sk - w.s.sq, j);
@@ -485,22 +542,28 @@ DEVICE state work_span(const attn_cuda_args &a, const walk &w, const uint32_t q[
     int32_t tiles = attn__min32(together * SPAN_TILES, w.tiles - span * SPAN_TILES);
     int32_t j0 = (w.first + span) * SPAN + (int32_t)(threadIdx.x / (32 * TEAM)) * KEYS; /* the team's first key */
     float m[2 * EIGHTS], l[2 * EIGHTS], o[EIGHTS * STEPS][4];
+    int32_t e[2 * EIGHTS]; /* FACTORS: o is so many powers of two too small */
     if (tiles <= 0) return empty_state(*d.notes);
 #pragma unroll
-    for (int r = 0; r < 2 * EIGHTS; r++) m[r] = row_at(*d.notes, r).least, l[r] = 0;
+    for (int r = 0; r < 2 * EIGHTS; r++) m[r] = row_at(*d.notes, r).least, l[r] = 0, e[r] = 0;
 #pragma unroll
     for (int n = 0; n < EIGHTS * STEPS * 4; n++) o[n / 4][n % 4] = 0;
 #pragma unroll 1
     for (; tiles > 0; tiles -= STRETCH_TILES, j0 += STRETCH_TILES * BN) {
         const int32_t some = attn__min32(STRETCH_TILES, tiles);
         float s[STRETCH_TILES][EIGHTS * NT][4];
+        float factor[STRETCH_TILES][2 * NT] = {};
         uint32_t p[STRETCH_TILES][EIGHTS * NT][2];
-        make_scores(a, w, q, d, s, some, j0);
-        make_p(m, l, o, p, s, *d.notes);
+        make_scores(a, w, q, d, s, factor, some, j0);
+        make_p(m, l, o, p, s, *d.notes, e, factor);
         add_values(a, w, d, o, p, some, j0, some == tiles);
     }
 #pragma unroll
     for (int r = 0; r < 2 * EIGHTS; r++) l[r] = sum_of_lanes(l[r]);
+    if (FACTORS)
+#pragma unroll
+        for (int n = 0; n < EIGHTS * STEPS * 4; n++)
+            o[n / 4][n % 4] = __fmul_rn(o[n / 4][n % 4], power_of_two(e[n / (STEPS * 4) * 2 + n % 2]));
     const state x = meet_teams(d, m, l, o);
     if (!NARROW) leave_tile(a, d);
     return x;

@@ -18,14 +18,15 @@
 #define FWD90(...)
 #define BWD(...)
 #define BWD90(...)
-#define DECODE(name, arch, dtype, dim, rows, bn, stages, ctas)                                                             \
+#define DECODE(name, arch, dtype, dim, rows, bn, stages, ctas, pages)                                                      \
     enum {                                                                                                                 \
         name##_DTYPE = ATTN_##dtype,                                                                                       \
         name##_DIM = dim,                                                                                                  \
         name##_ROWS = rows,                                                                                                \
         name##_BN = bn,                                                                                                    \
         name##_STAGES = stages,                                                                                            \
-        name##_CTAS = ctas                                                                                                 \
+        name##_CTAS = ctas,                                                                                                \
+        name##_PAGES = pages                                                                                               \
     };
 #include "variants.def"
 #undef PIECE
@@ -40,6 +41,7 @@
 enum {
     BF16 = K(DTYPE) == ATTN_BF16,
     NARROW = K(DTYPE) == ATTN_I8, /* K and V of 8 bits, of any kind; they are multiplied in float16 */
+    FACTORS = K(PAGES),           /* of k and v, of pages */
     BYTES = NARROW ? 1 : 2,       /* of an element of K or V */
     DIM = K(DIM),                 /* of Q, K, V and O in shared memory and registers */
     BN = K(BN),
@@ -70,10 +72,12 @@ enum {
     SPAN_TILES = SPAN / BN,
     STRETCH_TILES = 64 / KEYS,     /* of a stretch, whose scores are in registers at once */
     AT_SUMS = STAGES * TILE_BYTES, /* in shared memory, behind the tiles: NARROW, where teams meet */
-    AT_NOTES = AT_SUMS + (NARROW ? TEAMS * SUM_BYTES : 0)
+    AT_NOTES = AT_SUMS + (NARROW ? TEAMS * SUM_BYTES : 0),
+    AT_FACTORS = AT_NOTES + ATTN_DECODE_NOTES /* FACTORS: of k and v, of each row of each stage that holds keys */
 };
 static_assert(DIM % 32 == 0 && (KEYS == 32 || KEYS == 64), "want other dim or bn");
 static_assert(ROWS == 8 || ROWS == 16, "want other rows");
+static_assert(!FACTORS || NARROW, "lines of 8 bits have factors");
 static_assert(NARROW || (int)TEAM_BYTES >= (int)SUM_BYTES, "O of a team goes where its rows of V were");
 static_assert(PIECES % (4 * TEAM) == 0, "four pieces at a time, of each warp: first_piece, piece_of");
 
@@ -334,6 +338,28 @@ static __device__ __noinline__ void fetch_singles(const uint8_t *data, uint32_t 
     fetch_rows<FETCH_SINGLES>(data, 0, pieces, to);
 }
 
+/* FACTORS: where those of the row are that is at `row` of a stage. */
+DEVICE uint32_t factors_of(const shared_notes &notes, uint32_t row) {
+    const uint32_t all = cvta_shared(&notes) - AT_NOTES;
+    return all + AT_FACTORS + (row - all) / ROW_BYTES * 8;
+}
+
+/* They come with the keys, those of values too: weights are multiplied with them before V is there. The lane's row of a lot is in `page`. */
+DEVICE void fetch_factors(const attn_cuda_args &a, const shared_notes &notes, int32_t page, bool is_there, uint32_t to) {
+    const int lane = threadIdx.x & 31;
+    const int64_t from = page * a.f.descale_stride[0] + notes.ahead[threadIdx.x >> 5].head * a.f.descale_stride[1];
+    const uint32_t at = factors_of(notes, to) + 8 * lane;
+    if (lane >= LOT) return;
+    if (a.f.k_descale && is_there)
+        cp_async_ca_4_zfill(at, a.f.k_descale + from, 4);
+    else
+        st_shared_b32(at, __float_as_uint(1));
+    if (a.f.v_descale && is_there)
+        cp_async_ca_4_zfill(at + 4, a.f.v_descale + from, 4);
+    else
+        st_shared_b32(at + 4, __float_as_uint(1));
+}
+
 /* A lot of rows that are not simply one after the other. */
 DEVICE void fetch_lot(const attn_cuda_args &a, const fetcher &f, const shared_notes &notes, int lot, int32_t how, bool is_v,
                       uint32_t to) {
@@ -341,8 +367,9 @@ DEVICE void fetch_lot(const attn_cuda_args &a, const fetcher &f, const shared_no
     const uint8_t *data = is_v ? f.v : f.k;
     const bool is_there = is_read(f, lot);
     int64_t offset = 0; /* bytes */
+    int32_t page = 0;
     if (is_there) {
-        int32_t page = 0, row = position_of(f, lot);
+        int32_t row = position_of(f, lot);
         if (a.p.page_size) {
             row -= (int32_t)attn__divide((uint32_t)row, a.by_page) * a.p.page_size;
             page = clamped(a, f.page[lot], 0, a.p.num_pages - 1, ATTN_FLAW_PAGE_TABLE, notes.ahead[threadIdx.x >> 5].s.b);
@@ -350,6 +377,7 @@ DEVICE void fetch_lot(const attn_cuda_args &a, const fetcher &f, const shared_no
         offset = (a.p.page_size ? page * (is_v ? a.f.v.stride[0] : a.f.k.stride[0]) : 0) + row * stride;
         offset *= BYTES;
     }
+    if (FACTORS && !is_v) fetch_factors(a, notes, page, is_there, to);
     const bool is_near = !__any_sync(~0u, (uint64_t)offset >> 36 != 0);
     if (is_near && how == FETCH_EIGHTS)
         fetch_rows<FETCH_EIGHTS>(data, (uint32_t)stride * BYTES, (uint32_t)(offset >> 4), to);

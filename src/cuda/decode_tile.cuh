@@ -177,7 +177,7 @@ enum { EACH_WORD = 4 / BYTES }; /* elements */
 
 /*
  * What is not finite in the warp's columns of V is taken out, and added to the rows with a weight for it: such a term is p * v = v
- * for any p > 0. Rare, so slow.
+ * for any p > 0, and -v for p < 0, of a negative factor. Rare, so slow.
  */
 static __device__ __noinline__ void add_nonfinite(float o[EIGHTS * STEPS][4], const uint32_t p[EIGHTS * NT][2],
                                                   uint32_t shared_v, int first, attn_dtype kind) {
@@ -203,7 +203,9 @@ static __device__ __noinline__ void add_nonfinite(float o[EIGHTS * STEPS][4], co
                 const float number =
                     NARROW ? number_of_byte(word >> 8 * i & 0xff, kind) : number_of((uint16_t)(word >> 16 * i));
                 for (int r = 0; r < 2 * EIGHTS; r++)
-                    if (weight[r]) o[r / 2 * STEPS + (NARROW ? n : n / 2)][2 * (NARROW ? i % 2 : n % 2) + r % 2] += number;
+                    if (weight[r] & 0x7fff)
+                        o[r / 2 * STEPS + (NARROW ? n : n / 2)][2 * (NARROW ? i % 2 : n % 2) + r % 2] +=
+                            weight[r] >> 15 ? -number : number;
             }
             __syncwarp();
             if (which) st_shared_b32(at, kept);

@@ -107,6 +107,11 @@ DEVICE int64_t cache_offset(const attn_cuda_args &a, const attn_tensor &t, const
     return page_of(a, s, at) * t.stride[0] + at % a.p.page_size * t.stride[1] + head * t.stride[2];
 }
 
+/* As attn__page_descale. */
+DEVICE double page_descale(const attn_cuda_args &a, const float *descale, const attn_seq &s, int32_t at, int32_t head) {
+    return a.p.flags & ATTN_DESCALE_PAGES ? attn__descale(&a.f, descale, page_of(a, s, at), head) : 1.0;
+}
+
 /* Is the sequence split in chunks of keys? */
 DEVICE bool is_split(const attn_cuda_args &a, const attn_seq &s) { return a.chunks > 0 && s.sq <= ATTN_CUDA_SPLIT_ROWS; }
 

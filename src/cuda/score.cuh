@@ -7,14 +7,15 @@
 
 #include "device.cuh"
 
-/* What dot(q_i, k_j) of the stored numbers is multiplied with. */
+/* What dot(q_i, k_j) of the stored numbers is multiplied with, besides a factor of their page. */
 DEVICE double score_scale(const attn_cuda_args &a, const attn_seq &s, int32_t kv_head) {
-    return a.p.scale * attn__descale(&a.f, a.f.q_descale, s.b, kv_head) * attn__descale(&a.f, a.f.k_descale, s.b, kv_head);
+    return a.p.scale * attn__descale(&a.f, a.f.q_descale, s.b, kv_head) *
+           attn__kv_descale(&a.p, &a.f, a.f.k_descale, s.b, kv_head);
 }
 
-/* What sum p_j v_j of the stored numbers is multiplied with; p before dropout. */
+/* What sum p_j v_j of the stored numbers is multiplied with, likewise; p before dropout. */
 DEVICE double value_scale(const attn_cuda_args &a, const attn_seq &s, int32_t kv_head) {
-    return attn__descale(&a.f, a.f.v_descale, s.b, kv_head) / (1 - a.p.dropout);
+    return attn__kv_descale(&a.p, &a.f, a.f.v_descale, s.b, kv_head) / (1 - a.p.dropout);
 }
 
 /* log(2^(scale * m) * sum). In base 2 it may be past the largest float where it is not in base e; then sum has no bit in it. */

@@ -107,8 +107,9 @@ DEVICE const real *load_piece(const attn_cuda_args &a, const tile_rows &t, const
     for (int32_t key = warp_in_block(); key < COLS; key += WARPS) {
         real number = 0;
         if (j0 + key < t.s.sk && x < dim) {
-            int64_t at = cache_offset(a, from, t.s, t.s.leftpad + j0 + key, t.kv_head);
-            number = load_number(a.p.kv_dtype, from.data, at + x, (real)0);
+            int32_t position = t.s.leftpad + j0 + key;
+            number = load_number(a.p.kv_dtype, from.data, cache_offset(a, from, t.s, position, t.kv_head) + x, (real)0);
+            number *= (real)page_descale(a, &from == &a.f.k ? a.f.k_descale : a.f.v_descale, t.s, position, t.kv_head);
         }
         piece[key * PITCH + lane_index()] = number;
     }

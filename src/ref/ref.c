@@ -19,9 +19,11 @@ void attn__ref_load(attn_ref *r, int32_t b, int32_t kv_head) {
     r->kv_head = kv_head;
     r->s = attn__seq(p, f, b);
     r->mask = attn__seq_mask(p, &r->s);
-    double k_descale = attn__descale(f, f->k_descale, b, kv_head);
-    double v_descale = attn__descale(f, f->v_descale, b, kv_head);
     for (int32_t j = 0; j < r->s.sk; j++) {
+        double k_descale = attn__kv_descale(p, f, f->k_descale, b, kv_head) *
+                           attn__page_descale(p, f, f->k_descale, &r->s, r->s.leftpad + j, kv_head);
+        double v_descale = attn__kv_descale(p, f, f->v_descale, b, kv_head) *
+                           attn__page_descale(p, f, f->v_descale, &r->s, r->s.leftpad + j, kv_head);
         int64_t k_at = attn__kv_offset(p, f, &f->k, &r->s, r->s.leftpad + j, kv_head);
         int64_t v_at = attn__kv_offset(p, f, &f->v, &r->s, r->s.leftpad + j, kv_head);
         attn__ref_row(p->kv_dtype, f->k.data, k_at, p->dim_qk, k_descale, r->k + (int64_t)j * r->pad_qk);

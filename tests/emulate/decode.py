@@ -164,6 +164,45 @@ def check_nonfinite(folder, dim, kind="f16"):
     assert np.array_equal(x[~full], y[~full], equal_nan=True) and np.abs(x[full] - y[full]).max() < 3e-3, "reference"
 
 
+def check_factors(folder, used, rows, heads, heads_kv, dim, size, options, dtype, kind):
+    """Factors of pages, of v up to 2^40 apart: against the reference; the same bits with other multiprocessors, other places of pages, and alone."""
+    rng, batch, pages = np.random.default_rng(dim + size), len(used), -(-max(used) // size)
+    q = make_queries(rng, (batch, rows, heads, dim), dtype)
+    k, v = (make_keys(rng, (batch * pages + 2, size, heads_kv, dim), kind) for _ in range(2))
+    table = rng.permutation(batch * pages + 2)[: batch * pages].reshape(batch, pages).astype(np.int32)
+    factors = [np.full((batch * pages + 2, heads_kv), np.nan, np.float32) for _ in range(2)]
+    for b, length in enumerate(used):
+        seen = table[b, : -(-length // size)]
+        factors[0][seen] = rng.choice([-1, 1], (len(seen), heads_kv)) * rng.uniform(0.2, 1.5, (len(seen), heads_kv)) / (60 if kind == "i8" else 1)
+        factors[1][seen] = rng.choice([-1, 1], (len(seen), heads_kv)) * 2.0 ** rng.uniform(-40, 0, (len(seen), heads_kv))
+    options = [*options, *KINDS[kind][1], *(["--bf16"] if dtype == "bf16" else []), "--out-dtype", "f32", "--descale-pages", "--used-kv", "used.npy",
+               "--page-table", "table.npy", "--k-descale", "k_descale.npy", "--v-descale", "v_descale.npy"]
+
+    def put(order, b=slice(None)):
+        store = {name: np.empty_like(x) for name, x in (("k", k), ("v", v), ("k_descale", factors[0]), ("v_descale", factors[1]))}
+        for x, y in zip(store.values(), (k, v, *factors)):
+            x[order] = y
+        save(folder, q=q[b], table=order[table[b]].astype(np.int32), used=np.array(used, np.int32)[b], **store)
+
+    same_places = np.arange(len(k))
+    put(same_places)
+    first, reference = run(folder, "cuda", 1, options), run(folder, "ref", 1, options)
+    for sms in (3, 50):
+        assert same(first, run(folder, "cuda", sms, options)), f"{sms} multiprocessors"
+    full = np.isfinite(reference[1])
+    assert np.array_equal(full, np.isfinite(first[1])) and np.abs(first[1][full] - reference[1][full]).max() < 1e-4, "reference, lse"
+    put(same_places)
+    sizes = np.minimum(np.abs(v.astype(np.int16)), 127).astype(np.int8) if kind == "i8" else v & 0x7F
+    save(folder, v=sizes, v_descale=np.abs(factors[1]))
+    size_of = np.abs(run(folder, "ref", 1, options)[0]).max(-1, keepdims=True)
+    assert np.all(np.abs(first[0] - reference[0]) <= 3e-3 * size_of), "reference, o"
+    put(rng.permutation(len(k)))
+    assert same(first, run(folder, "cuda", 7, options)), "other places"
+    for b in range(batch):
+        put(same_places, slice(b, b + 1))
+        assert same([x[b : b + 1] for x in first], run(folder, "cuda", 5, options)), f"sequence {b} alone"
+
+
 def check_append(folder, used, rows, heads, heads_kv, dim, new, rotated):
     """The last keys of all sequences are new: the kernel brings them into the cache, or, with few multiprocessors, another before it."""
     rng, batch, most = np.random.default_rng(dim + new), len(used), max(used)
@@ -193,6 +232,11 @@ def main():
         for number, case in enumerate(CASES):
             check(pathlib.Path(name), number, case)
             print("decode", *case[:5], *case[5], *case[6:], "ok", flush=True)
+        for case in (([8300, 1, 0, 513], 1, 4, 2, 64, 16, [], "f16", "e4m3"), ([1030, 700], 3, 8, 2, 128, 7, ["--causal", "--softcap", "20"], "bf16", "e4m3"),
+                     ([600, 300], 1, 16, 1, 256, 64, ["--causal", "--window", "400,0"], "bf16", "e5m2"), ([900, 40, 2500], 1, 4, 1, 96, 1, ["--scale", "-0.1"], "bf16", "i8"),
+                     ([17000], 2, 4, 1, 128, 16, ["--causal"], "f16", "i8")):
+            check_factors(pathlib.Path(name), *case)
+            print("decode, factors of pages", *case[:6], *case[6], *case[7:], "ok", flush=True)
         for case in (([700, 40, 513], 1, 4, 2, 64, 1, 64), ([9000, 8195], 2, 4, 2, 128, 3, 96), ([300, 16], 16, 8, 2, 192, 16, 0)):
             check_append(pathlib.Path(name), *case)
             print("decode, append", *case, "ok", flush=True)

@@ -5,6 +5,7 @@ set: then it is an error, so that a run that is meant for a GPU cannot pass with
 """
 
 import ctypes
+import functools
 import os
 
 import libattn
@@ -187,6 +188,27 @@ def test_eight_bits():
         compare(libattn.flash_attn_func, q, k, v, dtype=torch.bfloat16, k_descale=scale, v_descale=scale)
     eight = normal(2, 33, 4, 64).to(torch.float8_e4m3fn)
     compare(libattn.flash_attn_func, eight, eight, eight, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("rows", [1, 20])
+def test_factors_of_pages(rows):
+    q, new = normal(2, rows, 8, 64, dtype=torch.bfloat16), normal(2, 2, rows, 2, 64, dtype=torch.bfloat16)
+    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8):
+        caches = [(8 * torch.randn(60, 16, 2, 64)).round().to(dtype) for _ in range(2)]
+        others = [x.to(GPU) for x in caches]
+        options = {
+            "block_table": torch.randperm(60, dtype=torch.int32).reshape(2, 30),
+            "cache_seqlens": ints(401, 90),
+            "k_descale": torch.rand(60, 2) / 8 + 0.01,
+            "v_descale": torch.rand(60, 2) + 0.01,
+        }
+        call = functools.partial(libattn.flash_attn_with_kvcache, descale_pages=True, return_softmax_lse=True)
+        wanted = call(q, *caches, *new, **options)
+        found = call(q.to(GPU), *others, *new.to(GPU), **{n: to_gpu(x) for n, x in options.items()})
+        close(found[0], wanted[0], torch.bfloat16)
+        torch.testing.assert_close(found[1].cpu(), wanted[1], rtol=1e-4, atol=1e-4)
+        for a, b in zip(others, caches):  # what is appended is the same bits
+            assert torch.equal(a.cpu().view(torch.int8), b.view(torch.int8))
 
 
 def test_combine():

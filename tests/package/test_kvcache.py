@@ -118,6 +118,33 @@ def test_cache_in_eight_bits():
     torch.testing.assert_close(out, libattn.flash_attn_func(q, *exact), rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_factors_of_pages(dtype):
+    q, k, v = (torch.randn(2, 3, heads, DIM, dtype=torch.bfloat16) for heads in (HEADS, HEADS_KV, HEADS_KV))
+    caches = [torch.randn(8, 4, HEADS_KV, DIM).mul(8).round().to(dtype) for _ in range(2)]
+    table, lengths = ints([5, 2, 7, 0, 6, 3]).reshape(2, 3), [9, 2]
+    factors = [torch.rand(8, HEADS_KV) / 8 + 0.01 for _ in range(2)]
+    for x in factors:
+        x[[1, 4]] = torch.nan  # in nobody's table
+    options = {"block_table": table, "cache_seqlens": ints(lengths), "q_descale": torch.tensor([[0.5, 1], [2, 1]])}
+    out = libattn.flash_attn_with_kvcache(
+        q, *caches, k, v, k_descale=factors[0], v_descale=factors[1], descale_pages=True, **options
+    )
+    for b, used in enumerate(lengths):
+        pages = table[b].long()
+        wide = [(x[pages].float() * y[pages][:, None, :, None]).flatten(0, 1) for x, y in zip(caches, factors)]
+        for x, new, y in zip(wide, (k, v), factors):
+            step = y[pages][:, None].expand(-1, 4, -1).flatten(0, 1)[used : used + 3, :, None]
+            error = (x[used : used + 3] - new[b].float()).abs()
+            inside = new[b].float().abs() < 127 * step
+            assert inside.any() and (error <= step / 2 + new[b].float().abs() / 15)[inside].all()
+        query = q[b].double() * options["q_descale"][b].repeat_interleave(HEADS // HEADS_KV)[None, :, None]
+        wanted, _, _ = attend(query, *(x[: used + 3].double() for x in wide), Setting())
+        torch.testing.assert_close(out[b].double(), wanted, rtol=2e-2, atol=2e-2)
+    with pytest.raises(ValueError, match="ATTN_DESCALE_PAGES wants"):
+        libattn.flash_attn_with_kvcache(q, *caches, descale_pages=True, **{**options, "q_descale": None})
+
+
 def test_varlen_with_pages():
     lengths, rows = [20, 0, 33], [3, 2, 9]
     k, v = torch.randn(2, BATCH, CAPACITY, HEADS_KV, DIM).unbind()

@@ -80,6 +80,24 @@ def test_fp8_keys_with_descale(files, qkv, backend, random):
     expect(plain, o, lse)
 
 
+def test_factors_of_pages(files, qkv, backend, random):
+    size = 5
+    each = -(-SK // size)
+    table = random.permutation(BATCH * each + 2)[: BATCH * each].reshape(BATCH, each).astype(np.int32)
+    pages = {name: random.integers(-127, 128, (BATCH * each + 2, size, HKV, d)).astype(np.int8) for name, d in (("k", D), ("v", DV))}
+    factors = {name: random.uniform(0.005, 0.02, (BATCH * each + 2, HKV)).astype(np.float32) for name in pages}
+    plain = {"q": qkv["q"]}
+    for name, x in pages.items():
+        wide = x * factors[name][:, None, :, None]
+        plain[name] = wide[table].reshape(BATCH, each * size, HKV, -1)[:, :SK].astype(np.float32)
+        factors[name][np.setdiff1d(np.arange(len(x)), table)] = np.nan
+    inputs = {"q": qkv["q"], **pages, "page_table": table, "k_descale": factors["k"], "v_descale": factors["v"]}
+    o, lse = files.run(inputs, "--backend", backend, "--descale-pages", "--max-kv", str(SK))
+    expect(plain, o, lse)
+    arguments = [word for name in inputs for word in (f"--{name.replace('_', '-')}", f"{name}.npy")]
+    assert "batch would be" in files.refused("run", "--backend", backend, "--max-kv", str(SK), "--o", "x.npy", *arguments)
+
+
 def test_alibi_bias_and_sink(files, qkv, backend, random):
     slopes = random.uniform(0, 1, HQ).astype(np.float32)
     bias = random.standard_normal((HQ, 1, SK)).astype(np.float32)  # no batch, one row for all
