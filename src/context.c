@@ -34,10 +34,10 @@ void attn__free(const attn_context *context, void *memory) {
 
 /* One call of attn__parallel: workers take the next index until there is none. */
 typedef struct claim {
-    _Atomic int64_t next;
     int64_t count;
     void (*task)(void *arg, int64_t index, int32_t slot);
     void *arg;
+    _Alignas(64) _Atomic int64_t next; /* a line of its own: all write it */
 } claim;
 
 static void claim_all(void *arg, int32_t slot) {

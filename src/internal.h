@@ -135,7 +135,7 @@ attn_status attn__parallel(const attn_context *context, int32_t slots, int64_t c
 
 attn_status attn__pool_create(attn_pool **pool, attn_context *context, int32_t threads);
 void attn__pool_destroy(attn_pool *pool);
-/* Around fork: the pool is at rest from `before` to `after`. */
+/* Around fork: nobody falls asleep or is woken from `before` to `after`. */
 void attn__pool_before_fork(attn_pool *pool);
 void attn__pool_after_fork(attn_pool *pool, bool in_child);
 

@@ -10,6 +10,7 @@
 #include <unistd.h>
 
 #include "build.h"
+#include "internal.h"
 #include "test.h"
 
 enum { THREADS = 8, FORMS = 4 };
@@ -220,6 +221,91 @@ TEST(pool_destroyed_while_idle) {
         }
         attn_context_destroy(context);
     }
+}
+
+/* ---- the pool alone ---- */
+
+enum { MOST = 40 }; /* indices of a job: more than there are threads */
+
+/* A job counts how often each of its indices was run. */
+typedef struct tally {
+    attn_pool *pool;
+    _Atomic int runs[MOST];
+    int32_t depth; /* of jobs within jobs: the first index makes the next one */
+    _Atomic int wrong;
+} tally;
+
+/* Has each of `count` indices been run once, and none beyond? */
+static bool is_once_each(tally *t, int32_t count) {
+    bool good = t->wrong == 0;
+    for (int32_t n = 0; n < MOST; n++) good = good && t->runs[n] == (n < count);
+    return good;
+}
+
+static void run_tally(void *arg, int32_t index);
+
+/* The job is on the stack, and overwritten as soon as the call is back: whoever came late would find something else. */
+static bool count_once_each(attn_pool *pool, int32_t count, int32_t depth) {
+    tally t = {.pool = pool, .depth = depth};
+    bool good = attn__pool_for(pool, run_tally, &t, count) == 0 && is_once_each(&t, count);
+    memset(&t, 0xff, sizeof t);
+    return good;
+}
+
+static void run_tally(void *arg, int32_t index) {
+    tally *t = arg;
+    t->runs[index]++;
+    if (index == 0 && t->depth > 0 && !count_once_each(t->pool, 1 + t->depth % MOST, t->depth - 1)) t->wrong++;
+}
+
+static bool tiny_jobs(void *arg, int index) {
+    attn_context *context = arg;
+    bool good = true;
+    for (int n = 0; n < 2000 && good; n++) {
+        if (n % 500 == 499) usleep(3000); /* workers fall asleep */
+        good = count_once_each(context->pool, (n + index) % MOST, n % 10 == 0 ? index : 0);
+    }
+    return good;
+}
+
+TEST(pool_runs_each_index_once) {
+    for (int32_t threads = 2; threads <= 9; threads += 7) {
+        attn_context *context = make_context(ATTN_BACKEND_CPU, threads);
+        CHECK(tiny_jobs(context, 0));
+        CHECK(crew(THREADS, tiny_jobs, context));
+        attn_context_destroy(context);
+    }
+}
+
+/* More jobs at once than the pool has places for. */
+TEST(pool_more_jobs_than_places) {
+    attn_context *context = make_context(ATTN_BACKEND_CPU, 4);
+    for (int n = 0; n < 50; n++) CHECK(count_once_each(context->pool, MOST, 100));
+    attn_context_destroy(context);
+}
+
+TEST(pool_destroyed_right_after_a_job) {
+    for (int n = 0; n < 100; n++) {
+        attn_context *context = make_context(ATTN_BACKEND_CPU, 2 + n % 4);
+        CHECK(count_once_each(context->pool, 1 + n % MOST, n % 3));
+        attn_context_destroy(context);
+    }
+}
+
+/* An index that takes longer than anybody looks around: its caller sleeps and is woken, and so are workers for the next job. */
+static void take_long(void *arg, int32_t index) {
+    if (index == 0) usleep(3000);
+    (*(_Atomic int *)arg)++;
+}
+
+TEST(pool_caller_that_sleeps_is_woken) {
+    attn_context *context = make_context(ATTN_BACKEND_CPU, 3);
+    for (int n = 0; n < 30; n++) {
+        _Atomic int done = 0;
+        CHECK(attn__pool_for(context->pool, take_long, &done, 3) == 0);
+        CHECK(done == 3);
+    }
+    attn_context_destroy(context);
 }
 
 /* ---- stacks ---- */
