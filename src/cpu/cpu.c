@@ -143,15 +143,17 @@ static void limit_threads(attn_plan *plan) {
 /*
  * Loading keys, which converts and packs them, costs a fifth of the arithmetic of one tile; a strip shares it. Where rows are few a
  * strip has the heads that lie side by side, so that memory is read as it lies. Shorter strips where threads would have to wait
- * for the last long one; packing for products of bf16 costs a third, so strips of those stay longer. No result depends on it.
+ * for the last long one; packing for products of bf16 costs a third, so strips of those stay longer, and where rows are few it is most of the
+ * work. No result depends on it.
  */
 static void choose_strip(attn_plan *plan) {
     const attn_problem *p = &plan->problem;
     bool is_short = attn__is_short(p->max_q);
-    const int64_t units_per_thread = is_short ? 2 : attn__by_bf16(plan) ? 4 : 8;
+    const bool is_narrow = p->max_q <= ATTN_NARROW_ROWS, by_bf16 = attn__by_bf16(plan);
+    const int64_t units_per_thread = is_narrow ? 2 : is_short ? (by_bf16 ? 1 : 4) : by_bf16 ? 4 : 8;
     const int64_t most_bytes = 768 << 10; /* q and o of a strip stay in a cache of 1 MiB */
     int64_t tiles = is_short ? p->batch * p->heads_kv * attn__short_tiles(p, p->max_q) : 0;
-    const bool by_chunks = plan->partials > 0 && (!attn__by_bf16(plan) || p->max_q <= ATTN_NARROW_ROWS);
+    const bool by_chunks = plan->partials > 0 && (!by_bf16 || is_narrow);
     if (is_short && by_chunks) tiles *= attn__ceil_div(p->max_kv, ATTN_CHUNK);
     if (!is_short) tiles = (int64_t)p->batch * p->heads_q * attn__ceil_div(p->max_q, ATTN_TILE_ROWS);
     plan->strip = p->op == ATTN_FORWARD ? ATTN_STRIP : 1;
@@ -210,16 +212,17 @@ typedef struct job {
 
 static void work_unit(void *arg, int64_t index, int32_t slot) {
     const job *j = arg;
-    int32_t heads = j->plan->problem.heads_q;
-    bool by_head =
-        !attn__is_short(j->plan->problem.max_q); /* its keys may still be near; few rows read each key but once */
+    const attn_problem *p = &j->plan->problem;
+    int32_t heads = p->heads_q;
+    /* Its keys may still be near; few rows read each key but once, and of causal ones the longest of all heads shall not be last. */
+    bool by_head = !attn__is_short(p->max_q) && (j->plan->slots == 1 || !(p->flags & ATTN_CAUSAL));
     const attn_unit *unit = &j->units[by_head ? index % j->count : index / heads];
     int32_t h = (int32_t)(by_head ? index / j->count : index % heads);
-    attn_seq s = attn__seq(&j->plan->problem, j->f, unit->b);
+    attn_seq s = attn__seq(p, j->f, unit->b);
     void (*work)(const attn_plan *, const attn_buffers *, const attn_unit *, int32_t, int32_t) =
-        attn__takes_bf16(j->plan, &s)            ? attn__bf16_unit
-        : attn__in_double(&j->plan->problem, &s) ? attn__fwd_unit_f64
-                                                 : attn__fwd_unit_f32;
+        attn__takes_bf16(j->plan, &s) ? attn__bf16_unit
+        : attn__in_double(p, &s)      ? attn__fwd_unit_f64
+                                      : attn__fwd_unit_f32;
     work(j->plan, j->f, unit, h, slot);
 }
 

@@ -101,13 +101,25 @@ static const void *begin_of(const attn_rows *t, const attn_tensor *of, int32_t j
     return j0 < t->s.sk ? REAL(tile_kv_row)(t, of, t->s.leftpad + j0, NULL) : NULL;
 }
 
+/* Keys of few rows, if they can be read where they are: most are read once, so that copying them first costs as much. NULL: they are loaded. */
+static const real *keys_in_place(const attn_rows *t, int32_t j0, int32_t keys) {
+    const attn_problem *p = t->p;
+    const bool is_array =
+        keys > 1 && p->page_size != 1 && REAL(tile_in_one_page)(t, j0, keys); /* else a stride may be anything */
+    const bool as_it_is = p->kv_dtype == REAL_DTYPE && p->dim_qk == t->dim_qk && !(p->flags & ATTN_DESCALE_PAGES);
+    return attn__is_short(t->s.sq) && is_array && as_it_is ? begin_of(t, &t->f->k, j0) : NULL;
+}
+
 /* One tile of keys, which are loaded; a narrow tile sees to that by itself, and asks for what is at `next` in the end. */
 static void work_tile(const member *x, scratch *m, int32_t j0, int32_t keys, int class, const void *next) {
     const attn_rows *t = &x->t;
-    if (t->narrow)
+    const real *k = t->narrow ? NULL : keys_in_place(t, j0, keys);
+    if (t->narrow) {
         REAL(tile_narrow_scores)(t, m->s, x->q, j0, keys, class, begin_of(t, &t->f->v, j0), m->k, m->row);
-    else
-        REAL(tile_scores)(t, m->s, NULL, NULL, x->q, m->k, j0, keys, class, m->row);
+    } else {
+        REAL(tile_dots)(t, m->s, k ? k : m->k, k ? t->f->k.stride[1] : t->dim_qk, x->q, t->p->dim_qk, j0, keys, class);
+        REAL(tile_adjust)(t, m->s, NULL, NULL, j0, keys, class, m->row);
+    }
     t->micro->softmax(m->s, keys, t->width, t->rows, x->now.max, x->now.sum, m->alpha);
     if (t->p->dropout > 0) REAL(tile_drop)(t, m->s, j0, keys);
     for (int32_t r = 0; r < t->rows; r++) {
@@ -129,7 +141,7 @@ static void work_keys(const member *strip, int32_t count, scratch *m, int32_t fi
             int class = REAL(tile_class)(&strip[n].t, j0, keys);
             if (class == ATTN_TILE_SKIP) continue;
             if (strip[n].t.kv_head != loaded && !strip->t.narrow) {
-                REAL(tile_load_k)(&strip[n].t, m->k, j0, keys);
+                if (!keys_in_place(&strip[n].t, j0, keys)) REAL(tile_load_k)(&strip[n].t, m->k, j0, keys);
                 REAL(tile_load_v)(&strip[n].t, m->v, j0, keys);
                 loaded = strip[n].t.kv_head;
             }
