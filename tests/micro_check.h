@@ -166,6 +166,32 @@ static void check_softmax(int32_t columns, int32_t keys, uint64_t *random) {
     }
 }
 
+/* Weights are e^x to 2 units in the last place, from 1 down to the smallest number that is not subnormal, and their sum is theirs. */
+static void check_exponential(uint64_t *random) {
+    enum { KEYS = MOST / ATTN_LANES };
+    const double least = sizeof(real) == 4 ? -87.3 : -708.3, unit = sizeof(real) == 4 ? 0x1p-23 : 0x1p-52;
+    real max[ATTN_LANES] = {0}, sum[ATTN_LANES] = {0}, alpha[ATTN_LANES];
+    double worst = 0, sums[ATTN_LANES] = {0};
+    for (int n = 0; n < KEYS * ATTN_LANES; n++) {
+        double part = random_range(random, 0, 1 << 30) * 0x1p-30;
+        have[n] = want[n] = (real)(n % 3 == 0 ? least * part : -part); /* all of the range, and near 0 */
+    }
+    micro->softmax(have, KEYS, ATTN_LANES, ATTN_LANES, max, sum, alpha);
+    for (int n = 0; n < KEYS * ATTN_LANES; n++) {
+        int exponent;
+        long double exact = expl(want[n]);
+        frexpl(exact, &exponent);
+        worst = fmax(worst, (double)(fabsl(have[n] - exact) / ldexpl(unit, exponent - 1)));
+        sums[n % ATTN_LANES] += (double)exact;
+    }
+    CHECK_SAY(worst <= 2, "%s: e^x is off by %.2f units in the last place", isa, worst);
+    for (int r = 0; r < ATTN_LANES; r++) {
+        CHECK_SAY(max[r] == 0 && alpha[r] == 1, "%s: the maximum is %g, alpha %g", isa, (double)max[r], (double)alpha[r]);
+        CHECK_SAY(fabs(sum[r] - sums[r]) <= sqrt(KEYS) * unit * sums[r], "%s: the sum is %.9g and not %.9g", isa,
+                  (double)sum[r], sums[r]);
+    }
+}
+
 /* Of NaN only one kind is stored (C5). */
 static void check_nan(attn_dtype dtype) {
     enum { COUNT = 37 };
@@ -231,6 +257,7 @@ static void check_elements(void) {
     for (int dtype = ATTN_F32; attn_dtype_size((attn_dtype)dtype); dtype++) check_nan((attn_dtype)dtype);
     for (int32_t keys = 1; keys <= 64; keys += keys < 21 ? 1 : 43)
         for (int32_t columns = 1; columns <= ATTN_LANES; columns++) check_softmax(columns, keys, &random);
+    check_exponential(&random);
 }
 
 static void check_products(void) {

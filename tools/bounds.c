@@ -366,7 +366,7 @@ bool oracle_bound(oracle *o, const check_case *c, ways how, char *why, size_t si
     a.d_v_rounding = must_alloc(rows_kv, sizeof(double));
     bool sane = true;
     for (a.b = 0; sane && a.b < p->batch; a.b++) {
-        a.how = c->seq[a.b].sq <= how.few_rows ? how.few : how.many;
+        a.how = how.few_rows > 0 && c->seq[a.b].sq <= how.few_rows ? how.few : how.many;
         for (a.h = 0; sane && a.h < p->heads_q; a.h++) {
             a.kv_head = a.h / (p->heads_q / p->heads_kv);
             if (a.h % (p->heads_q / p->heads_kv) == 0) {
@@ -379,6 +379,7 @@ bool oracle_bound(oracle *o, const check_case *c, ways how, char *why, size_t si
             }
         }
     }
+    a.how = how.many; /* a backward is computed alike for all */
     if (sane && p->op == ATTN_BACKWARD) round_keys(&a);
     free(a.d_k_rounding);
     free(a.d_v_rounding);
