@@ -215,8 +215,8 @@ static void wait_for(attn_pool *pool, place *at) {
 
 int attn__pool_for(void *arg, void (*body)(void *body_arg, int32_t index), void *body_arg, int32_t count) {
     attn_pool *pool = arg;
-    if (start_workers(pool) != ATTN_OK) return -1; /* after a fork; otherwise they run */
-    place *at = count > 1 && (uint64_t)count <= UNCLAIMED ? take_place(pool) : NULL;
+    if (start_workers(pool) != ATTN_OK) return -1;                                   /* after a fork; otherwise they run */
+    place *at = count > 1 && (uint64_t)count <= UNCLAIMED ? take_place(pool) : NULL; /* no context has so many threads */
     if (!at) {
         for (int32_t n = 0; n < count; n++) body(body_arg, n);
         return 0;

@@ -292,18 +292,30 @@ TEST(pool_destroyed_right_after_a_job) {
     }
 }
 
-/* An index that takes longer than anybody looks around: its caller sleeps and is woken, and so are workers for the next job. */
+/* A worker takes longer than its caller looks around: that one sleeps and is woken, and so are workers for the next job. */
+typedef struct slow_job {
+    pthread_t caller;
+    _Atomic int begun, done; /* by workers; by all */
+} slow_job;
+
 static void take_long(void *arg, int32_t index) {
-    if (index == 0) usleep(3000);
-    (*(_Atomic int *)arg)++;
+    slow_job *x = arg;
+    if (pthread_equal(pthread_self(), x->caller)) {
+        for (int n = 0; n < 20000 && x->begun == 0; n++) usleep(100); /* so that there is something to wait for */
+    } else {
+        x->begun++;
+        usleep(3000);
+    }
+    x->done++;
+    (void)index;
 }
 
 TEST(pool_caller_that_sleeps_is_woken) {
-    attn_context *context = make_context(ATTN_BACKEND_CPU, 3);
+    attn_context *context = make_context(ATTN_BACKEND_CPU, 2);
     for (int n = 0; n < 30; n++) {
-        _Atomic int done = 0;
-        CHECK(attn__pool_for(context->pool, take_long, &done, 3) == 0);
-        CHECK(done == 3);
+        slow_job x = {.caller = pthread_self()};
+        CHECK(attn__pool_for(context->pool, take_long, &x, 2) == 0);
+        CHECK(x.begun == 1 && x.done == 2);
     }
     attn_context_destroy(context);
 }

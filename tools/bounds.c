@@ -244,7 +244,7 @@ static void bound_gradients(analysis *a, int i, magnitude q, const double *probs
 static double page_factor(const analysis *a, int j) {
     const check_case *c = a->c;
     if (!(c->problem.flags & ATTN_DESCALE_PAGES)) return 1;
-    return fabs(case_kv_descale(c, c->buffers.v_descale, a->b, c->seq[a->b].leftpad + j, a->kv_head));
+    return fmax(fabs(case_kv_descale(c, c->buffers.v_descale, a->b, c->seq[a->b].leftpad + j, a->kv_head)), DBL_MIN);
 }
 
 /* What the products of p and v add to the error of o; weight = sum p|v|. */

@@ -28,7 +28,7 @@ const option options_tensors[] = {
     {"q-descale", "FILE", "[], [KV heads] or [batch][KV heads]", parse_text, FILE_AT(IN_Q_DESCALE), ATTN_DESCALE},
     {"k-descale", "FILE", "likewise, of the same shape", parse_text, FILE_AT(IN_K_DESCALE), ATTN_DESCALE},
     {"v-descale", "FILE", "likewise, of the same shape", parse_text, FILE_AT(IN_V_DESCALE), ATTN_DESCALE},
-    {"descale-pages", NULL, "those of k and v are [pages][KV heads]", NULL, 0, ATTN_DESCALE_PAGES},
+    {"descale-pages", NULL, "those of k and v are [pages][KV heads], of q [batch]...", NULL, 0, ATTN_DESCALE_PAGES},
     {0},
 };
 
@@ -337,13 +337,17 @@ static int set_sizes(const inputs *in, attn_problem *p) {
     return TOOL_OK;
 }
 
-/* All three descales share one pair of strides. */
-static int set_descale_strides(const inputs *in, attn_buffers *f) {
+/* All three descales share one pair of strides; where there is one sequence, or one page, any first one will do. */
+static int set_descale_strides(const inputs *in, const attn_problem *p, attn_buffers *f) {
     const char *first = NULL;
-    for (input which = IN_Q_DESCALE; which <= IN_V_DESCALE; which++) {
-        if (!in->array[which].data) continue;
+    for (int n = 0; n < 6; n++) { /* those that take any come last */
+        const input which = (input)(IN_Q_DESCALE + n % 3);
+        const bool of_pages = which != IN_Q_DESCALE && (p->flags & ATTN_DESCALE_PAGES);
+        const bool any = (of_pages ? p->num_pages : p->batch) == 1;
+        if (!in->array[which].data || any != n / 3) continue;
         const int64_t *dims = in->dims[which];
         int64_t strides[2] = {dims[0] == 1 ? 0 : dims[1], dims[1] == 1 ? 0 : 1};
+        if (any && first) strides[0] = f->descale_stride[0];
         if (first && memcmp(strides, f->descale_stride, sizeof strides) != 0)
             return tool_error(TOOL_USAGE, "%s: its shape differs from that of %s", in->path[which], first);
         memcpy(f->descale_stride, strides, sizeof strides);
@@ -389,7 +393,7 @@ int inputs_load(inputs *in, attn_problem *p, attn_buffers *f) {
     code = set_sizes(in, p);
     for (input i = 0; i < INPUTS && code == TOOL_OK; i++)
         if (in->path[i]) set_pointer(in, i, p, f);
-    return code == TOOL_OK ? set_descale_strides(in, f) : code;
+    return code == TOOL_OK ? set_descale_strides(in, p, f) : code;
 }
 
 void inputs_free(inputs *in) {

@@ -215,6 +215,7 @@ class Call:
             self.flag(_lib.SINK)
         if o.bias is not None:
             self._bias(self.keep(o.bias))
+        require(not o.descale_pages or p.page_size, "descale_pages: wants a page_table")
         for name in ("q_descale", "k_descale", "v_descale"):
             x = getattr(o, name)
             if x is not None:

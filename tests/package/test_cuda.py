@@ -190,7 +190,7 @@ def test_eight_bits():
     compare(libattn.flash_attn_func, eight, eight, eight, dtype=torch.bfloat16)
 
 
-@pytest.mark.parametrize("rows", [1, 20])
+@pytest.mark.parametrize("rows", [1, 3, 20])  # of 8 rows of a group at once, of more, and by another kernel
 def test_factors_of_pages(rows):
     q, new = normal(2, rows, 8, 64, dtype=torch.bfloat16), normal(2, 2, rows, 2, 64, dtype=torch.bfloat16)
     for dtype in (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8):

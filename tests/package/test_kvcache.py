@@ -143,6 +143,8 @@ def test_factors_of_pages(dtype):
         torch.testing.assert_close(out[b].double(), wanted, rtol=2e-2, atol=2e-2)
     with pytest.raises(ValueError, match="ATTN_DESCALE_PAGES wants"):
         libattn.flash_attn_with_kvcache(q, *caches, descale_pages=True, **{**options, "q_descale": None})
+    with pytest.raises(ValueError, match="descale_pages: wants a page_table"):
+        libattn.flash_attn_with_kvcache(q, *(x[:2] for x in caches), k_descale=factors[0], descale_pages=True)
 
 
 def test_varlen_with_pages():

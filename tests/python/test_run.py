@@ -94,6 +94,12 @@ def test_factors_of_pages(files, qkv, backend, random):
     inputs = {"q": qkv["q"], **pages, "page_table": table, "k_descale": factors["k"], "v_descale": factors["v"]}
     o, lse = files.run(inputs, "--backend", backend, "--descale-pages", "--max-kv", str(SK))
     expect(plain, o, lse)
+    scale = random.uniform(0.5, 2, (BATCH, HKV)).astype(np.float32)
+    scaled = qkv["q"] * np.repeat(scale, HQ // HKV, 1)[:, None, :, None]
+    for b in (slice(None), slice(0, 1)):  # one sequence alone has a factor of its own, too
+        some = {**inputs, "q": qkv["q"][b], "page_table": table[b], "q_descale": scale[b]}
+        o, lse = files.run(some, "--backend", backend, "--descale-pages", "--max-kv", str(SK))
+        expect({"q": scaled[b], "k": plain["k"][b], "v": plain["v"][b]}, o, lse)
     arguments = [word for name in inputs for word in (f"--{name.replace('_', '-')}", f"{name}.npy")]
     assert "batch would be" in files.refused("run", "--backend", backend, "--max-kv", str(SK), "--o", "x.npy", *arguments)
 
