@@ -4,7 +4,9 @@
  * A first call makes a context, a plan and the threads, and runs; once as the first thing that this process does, which
  * includes finding out what CPU this is, and again with a fresh context each time. A call with a plan is one of a few rows
  * and keys, again and again: what remains beside its few operations is the way from attn_run to the kernel and back. Batches
- * of calls are timed, for a clock that is read between each two would cost a part of what is measured.
+ * of calls are timed, for a clock that is read between each two would cost a part of what is measured. What a caller's
+ * parallel_for costs is seen by one that runs two indices one after the other, in turns with a context of one thread; at
+ * sizes of which both make the same units of work.
  */
 #define _POSIX_C_SOURCE 200809L
 
@@ -101,8 +103,43 @@ static attn_status time_shape(const place *at, shape s, int repeat, bool json) {
     return status;
 }
 
+static int one_after_the_other(void *user, void (*body)(void *arg, int32_t index), void *arg, int32_t count) {
+    (void)user;
+    for (int32_t index = 0; index < count; index++) body(arg, index);
+    return 0;
+}
+
+/* One thread, and a caller's parallel_for, in turns: medians. */
+static attn_status time_hook(const attn_config *config, shape s, int repeat, bool json) {
+    const char *what[2] = {"a call without a plan, one thread", "the same, by a caller's parallel_for"};
+    const attn_problem p = problem_of(s);
+    attn_config configs[2] = {*config, *config};
+    attn_context *context[2] = {NULL, NULL};
+    double us[2][REPEAT];
+    tensors t;
+    configs[0].threads = 1;
+    configs[1].threads = 2;
+    configs[1].parallel_for = one_after_the_other;
+    attn_status status = make_data(&t, &p, 0) ? ATTN_OK : ATTN_NO_MEMORY;
+    for (int n = 0; n < 2 && status == ATTN_OK; n++) status = attn_context_create(&context[n], &configs[n]);
+    for (int batch = -1; batch < repeat; batch++) {
+        for (int n = 0; n < 2; n++) {
+            double begin = tool_seconds();
+            for (int x = 0; x < CALLS && status == ATTN_OK; x++) status = attn_forward(context[n], &p, &t.buffers, NULL);
+            if (batch >= 0) us[n][batch] = 1e6 * (tool_seconds() - begin) / CALLS;
+        }
+    }
+    for (int n = 0; n < 2; n++) {
+        if (status == ATTN_OK) print_line(what[n], s, n + 1, median(us[n], repeat), json);
+        attn_context_destroy(context[n]);
+    }
+    free_data(&t);
+    return status;
+}
+
 int bench_overhead(const attn_config *config, int repeat, bool json) {
     static const shape shapes[] = {{1, 1, 1}, {1, 64, 1}, {1, 64, 8}, {16, 64, 8}};
+    static const shape hooked[] = {{1, 64, 8}, {16, 64, 8}, {64, 64, 8}};
     place at = {NULL, NULL};
     if (config->backend == ATTN_BACKEND_CUDA)
         return tool_error(TOOL_USAGE, "bench: --suite overhead is about calls on the host, --backend ref or cpu");
@@ -112,6 +149,10 @@ int bench_overhead(const attn_config *config, int repeat, bool json) {
     int code = open_place(&at, config, "bench");
     for (size_t n = 0; n < sizeof shapes / sizeof *shapes && code == TOOL_OK; n++) {
         status = time_shape(&at, shapes[n], repeat, json);
+        if (status != ATTN_OK) code = tool_status("bench", status);
+    }
+    for (size_t n = 0; n < sizeof hooked / sizeof *hooked && code == TOOL_OK; n++) {
+        status = time_hook(config, hooked[n], repeat, json);
         if (status != ATTN_OK) code = tool_status("bench", status);
     }
     close_place(&at);

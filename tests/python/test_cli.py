@@ -168,7 +168,8 @@ def test_bench_overhead():
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     assert [line["what"].split()[0] for line in lines[:3]] == ["first", "first", "a"]
-    assert all(line["us"] > 0 and line["threads"] == 2 for line in lines)
+    assert all(line["us"] > 0 and line["threads"] == (1 if "one thread" in line["what"] else 2) for line in lines)
+    assert [line["what"] for line in lines if "parallel_for" in line["what"]]
     assert (lines[2]["rows"], lines[2]["keys"], lines[2]["heads"], lines[2]["dim"]) == (1, 1, 1, 64)
     assert len(call("bench", "--suite", "overhead").stdout.splitlines()) == len(lines)
     assert call("bench", "--suite", "overhead", "--backend", "cuda").returncode == 2
