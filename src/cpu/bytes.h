@@ -69,6 +69,7 @@ INLINE void load_many(const attn_dtype of, real *restrict to, const uint8_t *fro
     for (; n >= 16; n -= 16, from += 16, to += 16) load_16(of, to, from);
 #endif
     for (; n >= VL; n -= VL, from += VL, to += VL) store(to, load_bytes(of, from));
+    if (n == 0) return;
     uint8_t last[VL] = {0};
     real wide[VL];
     memcpy(last, from, (size_t)n);
