@@ -288,7 +288,7 @@ static void work_part(const strip *s, const item *w) {
 /* ---- one block ---- */
 
 /* c += a b, where a has keys [first, end) of the block and b rows of parts [n, n_end): d_v, or d_k. */
-static void add_to_keys(const strip *s, float *c, const uint16_t *a, const uint16_t *b, int32_t dim, const item *all,
+static void add_product(const strip *s, float *c, const uint16_t *a, const uint16_t *b, int32_t dim, const item *all,
                         int32_t n_end) {
     int64_t b_panel = (int64_t)s->parts * ATTN_BF16_TILE;
     attn__bf16_run(&(attn_bf16_product){.c = c + 16 * (all->at + all->first),
@@ -303,6 +303,32 @@ static void add_to_keys(const strip *s, float *c, const uint16_t *a, const uint1
                                         .k = 32 * (n_end - all->n),
                                         .accumulate = true,
                                         .by_vectors = attn__by_vectors(s->plan)});
+}
+
+/* The parts [*n, *n_end) that have the tile of keys from j on, and what is between them; *n = -1: none. */
+static void find_parts(const item *part, int32_t parts, int32_t j, int32_t *n, int32_t *n_end) {
+    *n = *n_end = -1;
+    for (int32_t x = 0; x < parts; x++) {
+        if (j < part[x].first || j >= part[x].end) continue;
+        if (*n < 0) *n = x;
+        *n_end = x + 1;
+    }
+}
+
+/* d_v and d_k of the block's keys, each from the rows that have it: on the diagonal, where p and d_s of the others are 0, they are fewer. */
+static void add_to_keys(const strip *s, const item *part, const item *all) {
+    item run = {.at = all->at, .first = all->first};
+    int32_t n_end, next, next_end;
+    find_parts(part, s->parts, run.first, &run.n, &n_end);
+    for (int32_t j = all->first; j < all->end; j += ATTN_TILE_COLS) {
+        bool is_last = j + ATTN_TILE_COLS >= all->end;
+        if (!is_last) find_parts(part, s->parts, j + ATTN_TILE_COLS, &next, &next_end);
+        if (!is_last && next == run.n && next_end == n_end) continue;
+        run.end = attn__min32(j + ATTN_TILE_COLS, all->end);
+        if (run.n >= 0 && s->f->d_v.data) add_product(s, s->m.d_v, s->m.p, s->m.d_o_t, s->p->dim_v, &run, n_end);
+        if (run.n >= 0 && s->f->d_k.data) add_product(s, s->m.d_k, s->m.d_s, s->m.q_t, s->p->dim_qk, &run, n_end);
+        if (!is_last) run.n = next, n_end = next_end, run.first = run.end;
+    }
 }
 
 static bool allowed(const strip *s, int32_t r, int32_t j) {
@@ -370,8 +396,7 @@ static void work_block(const strip *s, int32_t at) {
         clear(s, n, all.first, mine);
         if (part[n].end > 0) clear(s, n, mine + (int32_t)attn__bf16_pad(part[n].end - mine), end);
     }
-    if (s->f->d_v.data) add_to_keys(s, s->m.d_v, s->m.p, s->m.d_o_t, s->p->dim_v, &all, n_end);
-    if (s->f->d_k.data) add_to_keys(s, s->m.d_k, s->m.d_s, s->m.q_t, s->p->dim_qk, &all, n_end);
+    add_to_keys(s, part, &all);
     add_left_out(s, &all);
 }
 
