@@ -1,7 +1,7 @@
 /*
  * The backward of bf16 by products of bf16 (bf16.h): what bwd.c does with a strip of keys, for sequences that are not narrow, q, k, v and o all bf16.
  *
- * The strip's keys and values are packed into operands once, and so are q and d_o of each query tile of up to ROWS rows. A tile meets the
+ * The strip's keys and values are packed into operands once, and so are q and d_o of each query tile (tile_rows). A tile meets the
  * strip in blocks of up to KEYS keys, and a block part by part, 32 rows each:
  *
  *     S^T = K q^T    d_P^T = V d_o^T    p and d_s, rounded to bf16    d_q^T += K^T d_s        then, for all rows of the tile:
@@ -25,46 +25,55 @@
 #ifdef ATTN_HAVE_BF16
 
 enum {
-    ROWS = 128,              /* of a tile; a multiple of 32 */
+    ROWS = 256,              /* of a tile, at most; a multiple of 32 */
     KEYS = 256,              /* of a block; a multiple of ATTN_TILE_COLS */
     STRIP = ATTN_STRIP_KEYS, /* of a unit */
     CLASSES = KEYS / ATTN_TILE_COLS,
     PARTS = ROWS / ATTN_BF16_ROWS
 };
 
-/* One thread's memory. */
+/*
+ * Rows of a query tile. More are faster, as long as threads need not wait for one another: those that work on strips of one head take
+ * turns at d_q, tile by tile, and there are no two of them where there are as many heads as threads.
+ */
+static int32_t tile_rows(const attn_plan *plan) {
+    bool alone = plan->slots == 1 || (int64_t)plan->problem.batch * plan->problem.heads_kv >= plan->slots;
+    return alone ? ROWS : ROWS / 2;
+}
+
+/* One thread's memory; `rows` are those of a tile. */
 typedef struct scratch {
     uint16_t *k, *v;               /* operands a: m over keys */
     uint16_t *k_t;                 /* K^T, m over dims; NaN and infinity are 0 */
     float *d_k, *d_v;              /* [dim / 16][STRIP][16] */
     uint16_t *q, *d_o;             /* operands b: n over rows */
     uint16_t *q_t, *d_o_t;         /* n over dims; NaN and infinity are 0 */
-    float *d_q;                    /* [ROWS / 16][dim][16], rows of 32 in the order of attn__bf16_row */
+    float *d_q;                    /* [rows / 16][dim][16], rows of 32 in the order of attn__bf16_row */
     float *s, *d_p, *slope, *rest; /* of a part, [2][keys][16] */
     uint16_t *p, *d_s;             /* of a block, operands a, m over keys, k over rows */
     uint16_t *pairs;               /* d_s of a part, operand b */
     uint16_t *rows;                /* rows that are changed before they are packed */
     float *out, *row;              /* [16][dim]; see tile_adjust */
-    float *lse, *delta;            /* [ROWS] */
+    float *lse, *delta;            /* [rows] */
 } scratch;
 
 /* As attn__lay_out, which it calls. */
 static int64_t lay_out(scratch *m, char *at, const attn_plan *plan) {
     const attn_problem *p = &plan->problem;
     int64_t qk = attn__bf16_pad(p->dim_qk), v = attn__bf16_pad(p->dim_v), most = qk > v ? qk : v;
-    int64_t half = sizeof(uint16_t), whole = sizeof(float), part = KEYS * ATTN_BF16_ROWS;
+    int64_t half = sizeof(uint16_t), whole = sizeof(float), part = KEYS * ATTN_BF16_ROWS, rows = tile_rows(plan);
     const attn_room rooms[] = {
         {&m->k, STRIP * qk * half},   {&m->v, STRIP * v * half},
         {&m->k_t, STRIP * qk * half}, {&m->d_k, STRIP * qk * whole},
-        {&m->d_v, STRIP * v * whole}, {&m->q, ROWS * qk * half},
-        {&m->d_o, ROWS * v * half},   {&m->q_t, ROWS * qk * half},
-        {&m->d_o_t, ROWS * v * half}, {&m->d_q, ROWS * qk * whole},
+        {&m->d_v, STRIP * v * whole}, {&m->q, rows * qk * half},
+        {&m->d_o, rows * v * half},   {&m->q_t, rows * qk * half},
+        {&m->d_o_t, rows * v * half}, {&m->d_q, rows * qk * whole},
         {&m->s, part * whole},        {&m->d_p, part * whole},
         {&m->slope, part * whole},    {&m->rest, part * whole},
-        {&m->p, KEYS * ROWS * half},  {&m->d_s, KEYS * ROWS * half},
-        {&m->pairs, part * half},     {&m->rows, (STRIP > ROWS ? STRIP : ROWS) * most * half},
+        {&m->p, KEYS * rows * half},  {&m->d_s, KEYS * rows * half},
+        {&m->pairs, part * half},     {&m->rows, (STRIP > rows ? STRIP : rows) * most * half},
         {&m->out, 16 * most * whole}, {&m->row, KEYS * whole},
-        {&m->lse, ROWS * whole},      {&m->delta, ROWS * whole},
+        {&m->lse, rows * whole},      {&m->delta, rows * whole},
     };
     return attn__lay_out(at, rooms, sizeof rooms / sizeof rooms[0]);
 }
@@ -82,6 +91,7 @@ typedef struct strip {
     scratch m;
     int32_t j0, keys; /* of the strip */
     int64_t qk, v;    /* dims, padded to 32 */
+    int64_t down;     /* panels of p and d_s are so far apart */
     float scale;      /* of the dot products, unless they are scaled already */
     bool scaled;      /* are they before p is made? */
     attn_rows panel[ROWS / 16];
@@ -231,7 +241,7 @@ static void prepare(const strip *s, const item *w) {
 }
 
 /* Where p or d_s of row r and key j of the block is in operand a. */
-static int64_t place(int32_t r, int32_t j) { return attn__bf16_place_a(PARTS * ATTN_BF16_TILE, j, r); }
+static int64_t place(const strip *s, int32_t r, int32_t j) { return attn__bf16_place_a(s->down, j, r); }
 
 static void drop(const strip *s, const item *w) {
     const attn_rows *t = s->panel;
@@ -241,7 +251,7 @@ static void drop(const strip *s, const item *w) {
             uint32_t key = (uint32_t)(s->j0 + w->at + j);
             if (j % ATTN_PHILOX_KEYS == 0)
                 attn__philox4(&t->dropout, batch_head, (uint32_t)(t->i0 + r), key / ATTN_PHILOX_KEYS, random);
-            if (attn__drops(&t->dropout, random, key)) s->m.p[place(r, j)] = 0;
+            if (attn__drops(&t->dropout, random, key)) s->m.p[place(s, r, j)] = 0;
         }
     }
 }
@@ -277,9 +287,9 @@ static void work_part(const strip *s, const item *w) {
                                                 .keep = (float)(1 / (1 - s->p->dropout)),
                                                 .lse = s->m.lse + 32 * w->n,
                                                 .delta = s->m.delta + 32 * w->n,
-                                                .p = s->m.p + place(32 * w->n, w->first),
-                                                .d_s = s->m.d_s + place(32 * w->n, w->first),
-                                                .down = PARTS * ATTN_BF16_TILE,
+                                                .p = s->m.p + place(s, 32 * w->n, w->first),
+                                                .d_s = s->m.d_s + place(s, 32 * w->n, w->first),
+                                                .down = s->down,
                                                 .pairs = s->m.pairs});
     if (s->p->dropout > 0) drop(s, w);
     if (s->f->d_q.data) add_d_q(s, w);
@@ -294,8 +304,8 @@ static void add_product(const strip *s, float *c, const uint16_t *a, const uint1
     attn__bf16_run(&(attn_bf16_product){.c = c + 16 * (all->at + all->first),
                                         .ldc = 16,
                                         .c_panel = 16 * STRIP,
-                                        .a = a + place(32 * all->n, all->first),
-                                        .a_panel = PARTS * ATTN_BF16_TILE,
+                                        .a = a + place(s, 32 * all->n, all->first),
+                                        .a_panel = s->down,
                                         .b = b + (int64_t)all->n * ATTN_BF16_TILE,
                                         .b_panel = b_panel,
                                         .m = (int32_t)attn__bf16_pad(all->end - all->first),
@@ -360,7 +370,7 @@ static void add_left_out(const strip *s, const item *all) {
             bool bad_k = s->any_k && s->bad_k[in_strip], bad_q = s->any_q && s->bad_q[r],
                  bad_o = s->any_d_o && s->bad_d_o[r];
             if (!(bad_k || bad_q || bad_o) || !allowed(s, r, s->j0 + in_strip)) continue;
-            float p = attn__from_bf16(m->p[place(r, j)]), d_s = attn__from_bf16(m->d_s[place(r, j)]);
+            float p = attn__from_bf16(m->p[place(s, r, j)]), d_s = attn__from_bf16(m->d_s[place(s, r, j)]);
             if (bad_k) add_bad_d_q(s, r, d_s, kv_row(s, &s->f->k, s->j0 + in_strip));
             if (bad_q) add_bad(m->d_k + in_strip * 16, 16 * STRIP, d_s, q_row(s, &s->f->q, r), s->p->dim_qk);
             if (bad_o) add_bad(m->d_v + in_strip * 16, 16 * STRIP, p, q_row(s, &s->f->d_o, r), s->p->dim_v);
@@ -371,8 +381,8 @@ static void add_left_out(const strip *s, const item *all) {
 /* Zeros for p and d_s of part n and keys [first, end), both multiples of 16: tiles. */
 static void clear(const strip *s, int32_t n, int32_t first, int32_t end) {
     for (int32_t j = first; j < end; j += 16) {
-        memset(s->m.p + place(32 * n, j), 0, ATTN_BF16_TILE * sizeof(uint16_t));
-        memset(s->m.d_s + place(32 * n, j), 0, ATTN_BF16_TILE * sizeof(uint16_t));
+        memset(s->m.p + place(s, 32 * n, j), 0, ATTN_BF16_TILE * sizeof(uint16_t));
+        memset(s->m.d_s + place(s, 32 * n, j), 0, ATTN_BF16_TILE * sizeof(uint16_t));
     }
 }
 
@@ -458,11 +468,12 @@ static void store(const strip *s, const attn_tensor *to, const float *from, int3
 
 void attn__bf16_keys(const attn_plan *plan, const attn_buffers *f, const attn_unit *unit, int32_t kv_head, int32_t slot) {
     const attn_problem *p = &plan->problem;
-    int32_t group = p->heads_q / p->heads_kv, first, end;
+    int32_t group = p->heads_q / p->heads_kv, step = tile_rows(plan), first, end;
     strip s = {.plan = plan, .f = f, .p = p, .j0 = unit->row, .keys = unit->rows};
     lay_out(&s.m, (char *)attn__part(plan, f, CPU_SCRATCH) + slot * attn__bwd_scratch(plan), plan);
     s.qk = attn__bf16_pad(p->dim_qk);
     s.v = attn__bf16_pad(p->dim_v);
+    s.down = step / 32 * ATTN_BF16_TILE;
     s.scale = (float)p->scale;
     s.scaled = p->softcap > 0 || (p->flags & (ATTN_ALIBI | ATTN_BIAS)) || !(s.scale > 1e-30f && s.scale < 1e30f);
     attn__tile_make_f32(s.panel, plan, f, &(attn_unit){unit->b, 0, 1, -1}, kv_head * group, false);
@@ -472,8 +483,8 @@ void attn__bf16_keys(const attn_plan *plan, const attn_buffers *f, const attn_un
     if (first < end) load_keys(&s);
     attn__bf16_begin(attn__by_vectors(plan));
     for (int32_t h = kv_head * group; h < (kv_head + 1) * group; h++) {
-        for (int32_t i0 = first / ROWS * ROWS; i0 < end; i0 += ROWS)
-            work_tile(&s, unit->b, h, i0, attn__min32(ROWS, s.panel->mask.sq - i0));
+        for (int32_t i0 = first / step * step; i0 < end; i0 += step)
+            work_tile(&s, unit->b, h, i0, attn__min32(step, s.panel->mask.sq - i0));
     }
     attn__bf16_end(attn__by_vectors(plan));
     store(&s, &f->d_k, s.m.d_k, p->dim_qk, p->scale);
