@@ -7,7 +7,7 @@
 #   check      attn check against ref, CASES (5000) cases for each of SEEDS ("1 2 3"), and of backward ones alone; as many forward in
 #              bf16 and f16, the dtypes for which a GPU may have kernels besides the portable ones
 #   bars       the accuracy at 4096 x 4096 x 128
-#   tests      the contract's tests (C1, C2, C4, C5), those of extreme numbers (s01, s02, s09) and of values out of range (s11), every array
+#   tests      the contract's tests (C1, C2, C4, C5), those of extreme numbers (s01, s02, s09), of values out of range and of factors (s11), every array
 #              on the GPU
 #   repeat     the same bits 1000 times, beside other work, for REPEAT_CASES (20) cases, and for 16 heads of q to 2 of k
 #   sanitize   compute-sanitizer's four tools over SANITIZE_CASES (200) small cases each; SANITIZER names another program
@@ -133,7 +133,7 @@ if wants check; then
     done
 fi
 if wants bars; then start bars $attn check --backend cuda --bars; fi
-if wants tests; then start tests env ATTN_TEST_BACKEND=cuda $build/attn-tests c1_ c2_ c4_ c5_ s01_ s02_softcap_of s09_ s11_what_is_out; fi
+if wants tests; then start tests env ATTN_TEST_BACKEND=cuda $build/attn-tests c1_ c2_ c4_ c5_ s01_ s02_softcap_of s09_ s11_what_is_out s11_factors; fi
 if wants repeat; then
     start repeat $attn check --backend cuda --cases "${REPEAT_CASES:-20}" --repeat 1000 --seed 5
     start repeat-backward $attn check --backend cuda --op backward --feature gqa,varlen_q,window \

@@ -337,3 +337,72 @@ static void softcap_of_huge_scores(attn_context *context, attn_dtype dtype) {
     }
 }
 TEST(s02_softcap_of_huge_scores) { each_cpu(softcap_of_huge_scores); }
+
+/* ---- threads ---- */
+
+/* Every row sees the first key alone, and its d_o is such that d_v passes all numbers after 171 rows: the infinity among them comes before or after that. */
+static void weigh_one_key(rig *r) {
+    const int64_t dim = r->p.dim_qk;
+    CHECK(rig_make(r, 5));
+    for (int64_t row = 0; row < r->p.max_q; row++) {
+        attn__store(r->p.dtype, (void *)r->f.q.data, row * dim, 100);
+        attn__store(r->p.dtype, (void *)r->f.d_o.data, row * dim, row == 5 ? -INFINITY : 2e36);
+        attn__store(r->p.dtype, (void *)r->f.d_o.data, row * dim + 1, row == 300 ? INFINITY : -2e36);
+    }
+    for (int64_t key = 0; key < r->p.max_kv; key++)
+        attn__store(r->p.dtype, (void *)r->f.k.data, key * dim, key ? -100 : 100);
+}
+
+/* Kernels whose tiles have more rows on one thread than on many: sums must not know of it. */
+static void check_on_threads(const rig *form, void (*make)(rig *r)) {
+    static const int32_t counts[] = {2, 7, 16};
+    const char *isa;
+    for (int i = 0; (isa = cpu_isa(i)) != NULL; i++) {
+        attn_context *context = make_cpu_context(isa, 1);
+        rig one = *form;
+        make(&one);
+        CHECK_OK(rig_run(&one, context));
+        attn_context_destroy(context);
+        for (size_t n = 0; n < sizeof counts / sizeof *counts; n++) {
+            test_context("%s %s, %d threads", isa, attn_dtype_name(form->p.dtype), counts[n]);
+            rig many = *form;
+            make(&many);
+            context = make_cpu_context(isa, counts[n]);
+            CHECK_OK(rig_run(&many, context));
+            CHECK(rig_same(&one, &many));
+            attn_context_destroy(context);
+            rig_free(&many);
+        }
+        rig_free(&one);
+        use_isa(NULL);
+    }
+}
+
+TEST(c5_threads_1_to_16_infinity_in_sums_past_all_numbers) {
+    static const attn_dtype dtypes[] = {ATTN_F32, ATTN_BF16};
+    for (size_t d = 0; d < sizeof dtypes / sizeof *dtypes; d++) {
+        rig r = {.p = problem(dtypes[d], 1, 1, 1, 600, 40, 32), .backward = true};
+        check_on_threads(&r, weigh_one_key);
+    }
+}
+
+static void make_plainly(rig *r) { CHECK(rig_make(r, 6)); }
+
+/* Rows 30 to 230 of the first 64 keys and 100 to 500 of the last: holes within and across tiles of 128 and of 256 rows. */
+TEST(c5_threads_1_to_16_holes_across_tiles_of_rows) {
+    static const attn_dtype dtypes[] = {ATTN_F32, ATTN_BF16};
+    enum { KEYS = 330 };
+    int32_t mask[2 * KEYS];
+    for (int32_t j = 0; j < KEYS; j++) {
+        mask[2 * j] = j < 64 ? 30 : j < 200 ? 600 : 100;
+        mask[2 * j + 1] = j < 64 ? 230 : j < 200 ? 600 : 500;
+    }
+    for (size_t d = 0; d < sizeof dtypes / sizeof *dtypes; d++) {
+        rig r = {.p = problem(dtypes[d], 1, 1, 1, 600, KEYS, 40), .backward = true};
+        r.p.flags = ATTN_CAUSAL;
+        r.p.flashmask_vectors = 2;
+        r.p.flashmask_heads = 1;
+        r.f.flashmask = mask;
+        check_on_threads(&r, make_plainly);
+    }
+}

@@ -151,7 +151,7 @@ int bench_overhead(const attn_config *config, int repeat, bool json) {
         status = time_shape(&at, shapes[n], repeat, json);
         if (status != ATTN_OK) code = tool_status("bench", status);
     }
-    for (size_t n = 0; n < sizeof hooked / sizeof *hooked && code == TOOL_OK; n++) {
+    for (size_t n = 0; n < sizeof hooked / sizeof *hooked && code == TOOL_OK && config->backend != ATTN_BACKEND_REF; n++) {
         status = time_hook(config, hooked[n], repeat, json);
         if (status != ATTN_OK) code = tool_status("bench", status);
     }

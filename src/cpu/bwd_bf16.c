@@ -29,16 +29,17 @@ enum {
     KEYS = 256,              /* of a block; a multiple of ATTN_TILE_COLS */
     STRIP = ATTN_STRIP_KEYS, /* of a unit */
     CLASSES = KEYS / ATTN_TILE_COLS,
-    PARTS = ROWS / ATTN_BF16_ROWS
+    PARTS = ROWS / ATTN_BF16_ROWS,
+    GROUP = PARTS / 2 /* parts of the smaller tile */
 };
 
 /*
  * Rows of a query tile. More are faster, as long as threads need not wait for one another: those that work on strips of one head take
- * turns at d_q, tile by tile, and there are no two of them where there are as many heads as threads.
+ * turns at d_q, tile by tile, and there are hardly two of them where there are as many heads as threads.
  */
 static int32_t tile_rows(const attn_plan *plan) {
     bool alone = plan->slots == 1 || (int64_t)plan->problem.batch * plan->problem.heads_kv >= plan->slots;
-    return alone ? ROWS : ROWS / 2;
+    return (alone ? PARTS : GROUP) * ATTN_BF16_ROWS;
 }
 
 /* One thread's memory; `rows` are those of a tile. */
@@ -315,24 +316,27 @@ static void add_product(const strip *s, float *c, const uint16_t *a, const uint1
                                         .by_vectors = attn__by_vectors(s->plan)});
 }
 
-/* The parts [*n, *n_end) that have the tile of keys from j on, and what is between them; *n = -1: none. */
-static void find_parts(const item *part, int32_t parts, int32_t j, int32_t *n, int32_t *n_end) {
+/* The parts [*n, *n_end) of [from, to) that have the tile of keys from j on, and what is between them; *n = -1: none. */
+static void find_parts(const item *part, int32_t from, int32_t to, int32_t j, int32_t *n, int32_t *n_end) {
     *n = *n_end = -1;
-    for (int32_t x = 0; x < parts; x++) {
+    for (int32_t x = from; x < to; x++) {
         if (j < part[x].first || j >= part[x].end) continue;
         if (*n < 0) *n = x;
         *n_end = x + 1;
     }
 }
 
-/* d_v and d_k of the block's keys, each from the rows that have it: on the diagonal, where p and d_s of the others are 0, they are fewer. */
-static void add_to_keys(const strip *s, const item *part, const item *all) {
+/*
+ * d_v and d_k of the block's keys, each from the parts of [from, to) that have it: on the diagonal, where p and d_s of the others are 0,
+ * they are fewer.
+ */
+static void add_to_keys(const strip *s, const item *part, int32_t from, int32_t to, const item *all) {
     item run = {.at = all->at, .first = all->first};
     int32_t n_end, next, next_end;
-    find_parts(part, s->parts, run.first, &run.n, &n_end);
+    find_parts(part, from, to, run.first, &run.n, &n_end);
     for (int32_t j = all->first; j < all->end; j += ATTN_TILE_COLS) {
         bool is_last = j + ATTN_TILE_COLS >= all->end;
-        if (!is_last) find_parts(part, s->parts, j + ATTN_TILE_COLS, &next, &next_end);
+        if (!is_last) find_parts(part, from, to, j + ATTN_TILE_COLS, &next, &next_end);
         if (!is_last && next == run.n && next_end == n_end) continue;
         run.end = attn__min32(j + ATTN_TILE_COLS, all->end);
         if (run.n >= 0 && s->f->d_v.data) add_product(s, s->m.d_v, s->m.p, s->m.d_o_t, s->p->dim_v, &run, n_end);
@@ -361,12 +365,13 @@ static void add_bad_d_q(const strip *s, int32_t r, float weight, const uint16_t 
         if (attn__bf16_is_bad(k[x])) to[(int64_t)x * 16] += weight * attn__from_bf16(k[x]);
 }
 
-/* What the operands leave out, of keys [first, end) of the block, for the pairs that are allowed. */
-static void add_left_out(const strip *s, const item *all) {
+/* What the operands leave out, of parts [from, to) and keys [first, end) of the block, for the pairs that are allowed. */
+static void add_left_out(const strip *s, int32_t from, int32_t to, const item *all) {
     const scratch *m = &s->m;
+    const int32_t end = attn__min32(32 * to, s->rows);
     for (int32_t j = all->first; (s->any_k || s->any_q || s->any_d_o) && j < all->end; j++) {
         int32_t in_strip = all->at + j;
-        for (int32_t r = 0; r < s->rows; r++) {
+        for (int32_t r = 32 * from; r < end; r++) {
             bool bad_k = s->any_k && s->bad_k[in_strip], bad_q = s->any_q && s->bad_q[r],
                  bad_o = s->any_d_o && s->bad_d_o[r];
             if (!(bad_k || bad_q || bad_o) || !allowed(s, r, s->j0 + in_strip)) continue;
@@ -384,6 +389,16 @@ static void clear(const strip *s, int32_t n, int32_t first, int32_t end) {
         memset(s->m.p + place(s, 32 * n, j), 0, ATTN_BF16_TILE * sizeof(uint16_t));
         memset(s->m.d_s + place(s, 32 * n, j), 0, ATTN_BF16_TILE * sizeof(uint16_t));
     }
+}
+
+/*
+ * May d_k and d_v of the block be summed over all parts at once? A group by itself has the same bits, but where infinity meets a sum that
+ * may have passed all numbers, and where zeros are added, which make 0 of −0.
+ */
+static bool is_whole(const strip *s, const item *part, const item *all) {
+    bool whole = !s->any_q && !s->any_d_o;
+    for (int32_t n = 0; n < s->parts; n++) whole = whole && part[n].first == all->first && part[n].end == all->end;
+    return whole;
 }
 
 /* The tile against the block that begins `at` keys into the strip. */
@@ -406,8 +421,12 @@ static void work_block(const strip *s, int32_t at) {
         clear(s, n, all.first, mine);
         if (part[n].end > 0) clear(s, n, mine + (int32_t)attn__bf16_pad(part[n].end - mine), end);
     }
-    add_to_keys(s, part, &all);
-    add_left_out(s, &all);
+    int32_t step = is_whole(s, part, &all) ? s->parts : GROUP;
+    for (int32_t n = 0; n < s->parts; n += step) {
+        int32_t to = attn__min32(n + step, s->parts);
+        add_to_keys(s, part, n, to, &all);
+        add_left_out(s, n, to, &all);
+    }
 }
 
 /* ---- a tile and a strip ---- */
