@@ -365,7 +365,7 @@ def verdict(title, rows, value, want, form="{:.2f}"):
     met = sum(number >= want for number in found.values())
     mean = geometric_mean(found.values())
     print(
-        f"{title}: {'met' if met == len(found) else 'MISSED'} in {met} of {len(found)} cases, least "
+        f"{title}: {'met' if met == len(found) else 'MISSED: met'} in {met} of {len(found)} cases, least "
         f"{form.format(found[least])} {least}, mean {form.format(mean)} (want {form.format(want)})"
     )
 

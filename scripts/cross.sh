@@ -40,9 +40,12 @@ run() {
     passed=$((passed + $(sed -n 's/.*\b\([0-9]\+\) passed.*/\1/p' $log | tail -n 1)))
 }
 
-# Not here: threads against threads and a process that forks, which an emulator has no more to say about; faults, long ones.
+# The bits of 1, 2, 7 and 16 threads.
+threads="c5_threads_1_to_16_holes c5_threads_1_to_16_infinity c5_threads_1_to_16_split"
+
+# Not here: other threads against threads and a process that forks, which an emulator has no more to say about; faults, long ones.
 quick="isa_ kernel_ micro names_ numbers_ plan_describes property_ c1_ c2_ c3_ c4_ s01_ s02_ s03_ s04_
-    s05_plan s06_ s07_ s08_ s10_ s11_ accuracy_f32_of accuracy_f32_gradients c5_paged c5_threads_1_to_16_split"
+    s05_plan s06_ s07_ s08_ s10_ s11_ accuracy_f32_of accuracy_f32_gradients c5_paged $threads"
 
 # For an instruction set that has kernels of bf16 alone, with that dtype: few machines that run this have such a one, and
 # what they would see of its bits is seen here.
@@ -85,7 +88,7 @@ if [ $other = aarch64 ]; then
     emulate $build sve micro qemu-aarch64 -cpu max,sve-max-vq=2 -L /usr/aarch64-linux-gnu
 elif command -v qemu-aarch64 >/dev/null; then
     make $build/sve
-    emulate $build/sve "sve|neonbf16" "micro kernel_ bf16_ property_ accuracy_f32_of s01_ s02_ s03_ s06_" qemu-aarch64 -cpu max,sve-max-vq=4
+    emulate $build/sve "sve|neonbf16" "micro kernel_ bf16_ property_ accuracy_f32_of s01_ s02_ s03_ s06_ $threads" qemu-aarch64 -cpu max,sve-max-vq=4
     emulate $build/sve sve micro qemu-aarch64 -cpu max,sve-max-vq=2
 fi
 echo "$passed passed, 0 failed"
