@@ -169,25 +169,25 @@ bool REAL(tile_in_one_page)(const attn_rows *t, int32_t j0, int32_t keys) {
 }
 
 /*
- * Rows of v, of so many bytes, `pitch` bytes apart, that are worked at once. Those that are 4 KiB apart share the same lines of the first cache:
- * a Neoverse-N1's has room for 16 of them, and some are asked for ahead. Of rows without gaps 8 KB, and as much ahead, were the best.
+ * Rows of v, of so many bytes, `pitch` bytes apart, that are worked at once: 8 KB of those without gaps, for each time the sums of o go to
+ * memory and back. Rows that are 4 KiB apart share the same lines of the first cache: a Neoverse-N1's has room for 16 of them, and some are
+ * asked for ahead.
  */
 static int32_t rows_at_once(int64_t bytes, int64_t pitch) {
-#if defined(__aarch64__)
-    if (pitch == bytes) return attn__min32(attn__max32((int32_t)(8192 / bytes), ATTN_AHEAD), ATTN_TILE_COLS / 2);
-#endif
-    (void)bytes, (void)pitch;
-    return ATTN_AHEAD;
+    enum { WITHOUT_GAPS_BYTES = 8192 };
+    if (pitch != bytes) return ATTN_AHEAD;
+    return attn__min32(attn__max32((int32_t)(WITHOUT_GAPS_BYTES / bytes), ATTN_AHEAD), ATTN_TILE_COLS / 2);
 }
 
 /*
  * How many are asked for before they are read. Intel's cores fetch rows that follow each other by themselves, and better if nobody is far
- * ahead of them: 1 KB is best for floats, and as good as more for bf16. Of rows with gaps between them 6 KB are.
+ * ahead of them. Of rows with gaps between them 6 KB are best.
  */
 static int32_t rows_ahead(int64_t bytes, int64_t pitch) {
 #if defined(__x86_64__)
-    if (pitch > 0 && pitch <= 512) return attn__min32((int32_t)(1024 / pitch), ATTN_AHEAD);
-    if (pitch > bytes) return attn__min32(attn__max32((int32_t)(6144 / bytes), ATTN_AHEAD), ATTN_TILE_COLS / 2);
+    enum { CLOSE_BYTES = 4096, APART_BYTES = 6144 };
+    if (pitch > 0 && pitch <= 512) return attn__min32((int32_t)(CLOSE_BYTES / pitch), ATTN_TILE_COLS / 2);
+    if (pitch > bytes) return attn__min32(attn__max32((int32_t)(APART_BYTES / bytes), ATTN_AHEAD), ATTN_TILE_COLS / 2);
 #endif
     return rows_at_once(bytes, pitch);
 }
