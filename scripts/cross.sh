@@ -85,10 +85,10 @@ make $build -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=$other -DCMAKE_C_
 [ $other = x86_64 ] || quick="$quick bf16_" # no emulated x86-64 multiplies bf16
 emulate $build "" "$quick" qemu-$other -cpu $cpu -L /usr/$other-linux-gnu
 if [ $other = aarch64 ]; then
-    emulate $build sve micro qemu-aarch64 -cpu max,sve-max-vq=2 -L /usr/aarch64-linux-gnu
+    emulate $build sve "micro $threads" qemu-aarch64 -cpu max,sve-max-vq=2 -L /usr/aarch64-linux-gnu
 elif command -v qemu-aarch64 >/dev/null; then
     make $build/sve
     emulate $build/sve "sve|neonbf16" "micro kernel_ bf16_ property_ accuracy_f32_of s01_ s02_ s03_ s06_ $threads" qemu-aarch64 -cpu max,sve-max-vq=4
-    emulate $build/sve sve micro qemu-aarch64 -cpu max,sve-max-vq=2
+    emulate $build/sve sve "micro $threads" qemu-aarch64 -cpu max,sve-max-vq=2
 fi
 echo "$passed passed, 0 failed"

@@ -168,28 +168,25 @@ bool REAL(tile_in_one_page)(const attn_rows *t, int32_t j0, int32_t keys) {
     return !size || (t->s.leftpad + j0) % size + keys <= size;
 }
 
+/* So many rows as have so many bytes: whole blocks of four, at least ATTN_AHEAD, at most half a tile. */
+static int32_t rows_of(int64_t all_bytes, int64_t bytes) {
+    return attn__min32(attn__max32((int32_t)(all_bytes / bytes) / 4 * 4, ATTN_AHEAD), ATTN_TILE_COLS / 2);
+}
+
 /*
  * Rows of v, of so many bytes, `pitch` bytes apart, that are worked at once: 8 KB of those without gaps, for each time the sums of o go to
  * memory and back. Rows that are 4 KiB apart share the same lines of the first cache: a Neoverse-N1's has room for 16 of them, and some are
  * asked for ahead.
  */
-static int32_t rows_at_once(int64_t bytes, int64_t pitch) {
-    enum { WITHOUT_GAPS_BYTES = 8192 };
-    if (pitch != bytes) return ATTN_AHEAD;
-    return attn__min32(attn__max32((int32_t)(WITHOUT_GAPS_BYTES / bytes), ATTN_AHEAD), ATTN_TILE_COLS / 2);
-}
+static int32_t rows_at_once(int64_t bytes, int64_t pitch) { return pitch == bytes ? rows_of(8192, bytes) : ATTN_AHEAD; }
 
-/*
- * How many are asked for before they are read. Intel's cores fetch rows that follow each other by themselves, and better if nobody is far
- * ahead of them. Of rows with gaps between them 6 KB are best.
- */
+/* How many are asked for before they are read. Intel's cores fetch rows that follow each other by themselves, too, and want less of it. */
 static int32_t rows_ahead(int64_t bytes, int64_t pitch) {
 #if defined(__x86_64__)
-    enum { CLOSE_BYTES = 4096, APART_BYTES = 6144 };
-    if (pitch > 0 && pitch <= 512) return attn__min32((int32_t)(CLOSE_BYTES / pitch), ATTN_TILE_COLS / 2);
-    if (pitch > bytes) return attn__min32(attn__max32((int32_t)(APART_BYTES / bytes), ATTN_AHEAD), ATTN_TILE_COLS / 2);
-#endif
+    return pitch == bytes ? rows_of(4096, bytes) : pitch > bytes ? rows_of(6144, bytes) : ATTN_AHEAD;
+#else
     return rows_at_once(bytes, pitch);
+#endif
 }
 
 /*
@@ -217,6 +214,7 @@ static attn_panel view(const attn_rows *t, const attn_tensor *of, int32_t dim, i
 static int32_t part_of(attn_panel *panel, int32_t dim, int32_t done, int32_t keys, const void *next) {
     int64_t size = (int64_t)attn_dtype_size(panel->dtype);
     int32_t first = keys - rows_ahead(dim * size, panel->row * size);
+    if (panel->ahead == 0) return keys - done; /* a copy, for which others have asked */
     if (done == 0 && first > 0) return first;
     panel->data = (const char *)panel->data + done * panel->row * size;
     panel->ahead = next ? ((intptr_t)next - (intptr_t)panel->data) / size : 0;

@@ -161,6 +161,10 @@ def test_bench_table_says_what_the_shares_are_of():
     found = re.fullmatch(r"measured here, 1 thread: ([0-9.]+) GFLOP/s f32, ([0-9.]+) GB/s read", floors)
     assert abs(float(gflops) / float(found[1]) - int(peak[:-1]) / 100) < 0.01
     assert abs(float(rate) / float(found[2]) - int(read[:-1]) / 100) < 0.02
+    done = call("bench", "--heads", "2", "--seqlen", "64", "--repeat", "1", "--threads", "2", "--backend", "cpu", "--dtype", "f32,f64")
+    assert done.returncode == 0, done.stderr
+    for floors, threads in zip(done.stdout.splitlines()[-2:], ("2 threads", "1 thread"), strict=True):
+        assert re.fullmatch(rf"measured here, {threads}: [0-9.]+ GFLOP/s f32, [0-9.]+ GFLOP/s f64, [0-9.]+ GB/s read", floors)
 
 
 def test_bench_overhead():
