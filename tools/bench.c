@@ -134,15 +134,25 @@ static attn_status time_plan(const attn_plan *plan, const copies *c, const tenso
 enum { FLOOR_F32, FLOOR_F64, FLOOR_READ, FLOORS };
 static struct {
     int threads;
-    double rate;
+    double rate, alone; /* of so many threads, and of one; 0: not known yet */
 } known[FLOORS];
+
+static double measure_floor(int which, int threads) {
+    return which == FLOOR_READ ? read_gb_per_s(threads) : peak_gflops(threads, which == FLOOR_F64);
+}
 
 static double cached_floor(int which, int threads) {
     if (known[which].threads == threads) return known[which].rate;
-    double rate = which == FLOOR_READ ? read_gb_per_s(threads) : peak_gflops(threads, which == FLOOR_F64);
+    double rate = measure_floor(which, threads);
     known[which].threads = rate > 0 ? threads : 0;
     known[which].rate = rate;
     return rate;
+}
+
+static double cached_alone(int which) {
+    if (known[which].threads == 1) return known[which].rate;
+    if (!(known[which].alone > 0)) known[which].alone = measure_floor(which, 1);
+    return known[which].alone;
 }
 
 /* In GFLOP/s; 0: not known, < 0: could not be measured. */
@@ -316,21 +326,22 @@ static void print_row(const attn_problem *p, const result *r, const bench_settin
     printf("\n");
 }
 
-/* What 100% are, under a table; of several threads, also of one. */
+/* What 100% are, under a table, and what of that one thread does. */
 static int print_floors(void) {
     static const char *const units[FLOORS] = {"GFLOP/s f32", "GFLOP/s f64", "GB/s read"};
     const int threads = known[FLOOR_READ].threads;
-    bool wanted[FLOORS];
-    for (int which = 0; which < FLOORS; which++) wanted[which] = known[which].threads == threads;
+    double rates[FLOORS];
     for (int count = threads; count > 0; count = count > 1) { /* none: a GPU */
         const char *before = " ";
+        for (int which = 0; which < FLOORS; which++) {
+            rates[which] = known[which].threads != threads ? 0 : count == threads ? known[which].rate : cached_alone(which);
+            if (rates[which] < 0)
+                return tool_error(TOOL_RUNTIME, "bench: no threads or no memory for measuring what one thread does");
+        }
         printf("measured here, %d thread%s:", count, count == 1 ? "" : "s");
         for (int which = 0; which < FLOORS; which++) {
-            if (!wanted[which]) continue;
-            double rate = cached_floor(which, count);
-            if (rate < 0)
-                return tool_error(TOOL_RUNTIME, "bench: no threads or no memory for measuring what one thread does");
-            printf("%s%.1f %s", before, rate, units[which]);
+            if (!(rates[which] > 0)) continue;
+            printf("%s%.1f %s", before, rates[which], units[which]);
             before = ", ";
         }
         printf("\n");
@@ -390,7 +401,7 @@ static int run_demo(const bench_settings *s) {
         code = bench_line(&places[n % 2], &p, s);
         if (code > worst) worst = code;
     }
-    if (!s->json && code <= TOOL_FAILED) print_floors();
+    if (!s->json && code <= TOOL_FAILED) code = print_floors();
     for (int i = 0; i < 2; i++) close_place(&places[i]);
     return worst > code ? worst : code;
 }

@@ -214,7 +214,7 @@ static attn_panel view(const attn_rows *t, const attn_tensor *of, int32_t dim, i
 static int32_t part_of(attn_panel *panel, int32_t dim, int32_t done, int32_t keys, const void *next) {
     int64_t size = (int64_t)attn_dtype_size(panel->dtype);
     int32_t first = keys - rows_ahead(dim * size, panel->row * size);
-    if (panel->ahead == 0) return keys - done; /* a copy, for which others have asked */
+    if (panel->ahead == 0) return keys - done; /* a copy, for which others have asked, or one row */
     if (done == 0 && first > 0) return first;
     panel->data = (const char *)panel->data + done * panel->row * size;
     panel->ahead = next ? ((intptr_t)next - (intptr_t)panel->data) / size : 0;
