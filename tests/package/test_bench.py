@@ -372,15 +372,15 @@ def test_cpu_verdicts(capsys):
     results[2]["ms"]["torch"] = 9.0
     peers_cpu.print_verdicts(results, [{"what": "first call", "us": 900.0}, {}, {"what": "a call", "us": 2.5}])
     lines = capsys.readouterr().out.splitlines()
-    assert "prefill d64 f32, share of peak: MISSED in 0 of 1 cases, least 0.70" in "\n".join(lines)
+    assert "prefill d64 f32, share of peak: MISSED: met in 0 of 1 cases, least 0.70" in "\n".join(lines)
     for start in (
         "prefill f32 / better peer: met in 1 of 1",
-        "prefill f16 / better peer: MISSED in 0 of 1",
+        "prefill f16 / better peer: MISSED: met in 0 of 1",
         "prefill f16 / f32: met in 1 of 1 cases, least 1.25",
         "decode f16 / f32: met in 1 of 1 cases, least 2.00",
         "decode f32 batch 1, of the lower bar: met in 1 of 1 cases, least 1.04",
         "decode f32 batch 8, of the lower bar: not measured",
-        "decode / torch with enable_gqa: MISSED in 0 of 1 cases, least 2.25",
+        "decode / torch with enable_gqa: MISSED: met in 0 of 1 cases, least 2.25",
         "decode f16 / ONNX Runtime: met",
         "verify, share of peak: met",
         "first call: met, 900.00 us",
