@@ -18,8 +18,12 @@ static int64_t extent(const int64_t *stride, const int64_t *size, int dims, int6
             return -1;
         }
     }
-    return sum > PTRDIFF_MAX / (int64_t)element ? -1 : sum;
+    int64_t bytes;
+    return __builtin_mul_overflow(sum, (int64_t)element, &bytes) ? -1 : sum;
 }
+
+/* Of an element's size, which is a power of two: a division would take longer than all else that is checked. */
+static bool is_aligned(const void *data, size_t size) { return ((uintptr_t)data & (size - 1)) == 0; }
 
 /* Do two elements of an output share memory? Sorted by stride, each dim must step over all that the smaller ones cover. */
 static bool overlaps_itself(const int64_t *stride, const int64_t *size, int dims, int64_t inner) {
@@ -57,7 +61,7 @@ static attn_status array_check(const char *name, const void *data, const int64_t
     }
     INVALID_IF(!data, "%s.data=NULL: want the tensor", name);
     size_t element = attn_dtype_size(dtype);
-    INVALID_IF((uintptr_t)data % element, "%s.data=%p: want it aligned to the %zu bytes of %s", name, data, element,
+    INVALID_IF(!is_aligned(data, element), "%s.data=%p: want it aligned to the %zu bytes of %s", name, data, element,
                attn_dtype_name(dtype));
     if (extent(stride, size, dims, inner, element) < 0)
         return fail_stride(name, stride, dims, "the tensor does not fit into memory");
@@ -78,7 +82,7 @@ static attn_status pointer_check(const char *name, const void *data, bool wanted
                                  attn_dtype dtype) {
     INVALID_IF(wanted && count > 0 && !data, "%s=NULL: wanted by %s", name, why);
     INVALID_IF(!wanted && data, "%s=%p: want NULL without %s", name, data, why);
-    INVALID_IF((uintptr_t)data % attn_dtype_size(dtype), "%s=%p: want it aligned to %zu bytes", name, data,
+    INVALID_IF(!is_aligned(data, attn_dtype_size(dtype)), "%s=%p: want it aligned to %zu bytes", name, data,
                attn_dtype_size(dtype));
     return ATTN_OK;
 }
@@ -174,7 +178,7 @@ static attn_status check_matrices(const attn_problem *p, const attn_buffers *f) 
     INVALID_IF(!bias && f->bias.data, "bias.data=%p: want NULL without ATTN_BIAS", f->bias.data);
     INVALID_IF(!bias && backward && f->d_bias.data, "d_bias.data=%p: want NULL without ATTN_BIAS", f->d_bias.data);
     INVALID_IF(!sink && backward && f->d_sink, "d_sink=%p: want NULL without ATTN_SINK", (const void *)f->d_sink);
-    INVALID_IF((uintptr_t)f->d_sink % sizeof(float), "d_sink=%p: want it aligned to %zu bytes", (const void *)f->d_sink,
+    INVALID_IF(!is_aligned(f->d_sink, sizeof(float)), "d_sink=%p: want it aligned to %zu bytes", (const void *)f->d_sink,
                sizeof(float));
     if (bias) RETURN_IF_ERROR(matrix_check("bias", p, &f->bias, p->bias_dtype, false, false));
     if (backward && f->d_bias.data) RETURN_IF_ERROR(matrix_check("d_bias", p, &f->d_bias, p->bias_dtype, true, true));
@@ -191,10 +195,10 @@ static attn_status check_q(const attn_problem *p, const attn_buffers *f) {
     RETURN_IF_ERROR(attn__tensor_check("q", &f->q, batch, rows, p->heads_q, p->dim_qk, p->dtype, false));
     RETURN_IF_ERROR(attn__tensor_check("o", &f->o, batch, rows, p->heads_q, p->dim_v, p->out_dtype, !backward));
     size_t real = p->dtype == ATTN_F64 ? 8 : 4;
-    INVALID_IF((uintptr_t)f->lse % real, "lse=%p: want it aligned to %zu bytes", f->lse, real);
+    INVALID_IF(!is_aligned(f->lse, real), "lse=%p: want it aligned to %zu bytes", f->lse, real);
     if (!backward) return ATTN_OK;
     INVALID_IF(!f->lse && batch * rows > 0, "lse=NULL: backward wants the lse of the forward");
-    INVALID_IF((uintptr_t)f->d_lse % real, "d_lse=%p: want it aligned to %zu bytes", f->d_lse, real);
+    INVALID_IF(!is_aligned(f->d_lse, real), "d_lse=%p: want it aligned to %zu bytes", f->d_lse, real);
     RETURN_IF_ERROR(attn__tensor_check("d_o", &f->d_o, batch, rows, p->heads_q, p->dim_v, p->out_dtype, false));
     if (f->d_q.data)
         RETURN_IF_ERROR(attn__tensor_check("d_q", &f->d_q, batch, rows, p->heads_q, p->dim_qk, p->dtype, true));
@@ -300,7 +304,7 @@ attn_status attn__buffers_check(attn_buffers *f, const attn_plan *plan, const at
     }
     if (plan->workspace) {
         INVALID_IF(!f->workspace, "workspace=NULL: want %zu bytes (attn_plan_workspace)", plan->workspace);
-        INVALID_IF((uintptr_t)f->workspace % 64, "workspace=%p: want it aligned to 64 bytes", f->workspace);
+        INVALID_IF(!is_aligned(f->workspace, 64), "workspace=%p: want it aligned to 64 bytes", f->workspace);
         INVALID_IF(f->workspace_size < plan->workspace, "workspace_size=%zu: want %zu bytes (attn_plan_workspace)",
                    f->workspace_size, plan->workspace);
     }

@@ -17,6 +17,9 @@
 
 enum { REPEAT = 31, CALLS = 32 };
 
+/* Seconds: a core that had nothing to do, or now meets wider vectors, takes some milliseconds to come to its frequency. */
+#define WARM_UP 0.02
+
 typedef struct shape {
     int32_t rows, keys, heads;
 } shape;
@@ -77,10 +80,11 @@ static attn_status time_first_calls(const attn_config *config, int repeat, bool 
 static attn_status time_calls(const attn_context *context, attn_plan *plan, tensors *t, shape s, int repeat, bool json) {
     double us[REPEAT];
     attn_status status = ATTN_OK;
-    for (int batch = -1; batch < repeat && status == ATTN_OK; batch++) { /* the first one warms up */
+    double start = tool_seconds();
+    for (int batch = 0; batch < repeat && status == ATTN_OK;) {
         double begin = tool_seconds();
         for (int n = 0; n < CALLS && status == ATTN_OK; n++) status = attn_run(plan, &t->buffers, NULL);
-        if (batch >= 0) us[batch] = 1e6 * (tool_seconds() - begin) / CALLS;
+        if (begin - start >= WARM_UP) us[batch++] = 1e6 * (tool_seconds() - begin) / CALLS;
     }
     if (status == ATTN_OK) print_line("a call with a plan", s, attn_context_threads(context), median(us, repeat), json);
     return status;
@@ -122,12 +126,15 @@ static attn_status time_hook(const attn_config *config, shape s, int repeat, boo
     configs[1].parallel_for = one_after_the_other;
     attn_status status = make_data(&t, &p, 0) ? ATTN_OK : ATTN_NO_MEMORY;
     for (int n = 0; n < 2 && status == ATTN_OK; n++) status = attn_context_create(&context[n], &configs[n]);
-    for (int batch = -1; batch < repeat; batch++) {
+    double start = tool_seconds();
+    for (int batch = 0; batch < repeat && status == ATTN_OK;) {
+        const bool counts = tool_seconds() - start >= WARM_UP;
         for (int n = 0; n < 2; n++) {
             double begin = tool_seconds();
             for (int x = 0; x < CALLS && status == ATTN_OK; x++) status = attn_forward(context[n], &p, &t.buffers, NULL);
-            if (batch >= 0) us[n][batch] = 1e6 * (tool_seconds() - begin) / CALLS;
+            us[n][batch] = 1e6 * (tool_seconds() - begin) / CALLS;
         }
+        batch += counts;
     }
     for (int n = 0; n < 2; n++) {
         if (status == ATTN_OK) print_line(what[n], s, n + 1, median(us[n], repeat), json);

@@ -81,7 +81,7 @@ int64_t REAL(bwd_scratch)(const attn_problem *p) {
 }
 
 static void thread_scratch(const attn_plan *plan, const attn_buffers *f, int32_t slot, scratch *m) {
-    lay_out(m, (char *)attn__part(plan, f, CPU_SCRATCH) + slot * attn__bwd_scratch(plan), &plan->problem);
+    lay_out(m, attn__slot(plan, f, slot), &plan->problem);
 }
 
 /* ---- rows: lse and delta ---- */

@@ -489,7 +489,7 @@ void attn__bf16_keys(const attn_plan *plan, const attn_buffers *f, const attn_un
     const attn_problem *p = &plan->problem;
     int32_t group = p->heads_q / p->heads_kv, step = tile_rows(plan), first, end;
     strip s = {.plan = plan, .f = f, .p = p, .j0 = unit->row, .keys = unit->rows};
-    lay_out(&s.m, (char *)attn__part(plan, f, CPU_SCRATCH) + slot * attn__bwd_scratch(plan), plan);
+    lay_out(&s.m, attn__slot(plan, f, slot), plan);
     s.qk = attn__bf16_pad(p->dim_qk);
     s.v = attn__bf16_pad(p->dim_v);
     s.down = step / 32 * ATTN_BF16_TILE;

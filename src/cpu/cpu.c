@@ -160,18 +160,20 @@ static void choose_strip(attn_plan *plan) {
     while (plan->strip > 1 && plan->slots > 1 && tiles / plan->strip < units_per_thread * plan->slots) plan->strip /= 2;
     const int64_t tile_bytes = ATTN_TILE_ROWS * (int64_t)(p->dim_qk + p->dim_v) * (int64_t)sizeof(float);
     while (!is_short && plan->strip > 1 && plan->strip * tile_bytes > most_bytes) plan->strip /= 2;
+    plan->strip_heads = attn__min32(plan->strip, p->heads_q / p->heads_kv);
+    plan->strip_rows = plan->strip / plan->strip_heads * ATTN_TILE_ROWS;
 }
 
 static attn_status lay_out(attn_plan *plan) {
     const attn_problem *p = &plan->problem;
     bool forward = p->op == ATTN_FORWARD;
-    int64_t scratch = forward ? attn__fwd_scratch(plan) : attn__bwd_scratch(plan);
+    plan->scratch = forward ? attn__fwd_scratch(plan) : attn__bwd_scratch(plan);
     int64_t ranges = (int64_t)p->batch * p->flashmask_heads * attn__ceil_div(p->max_kv, ATTN_TILE_COLS);
     int64_t lse = p->flags & ATTN_VARLEN_Q ? p->heads_q * p->total_q : (int64_t)p->batch * p->heads_q * p->max_q;
     bool fits = attn__plan_reserve(plan, CPU_UNITS, attn__work_rows_most(plan), sizeof(attn_unit)) &&
                 attn__plan_reserve(plan, CPU_KV_UNITS, forward ? 0 : attn__work_keys_most(plan), sizeof(attn_unit)) &&
                 attn__plan_reserve(plan, CPU_FLASH, ranges, sizeof(attn_flash_range)) &&
-                attn__plan_reserve(plan, CPU_SCRATCH, plan->slots, scratch) &&
+                attn__plan_reserve(plan, CPU_SCRATCH, plan->slots, plan->scratch) &&
                 attn__plan_reserve(plan, CPU_PARTIAL, plan->partials, attn__fwd_partial(p)) &&
                 attn__plan_reserve(plan, CPU_ROWS, forward ? 0 : lse, sizeof(attn_row)) &&
                 attn__plan_reserve(plan, CPU_D_Q, forward || p->max_kv <= ATTN_STRIP_KEYS ? 0 : lse, attn__bwd_d_q(p));

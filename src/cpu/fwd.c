@@ -82,6 +82,12 @@ static bool is_empty(double max, double sum) { return max == -INFINITY && sum ==
 /* acc (one row) takes in another row of results over later keys. */
 static void fold_row(const attn_rows *t, real *o, real *max, real *sum, const real *o_part, real max_part, real sum_part) {
     if (is_empty(max_part, sum_part)) return;
+    if (is_empty(*max, *sum)) { /* what is below does the same with factors of 0 and 1 */
+        for (int32_t x = 0; x < t->dim_v; x++) o[x] = o_part[x] + 0;
+        *sum = sum_part;
+        *max = max_part;
+        return;
+    }
     real most = *max > max_part ? *max : max_part;
     real a = (real)exp(*max - most), b = (real)exp(max_part - most);
     for (int32_t x = 0; x < t->dim_v; x++) o[x] = o[x] * a + o_part[x] * b;
@@ -230,7 +236,7 @@ static void keep_partial(const attn_rows *t, const state *st, int32_t chunk) {
 }
 
 static void thread_scratch(const attn_rows *t, int32_t slot, scratch *m) {
-    lay_out(m, (char *)attn__part(t->plan, t->f, CPU_SCRATCH) + slot * attn__fwd_scratch(t->plan), t->plan);
+    lay_out(m, attn__slot(t->plan, t->f, slot), t->plan);
 }
 
 /* Second pass of a split run: all rows of one sequence and head. */
@@ -275,7 +281,7 @@ static void join(member *strip, int32_t place, scratch *m, int32_t slot) {
 /* The strip of a long sequence that begins with head h, or none: tiles of rows of as many heads of the group as fit. */
 static int32_t make_long(member *strip, scratch *m, const attn_plan *plan, const attn_buffers *f, const attn_unit *unit,
                          int32_t h, int32_t slot) {
-    int32_t group = plan->problem.heads_q / plan->problem.heads_kv, fit = attn__strip_heads(plan), count = 0;
+    int32_t group = plan->problem.heads_q / plan->problem.heads_kv, fit = plan->strip_heads, count = 0;
     if (h % group % fit != 0) return 0;
     for (int32_t n = h; n < h + attn__min32(fit, group - h % group); n++) {
         for (int32_t i = 0; i < unit->rows; i += ATTN_TILE_ROWS, count++) {

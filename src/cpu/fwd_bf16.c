@@ -381,10 +381,10 @@ static uint32_t finish(const strip *s, const member *x) {
 
 void attn__bf16_unit(const attn_plan *plan, const attn_buffers *f, const attn_unit *unit, int32_t h, int32_t slot) {
     const attn_problem *p = &plan->problem;
-    int32_t group = p->heads_q / p->heads_kv, fit = attn__strip_heads(plan), first, end;
+    int32_t group = p->heads_q / p->heads_kv, fit = plan->strip_heads, first, end;
     if (h % group % fit != 0) return;
     strip s = {.plan = plan, .k_at = -1, .v_at = -1};
-    lay_out(&s.m, (char *)attn__part(plan, f, CPU_SCRATCH) + slot * attn__fwd_scratch(plan), plan);
+    lay_out(&s.m, attn__slot(plan, f, slot), plan);
     double descale =
         attn__descale(f, f->q_descale, unit->b, h / group) * attn__descale(f, f->k_descale, unit->b, h / group);
     s.scale = (float)(p->scale * descale);

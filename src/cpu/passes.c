@@ -84,7 +84,7 @@ static void work_bias(void *arg, int64_t index, int32_t slot) {
     int32_t col_tile = (int32_t)(index % col_tiles), row_tile = (int32_t)(index / col_tiles % row_tiles);
     int32_t h = (int32_t)(index / col_tiles / row_tiles % j->size[1]),
             b = (int32_t)(index / col_tiles / row_tiles / j->size[1]);
-    double *sum = (double *)((char *)attn__part(j->plan, j->f, CPU_SCRATCH) + slot * attn__bwd_scratch(j->plan));
+    double *sum = (double *)(void *)attn__slot(j->plan, j->f, slot);
     memset(sum, 0, sizeof(double) * ATTN_TILE_ROWS * ATTN_TILE_COLS);
     for (int32_t from_b = b; from_b < (j->size[0] > 1 ? b + 1 : p->batch); from_b++)
         for (int32_t from_h = h; from_h < (j->size[1] > 1 ? h + 1 : p->heads_q); from_h++)

@@ -91,8 +91,7 @@ static void work_tile(void *arg, int64_t index, int32_t slot) {
     attn_unit unit = {.b = b, .row = i0, .rows = attn__min32(i1, s.sq) - i0, .chunk = -1};
     attn_rows t;
     if (unit.rows <= 0 || !REAL(tile_make)(&t, j->plan, j->f, &unit, h, false)) return;
-    char *mine = (char *)attn__part(j->plan, j->f, CPU_SCRATCH) + slot * attn__fwd_scratch(j->plan);
-    scratch m = lay_out((real *)mine, p);
+    scratch m = lay_out((real *)(void *)attn__slot(j->plan, j->f, slot), p);
     t.guard = m.guard;
     REAL(tile_load_q)(&t, m.q_t);
     for (int32_t r = 0; r < t.width; r++) {

@@ -34,9 +34,11 @@ bool REAL(tile_make)(attn_rows *t, const attn_plan *plan, const attn_buffers *f,
     t->narrow = false;
     t->dim_qk = attn__pad(p->dim_qk);
     t->dim_v = attn__pad(p->dim_v);
-    for (int32_t r = 0; r < t->width; r++) {
-        int32_t row = attn__min32(r, t->rows - 1); /* the padding repeats the last row */
-        put_row(t, r, h + row / t->count, t->i0 + row % t->count);
+    for (int32_t r = 0, n = 0, i = 0; r < t->width; r++) {
+        put_row(t, r, h + n, t->i0 + i);
+        if (r + 1 >= t->rows || ++i < t->count) continue; /* the padding repeats the last row */
+        i = 0;
+        n++;
     }
     if (p->dropout > 0) t->dropout = attn__philox_make(f->seed, f->offset, p->dropout);
     return true;

@@ -74,7 +74,7 @@ static int64_t cost_of(const attn_plan *plan, const attn_buffers *f, const attn_
 static void rows_of_sequence(sorter *to, const attn_seq *s) {
     const attn_plan *plan = to->plan;
     attn_mask mask = attn__seq_mask(&plan->problem, s);
-    int32_t step = attn__strip_rows(plan);
+    int32_t step = plan->strip_rows;
     for (int32_t row = 0; row < s->sq; row += step) {
         int32_t rows = attn__min32(step, s->sq - row), first, end;
         attn__mask_rows(&mask, row, row + rows, &first, &end);

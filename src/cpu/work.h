@@ -134,12 +134,9 @@ static inline int32_t attn__short_tiles(const attn_problem *p, int32_t rows) {
     return (p->heads_q / p->heads_kv + fit - 1) / fit;
 }
 
-/* A strip's tiles: so many heads of a group, and so many tiles of rows of each. A unit of a long sequence has the rows of a strip. */
-static inline int32_t attn__strip_heads(const attn_plan *plan) {
-    return attn__min32(plan->strip, plan->problem.heads_q / plan->problem.heads_kv);
-}
-static inline int32_t attn__strip_rows(const attn_plan *plan) {
-    return plan->strip / attn__strip_heads(plan) * ATTN_TILE_ROWS;
+/* The scratch of a slot. */
+static inline char *attn__slot(const attn_plan *plan, const attn_buffers *f, int32_t slot) {
+    return (char *)attn__part(plan, f, CPU_SCRATCH) + slot * plan->scratch;
 }
 
 /* Does the plan work long sequences by fwd_bf16.c or bwd_bf16.c? */
