@@ -52,7 +52,7 @@ check-format:
 	@scripts/format.sh
 
 clean:
-	rm -rf build build-asan build-clang build-cpu build-cross build-fuzz build-gpu build-tsan
+	rm -rf build build-asan build-clang build-cpu build-cross build-fuzz build-gpu build-tiles build-tsan
 
 help:
 	@echo "make               build the library and the command line in build/"

@@ -36,7 +36,7 @@ export LIBATTN_LIBRARY=$PWD/$build/libattn.so
 cores=$(nproc)
 
 # The instruction sets of this machine, weakest first.
-isas() { $attn info | sed -n 's/^cpu .* fwd_\([a-z0-9]*\)_\(f32\|bf16\) .* yes .*/\1/p' | grep .; }
+isas() { $attn info | sed -n 's/^cpu .* fwd_\([a-z0-9]*\)_\(f32\|bf16\) .* yes .*/\1/p' | awk '!seen[$0]++' | grep .; }
 
 build() {
     cmake -B $build -DCMAKE_BUILD_TYPE=Release -DATTN_CUDA=OFF >/dev/null &&

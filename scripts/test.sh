@@ -102,6 +102,8 @@ stage "Python package, in a fresh environment" scripts/test_package.sh
 
 stage "the other architecture, under qemu-user" env JOBS="$jobs" scripts/cross.sh
 
+stage "AMX and AVX-512 BF16, as functions" env JOBS="$jobs" tests/emulate/tiles.sh
+
 stage "build, Address- and UndefinedBehaviorSanitizer" build asan attn-tests
 stage "tests, Address- and UndefinedBehaviorSanitizer" build-asan/attn-tests
 stage "build, ThreadSanitizer" build tsan attn-tests

@@ -82,14 +82,14 @@ struct attn_plan {
     attn_problem problem; /* resolved: every default filled in */
     const attn_backend *backend;
     const attn_kernel *kernel;
-    size_t workspace; /* bytes */
-    int32_t slots;    /* how many threads work at once at the most */
-    size_t part[8];   /* offsets into the workspace; the backend says what is where */
-    int64_t scratch;  /* cpu: bytes of one slot's */
-    int32_t strip;    /* cpu: query tiles, of neighbouring rows or heads, that share each load of keys */
+    size_t workspace;                /* bytes */
+    int32_t slots;                   /* how many threads work at once at the most */
+    size_t part[8];                  /* offsets into the workspace; the backend says what is where */
+    int64_t scratch;                 /* cpu: bytes of one slot's */
+    int32_t strip;                   /* cpu: query tiles, of neighbouring rows or heads, that share each load of keys */
     int32_t strip_heads, strip_rows; /* cpu: of a long sequence: so many heads of a group, and so many rows of each */
-    int64_t partials; /* cpu: partial results of a run that splits keys over threads; 0: it does not */
-    int32_t chunks;   /* cuda: chunks of keys of a sequence that is split; 0: none is */
+    int64_t partials;                /* cpu: partial results of a run that splits keys over threads; 0: it does not */
+    int32_t chunks;                  /* cuda: chunks of keys of a sequence that is split; 0: none is */
     int16_t gpu_kernel[ATTN_MOST_GPUS]
                       [2]; /* cuda: forward kernel on each device, and for rows that are not aligned; -1: none */
     int16_t gpu_decode[ATTN_MOST_GPUS]; /* cuda: kernel for sequences of few rows; -1: the forward kernel's are they too */

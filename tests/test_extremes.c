@@ -238,6 +238,80 @@ static void infinite_key(attn_context *context, attn_dtype dtype) {
 }
 TEST(s01_key_of_minus_infinity_has_no_weight) { each_cpu(infinite_key); }
 
+/* ---- numbers far from 1 ---- */
+
+/*
+ * Heads whose q, k and v are 1 times a power of two, from the smallest that float has to nearly the largest: o is as exact as ever, next to the
+ * size of v; where that is next to nothing, each product may be rounded to a multiple of 2^-149.
+ */
+static void far_from_one(attn_context *context, attn_dtype dtype) {
+    enum { ROWS = 90, D = 40, HEADS = 12 };
+    static const int of_v[HEADS] = {-138, -130, -126, -110, -103, -101, -60, 50, 56, 57, 100, 120};
+    static const int of_q[HEADS] = {0, 30, 57, 70, 100, -30, -57, -70, -100, 100, -100, 54};
+    if (dtype != ATTN_F32 && dtype != ATTN_F64) return; /* the others have no such numbers */
+    for (int causal = 0; causal < 2; causal++) {
+        rig r = {.p = problem(dtype, 1, HEADS, HEADS, ROWS, ROWS, D)};
+        r.p.flags = causal ? ATTN_CAUSAL : 0;
+        CHECK(rig_make(&r, 21));
+        for (int32_t i = 0; i < ROWS; i++)
+            for (int32_t h = 0; h < HEADS; h++)
+                for (int32_t x = 0; x < D; x++) {
+                    int64_t at = ((int64_t)i * HEADS + h) * D + x;
+                    attn__store(dtype, r.f.q.data, at, ldexp(attn__load(dtype, r.f.q.data, at), of_q[h]));
+                    attn__store(dtype, r.f.k.data, at, ldexp(attn__load(dtype, r.f.k.data, at), -of_q[h]));
+                    attn__store(dtype, r.f.v.data, at, ldexp(attn__load(dtype, r.f.v.data, at), of_v[h]));
+                }
+        CHECK_OK(rig_run(&r, context));
+        rig expected = reference(&r, 21);
+        for (int32_t h = 0; h < HEADS; h++) {
+            test_context("q times 2^%d, v times 2^%d%s", of_q[h], of_v[h], causal ? ", causal" : "");
+            for (int32_t i = 0; i < ROWS; i++) {
+                CHECK_CLOSE(rig_lse(&r, 0, i, h), rig_lse(&expected, 0, i, h), 1e-5);
+                for (int32_t x = 0; x < D; x++)
+                    CHECK_CLOSE(rig_o(&r, 0, i, h, x), rig_o(&expected, 0, i, h, x),
+                                ldexp(rounding_of(dtype), of_v[h]) + (dtype == ATTN_F32 ? ROWS * 0x1p-150 : 0));
+            }
+        }
+        rig_free(&expected);
+        rig_free(&r);
+    }
+}
+TEST(s01_numbers_far_from_one) { each_cpu_no_gpu(far_from_one); }
+
+/* One number of a key or of a row that is far from 1, or none: rows that do not see it have the same bits as without it, and those that do are right. */
+static void one_number_far_from_one(attn_context *context, attn_dtype dtype) {
+    enum { ROWS = 120, D = 24, AT = 70 };
+    static const double numbers[] = {1e-45, 1e-40, 1e-32, 1e17, 1e25, 3e37};
+    if (dtype != ATTN_F32) return;
+    rig plain = {.p = problem(dtype, 1, 1, 1, ROWS, ROWS, D)};
+    plain.p.flags = ATTN_CAUSAL;
+    CHECK(rig_make(&plain, 22));
+    CHECK_OK(rig_run(&plain, context));
+    for (size_t n = 0; n < sizeof numbers / sizeof *numbers; n++)
+        for (int of = 0; of < 3; of++) {
+            test_context("%g in %c", numbers[n], "qkv"[of]);
+            rig r = {.p = plain.p};
+            CHECK(rig_make(&r, 22));
+            attn_tensor *t[] = {&r.f.q, &r.f.k, &r.f.v};
+            attn__store(dtype, t[of]->data, AT * D + 3, numbers[n]);
+            if (of == 2 && numbers[n] < 1) /* nothing else that it could hide in */
+                for (int32_t j = 0; j < ROWS; j++)
+                    if (j != AT) attn__store(dtype, r.f.v.data, (int64_t)j * D + 3, 0);
+            CHECK_OK(rig_run(&r, context));
+            rig expected = reference(&r, 22);
+            CHECK(of == 2 && numbers[n] < 1 ? rig_o(&r, 0, AT - 1, 0, 3) == 0 : rig_same_rows(&plain, 0, &r, 0, AT));
+            for (int32_t i = AT; i < ROWS; i++)
+                for (int32_t x = 0; x < D; x++) {
+                    const double want = rig_o(&expected, 0, i, 0, x), size = x == 3 ? fabs(want) : fmax(fabs(want), 1);
+                    CHECK_CLOSE(rig_o(&r, 0, i, 0, x), want, 2e-5 * size + 0x1p-149);
+                }
+            rig_free(&expected);
+            rig_free(&r);
+        }
+    rig_free(&plain);
+}
+TEST(c5_one_number_far_from_one) { each_cpu_no_gpu(one_number_far_from_one); }
+
 /* ---- addresses ---- */
 
 /* The stride of a dim of one element is never used, so it may be anything. */

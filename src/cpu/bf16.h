@@ -1,5 +1,5 @@
 /*
- * Products of bf16, and the softmax between them: what a bf16 kernel is made of, on CPUs that multiply bf16. On x86 that is AMX tiles, or
+ * Products of bf16, and the softmax between them: what a bf16 kernel is made of, and one of float32, on CPUs that multiply bf16. On x86 that is AMX tiles, or
  * vectors of AVX-512 BF16 where there are no tiles (bf16_amx.c); on Arm BFMMLA (bf16_neon.c). The loops around it are fwd_bf16.c and
  * bwd_bf16.c.
  *
@@ -32,6 +32,7 @@
 #define ATTN_CPU_BF16_H
 
 #include "../internal.h"
+#include "../numeric.h"
 
 struct attn__micro_f32;
 
@@ -80,6 +81,7 @@ typedef struct attn_bf16_product {
     int64_t ldc, c_panel;
     const uint16_t *a, *b;
     int64_t a_panel, b_panel; /* elements from panel to panel */
+    int64_t a_part, b_part;   /* elements from part to part of floats in three parts; 0: there is one */
     int32_t m, n, k;          /* padded */
     bool accumulate;
     bool by_vectors; /* without tiles; on Arm always */
@@ -113,6 +115,40 @@ static inline bool attn__bf16_is_bad(uint16_t bits) { return (bits & 0x7f80) == 
 /* A copy without gaps, which is returned, with zeros for NaN and infinity; bad[i]: does row i differ? */
 const uint16_t *attn__bf16_clean(uint16_t *to, const uint16_t *from, int64_t row, int32_t rows, int32_t dim, bool *bad);
 
+/*
+ * ---- floats as three bf16, for tiles ----
+ *
+ * Each part is what the parts before it leave, the first two rounded, so that all three add up to the float, of 24 bits. Six of the nine
+ * products of two floats' parts are as exact as a product of floats: of the other three the largest is 2^-25 of it. Tiles take subnormal
+ * numbers as zero, so the parts of x are off by up to 2^-126 where it is tiny; and where it is out, its parts cannot be used. Either is
+ * decided by the first part: tiny below ATTN_SPLIT_LEAST, 2^-102, but for 0; out beyond ATTN_SPLIT_MOST, 2^56, or where x is no number.
+ */
+enum { ATTN_SPLIT_MOST = (127 + 56) << 7, ATTN_SPLIT_LEAST = (127 - 102) << 7 }; /* as bits of bf16 */
+enum { ATTN_SPLIT_OUT = 1, ATTN_SPLIT_TINY = 2 };
+
+/* Which of them x is. */
+static inline int attn__bf16_odd(float x) {
+    const uint32_t size = attn__bits(x) & INT32_MAX, first = (size + 0x8000) >> 16;
+    return size == 0 || (first >= ATTN_SPLIT_LEAST && first <= ATTN_SPLIT_MOST) ? 0
+           : first > ATTN_SPLIT_MOST                                            ? ATTN_SPLIT_OUT
+                                                                                : ATTN_SPLIT_TINY;
+}
+
+#ifdef ATTN_HAVE_AMX
+/* As pack_rows, pack_columns and pack_dims, of floats; the parts are `part` elements apart. Returns what some of them may be. */
+int attn__bf16_split_rows(uint16_t *a, int64_t part, const float *from, int64_t row, int32_t rows, int32_t dim);
+int attn__bf16_split_columns(uint16_t *a, int64_t part, const float *from, int64_t row, int32_t rows, int32_t dim);
+int attn__bf16_split_dims(uint16_t *b, int64_t part, const float *from, int64_t row, int32_t rows, int32_t dim);
+
+/* o[dim][16] = o times alpha[16], plus more[dim][16]. */
+void attn__bf16_take_in(float *o, int32_t dim, const float *alpha, const float *more);
+#else /* no kernel of Arm's asks for it: BFMMLA does four times what fmla does, and six products would be wanted */
+#define attn__bf16_split_rows(a, part, from, row, rows, dim) 0
+#define attn__bf16_split_columns(a, part, from, row, rows, dim) 0
+#define attn__bf16_split_dims(b, part, from, row, rows, dim) 0
+#define attn__bf16_take_in(o, dim, alpha, more) ((void)(alpha), (void)(more))
+#endif
+
 /* ---- between the products ---- */
 
 /*
@@ -123,7 +159,12 @@ const uint16_t *attn__bf16_clean(uint16_t *to, const uint16_t *from, int64_t row
  *
  * A column of nothing but -inf so far keeps max = -inf and sum = 0, and its p is 0. NaN comes through. What would be
  * below 2^-126 is 0. The columns have nothing to do with each other.
+ *
+ * With p_part (tiles alone) p comes in three parts, and with sum ATTN_SPLIT_SHIFT times as large: its parts are then normal numbers wherever float
+ * has p. It is 2^(factor * (x - max)) there, and max the largest x: what is rounded is a difference, not what may be millions.
  */
+#define ATTN_SPLIT_SHIFT 0x1p32f
+
 typedef struct attn_bf16_softmax {
     float *s; /* [width / 16][keys][16], scratch afterwards */
     int64_t s_panel;
@@ -131,12 +172,13 @@ typedef struct attn_bf16_softmax {
     float scale, factor;      /* above 0; factor is log2(e) for scores in base e */
     float *max, *sum, *alpha; /* [width] */
     uint16_t *p;              /* keys padded to 32 */
-    int64_t p_panel;
+    int64_t p_panel, p_part;  /* from part to part; 0: there is one */
 } attn_bf16_softmax;
 
 /*
  * The step, and products (`count`, may be 0) that have nothing to do with it, done meanwhile: tiles multiply while vectors make
- * exponentials. Such are the scores of the next keys, and the product of V and P of those before. The bits are the same either way.
+ * exponentials. Such are the scores of the next keys, and the product of V and P of those before: in parts if p is. The bits are the same
+ * either way.
  * Products by vectors, which would be in each other's way, come after it.
  */
 void attn__bf16_softmax(const attn_bf16_softmax *step, const attn_bf16_product *products, int32_t count);

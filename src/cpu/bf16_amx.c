@@ -91,7 +91,8 @@ typedef struct block {
     float *c;
     const uint16_t *a, *b;                  /* of the next step */
     int64_t ldc, c_panel, a_panel, b_panel; /* as in attn_bf16_product, ldc in bytes */
-    int32_t left;                           /* steps that multiply */
+    int64_t a_part, b_part;
+    int32_t left; /* steps that multiply */
     bool single;
 } block;
 
@@ -103,6 +104,8 @@ INLINE void start_block(block *x, const attn_bf16_product *p, int32_t i, int32_t
                  .c_panel = p->c_panel,
                  .a_panel = p->a_panel,
                  .b_panel = p->b_panel,
+                 .a_part = p->a_part,
+                 .b_part = p->b_part,
                  .left = p->k / 32,
                  .single = 16 * j + 16 >= p->n};
     if (!p->accumulate) {
@@ -148,6 +151,42 @@ INLINE void store_part(const block *x, const int part, const bool single) {
     }
 }
 
+/*
+ * The same of floats in three parts: six products, the small ones first, each with an operand in common with the one before. A fourth
+ * of them, tile after tile of c: six chains of one tile would each wait for themselves.
+ */
+INLINE void multiply_six(const block *x, const int part, const bool single) {
+    static const int8_t a[] = {2, 1, 1, 0, 0, 0}, b[] = {0, 0, 1, 1, 2, 0};
+    UNROLL for (int n = 6 * part; n < 6 * part + 6; n++) {
+        const int step = n / 4, tile = n % 4;
+        const bool new_a = step == 0 || a[step] != a[step - 1], new_b = step == 0 || b[step] != b[step - 1];
+        const uint16_t *at_a = x->a + a[step] * x->a_part, *at_b = x->b + b[step] * x->b_part;
+        if (tile == 0) {
+            if (new_b) _tile_loadd(6, at_b, 64);
+            if (new_a) _tile_loadd(4, at_a, 64);
+            _tile_dpbf16ps(0, 4, 6);
+        } else if (tile == 1 && !single) {
+            if (new_b) _tile_loadd(7, at_b + x->b_panel, 64);
+            _tile_dpbf16ps(1, 4, 7);
+        } else if (tile == 2) {
+            if (new_a) _tile_loadd(5, at_a + x->a_panel, 64);
+            _tile_dpbf16ps(2, 5, 6);
+        } else if (tile == 3 && !single) {
+            _tile_dpbf16ps(3, 5, 7);
+        }
+    }
+}
+
+/* One of four parts of a step. */
+INLINE void do_part(const block *x, const int part, const bool multiply, const bool single, const bool in_parts) {
+    if (!multiply)
+        store_part(x, part, single);
+    else if (in_parts)
+        multiply_six(x, part, single);
+    else
+        multiply_part(x, part, single);
+}
+
 INLINE void next_step(block *x) {
     x->a += ATTN_BF16_TILE;
     x->b += ATTN_BF16_TILE;
@@ -155,19 +194,27 @@ INLINE void next_step(block *x) {
 }
 
 /* A step without anything in between. */
-INLINE void plain_step(block *x, const bool multiply, const bool single) {
-    UNROLL16 for (int part = 0; part < 4; part++) {
-        if (multiply)
-            multiply_part(x, part, single);
-        else
-            store_part(x, part, single);
-    }
+INLINE void plain_step(block *x, const bool multiply, const bool single, const bool in_parts) {
+    UNROLL16 for (int part = 0; part < 4; part++) do_part(x, part, multiply, single, in_parts);
     next_step(x);
 }
 
-INLINE void run_block(block *x, const bool single) {
-    while (x->left > 0) plain_step(x, true, single);
-    plain_step(x, false, single);
+INLINE void run_block(block *x, const bool single, const bool in_parts) {
+    while (x->left > 0) plain_step(x, true, single, in_parts);
+    plain_step(x, false, single, in_parts);
+}
+
+INLINE void run_by_tiles(const attn_bf16_product *p, const bool in_parts) {
+    for (int32_t j = 0; 16 * j < p->n; j += 2) {
+        for (int32_t i = 0; 16 * i < p->m; i += 2) {
+            block x;
+            start_block(&x, p, i, j);
+            if (x.single)
+                run_block(&x, true, in_parts);
+            else
+                run_block(&x, false, in_parts);
+        }
+    }
 }
 
 void attn__bf16_run(const attn_bf16_product *product) {
@@ -177,16 +224,10 @@ void attn__bf16_run(const attn_bf16_product *product) {
         return;
     }
     MEMORY_IS_WRITTEN;
-    for (int32_t j = 0; 16 * j < p.n; j += 2) {
-        for (int32_t i = 0; 16 * i < p.m; i += 2) {
-            block x;
-            start_block(&x, &p, i, j);
-            if (x.single)
-                run_block(&x, true);
-            else
-                run_block(&x, false);
-        }
-    }
+    if (p.a_part)
+        run_by_tiles(&p, true);
+    else
+        run_by_tiles(&p, false);
     MEMORY_IS_WRITTEN;
 }
 
@@ -316,6 +357,109 @@ bool attn__bf16_finite(const uint16_t *from, int64_t row, int32_t rows, int32_t 
     return is_finite(most);
 }
 
+/* ---- floats in three parts ---- */
+
+/* What 32 columns of words have met: the largest size of a first or third part, the smallest of a first, less 1, and what is left of three parts. */
+typedef struct finds {
+    words most, least, rest;
+} finds;
+
+INLINE __m512i high_halves(__m512 a, __m512 b) {
+    static const uint16_t odd[] = {1,  3,  5,  7,  9,  11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31,
+                                   33, 35, 37, 39, 41, 43, 45, 47, 49, 51, 53, 55, 57, 59, 61, 63};
+    return _mm512_permutex2var_epi16(_mm512_castps_si512(a), _mm512_loadu_si512(odd), _mm512_castps_si512(b));
+}
+
+/* To the nearest, half-way away from zero: what cannot be rounded without overflow is out of range. */
+INLINE __m512 round_to_bf16(__m512 x) {
+    __m512i bits = _mm512_add_epi32(_mm512_castps_si512(x), _mm512_set1_epi32(0x8000));
+    return _mm512_castsi512_ps(_mm512_and_si512(bits, _mm512_set1_epi32((int)0xffff0000)));
+}
+
+/* 32 floats, in two vectors. What two roundings leave has no more than the 8 bits of a third part, unless it is subnormal. */
+INLINE void split_32(__m512i parts[3], finds *f, __m512 a, __m512 b) {
+    const __m512i size = _mm512_set1_epi16(INT16_MAX);
+    for (int n = 0; n < 2; n++) {
+        const __m512 x = round_to_bf16(a), y = round_to_bf16(b);
+        parts[n] = high_halves(x, y);
+        a = _mm512_sub_ps(a, x);
+        b = _mm512_sub_ps(b, y);
+    }
+    parts[2] = high_halves(a, b);
+    const __m512i first = _mm512_and_si512(parts[0], size);
+    f->most = _mm512_max_epu16(f->most, _mm512_max_epu16(first, _mm512_and_si512(parts[2], size)));
+    f->least = _mm512_min_epu16(f->least, _mm512_sub_epi16(first, _mm512_set1_epi16(1)));
+    f->rest = _mm512_or_si512(f->rest, _mm512_or_si512(_mm512_castps_si512(a), _mm512_castps_si512(b)));
+}
+
+INLINE int what_is_odd(const finds *f) {
+    const __m512i out = _mm512_set1_epi16((short)ATTN_SPLIT_MOST), tiny = _mm512_set1_epi16((short)(ATTN_SPLIT_LEAST - 1));
+    int odd = _mm512_cmpgt_epu16_mask(f->most, out) ? ATTN_SPLIT_OUT : 0;
+    if (_mm512_cmplt_epu16_mask(f->least, tiny) || _mm512_test_epi32_mask(f->rest, _mm512_set1_epi32(0xffff)))
+        odd |= ATTN_SPLIT_TINY;
+    return odd;
+}
+
+/*
+ * The parts of a square of 32 x 32 floats, of which so many rows and dims are there; row i of part n is at to[n] + 32 i, and the second
+ * half of the rows `half` further on. The square at `next`, if that is not NULL, is asked for.
+ */
+INLINE void split_square(uint16_t *const to[3], int64_t half, const float *from, const float *next, int64_t row,
+                         int32_t rows, int32_t dims, finds *f) {
+    const __mmask32 there = first_of_32(dims);
+    for (int32_t i = 0; i < 32; i++) {
+        const int64_t at = 32 * i + (i < 16 ? 0 : half);
+        __m512i parts[3] = {_mm512_setzero_si512(), _mm512_setzero_si512(), _mm512_setzero_si512()};
+        if (i < rows)
+            split_32(parts, f, _mm512_maskz_loadu_ps((__mmask16)there, from + i * row),
+                     _mm512_maskz_loadu_ps((__mmask16)(there >> 16), from + i * row + 16));
+        if (next) {
+            _mm_prefetch((const char *)(next + i * row), _MM_HINT_T0);
+            _mm_prefetch((const char *)(next + i * row + 16), _MM_HINT_T0);
+        }
+        for (int n = 0; n < 3; n++) _mm512_storeu_si512(to[n] + at, parts[n]);
+    }
+}
+
+/* As pack, of floats. one: what is to be done with a square of a part; NULL: its rows are those of the tiles. */
+INLINE int split(pack_square *one, const bool k_is_dims, uint16_t *to, int64_t part, const float *from, int64_t row,
+                 int32_t rows, int32_t dim) {
+    const int64_t panel = attn__ceil_div(k_is_dims ? dim : rows, 32) * ATTN_BF16_TILE;
+    finds f = {_mm512_setzero_si512(), _mm512_set1_epi16(-1), _mm512_setzero_si512()};
+    words unused = _mm512_setzero_si512();
+    _Alignas(64) uint16_t copy[3][32 * 32];
+    for (int32_t i = 0; i < rows; i += 32) {
+        for (int32_t x = 0; x < dim; x += 32) {
+            const int32_t n = k_is_dims ? i : x, k = k_is_dims ? x : i;
+            const float *at = from + i * row + x, *next = x + 32 < dim     ? at + 32
+                                                          : i + 64 <= rows ? at - x + 32 * row
+                                                                           : NULL;
+            uint16_t *tile = to + n / 16 * panel + k / 32 * ATTN_BF16_TILE;
+            uint16_t *const copies[] = {copy[0], copy[1], copy[2]}, *const tiles[] = {tile, tile + part, tile + 2 * part};
+            split_square(one ? copies : tiles, one ? 0 : panel - ATTN_BF16_TILE, at, next, row, rows - i, dim - x, &f);
+            for (int p = 0; one && p < 3; p++) {
+                square q;
+                q.data = copy[p];
+                q.row = 32;
+                one(tile + p * part, panel, &q, n + 16 < (k_is_dims ? rows : dim), &unused);
+            }
+        }
+    }
+    return what_is_odd(&f);
+}
+
+int attn__bf16_split_rows(uint16_t *a, int64_t part, const float *from, int64_t row, int32_t rows, int32_t dim) {
+    return split(NULL, true, a, part, from, row, rows, dim);
+}
+
+int attn__bf16_split_columns(uint16_t *a, int64_t part, const float *from, int64_t row, int32_t rows, int32_t dim) {
+    return split(square_of_columns, false, a, part, from, row, rows, dim);
+}
+
+int attn__bf16_split_dims(uint16_t *b, int64_t part, const float *from, int64_t row, int32_t rows, int32_t dim) {
+    return split(square_of_dims, true, b, part, from, row, rows, dim);
+}
+
 /* ---- softmax ---- */
 
 /* Two vectors as bf16, their elements in turn; a number half-way between two goes to the larger. */
@@ -327,22 +471,25 @@ INLINE __m512i join(__m512 even, __m512 odd) {
 }
 
 /*
- * 2^t for t <= 0: 2^floor(t) times a polynomial in t - floor(t), minimax for the relative error, 7.5e-8; 1.5e-7 with rounding. It
+ * 2^t for t <= 0, in parts times ATTN_SPLIT_SHIFT: 2^floor(t) times a polynomial in t - floor(t), minimax for the relative error, 7.5e-8; 1.5e-7 with rounding. It
  * counts on results below 2^-126 being made 0 by the processor: subnormals would take 200 cycles. 2^-inf is 0, for reduce makes 0
  * of infinities.
  */
-INLINE __m512 exp2_of(__m512 t) {
-    static const float first = 1.877576683e-3f;
+INLINE __m512 exp2_times(__m512 t, const bool in_parts) {
+    static const float firsts[] = {1.877576683e-3f, 1.877576683e-3f * ATTN_SPLIT_SHIFT};
+    const float factor = in_parts ? ATTN_SPLIT_SHIFT : 1;
     __m512 f = _mm512_reduce_ps(t, _MM_FROUND_TO_NEG_INF), y;
     /* Loaded each time, on ports that have nothing else to do: a copy of a register takes the place of an operation. */
-    __asm__ volatile("vbroadcastss %1, %0" : "=v"(y) : "m"(first));
-    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(8.989340142e-3f));
-    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(5.582631793e-2f));
-    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(2.401536171e-1f));
-    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(6.931530732e-1f));
-    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(9.999999251e-1f));
+    __asm__ volatile("vbroadcastss %1, %0" : "=v"(y) : "m"(firsts[in_parts]));
+    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(8.989340142e-3f * factor));
+    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(5.582631793e-2f * factor));
+    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(2.401536171e-1f * factor));
+    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(6.931530732e-1f * factor));
+    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(9.999999251e-1f * factor));
     return _mm512_scalef_ps(y, t);
 }
+
+INLINE __m512 exp2_of(__m512 t) { return exp2_times(t, false); }
 
 /* Products done in the shade of something else: `steps` of them are owed for every `groups` groups of vectors. */
 typedef struct shade {
@@ -368,11 +515,11 @@ INLINE void shade_move(shade *d) {
     if (d->at < d->end) start_block(&d->x, d->at, d->i, d->j);
 }
 
-INLINE void shade_step(shade *d) {
+INLINE void shade_step(shade *d, const bool in_parts) {
     if (d->x.single)
-        plain_step(&d->x, d->x.left > 0, true);
+        plain_step(&d->x, d->x.left > 0, true, in_parts);
     else
-        plain_step(&d->x, d->x.left > 0, false);
+        plain_step(&d->x, d->x.left > 0, false, in_parts);
     shade_move(d);
 }
 
@@ -380,14 +527,14 @@ INLINE void shade_step(shade *d) {
  * Work in four parts, WORK(part), each followed by a part of a step where one is owed. All three cases are written out, so that
  * the parts are plain sequences of instructions.
  */
-#define IN_SHADE(d, WORK)                                                                                                  \
+#define IN_SHADE(d, in_parts, WORK)                                                                                        \
     do {                                                                                                                   \
         (d)->owed += (d)->steps;                                                                                           \
         if ((d)->owed < (d)->groups || (d)->x.single) {                                                                    \
             UNROLL16 for (int part = 0; part < 4; part++) { WORK(part); }                                                  \
         } else if ((d)->x.left > 0) {                                                                                      \
             UNROLL16 for (int part = 0; part < 4; part++) {                                                                \
-                multiply_part(&(d)->x, part, false);                                                                       \
+                do_part(&(d)->x, part, true, false, in_parts);                                                             \
                 WORK(part);                                                                                                \
                 MEMORY_IS_WRITTEN;                                                                                         \
             }                                                                                                              \
@@ -396,7 +543,7 @@ INLINE void shade_step(shade *d) {
             (d)->owed -= (d)->groups;                                                                                      \
         } else {                                                                                                           \
             UNROLL16 for (int part = 0; part < 4; part++) {                                                                \
-                store_part(&(d)->x, part, false);                                                                          \
+                do_part(&(d)->x, part, false, false, in_parts);                                                            \
                 WORK(part);                                                                                                \
                 MEMORY_IS_WRITTEN;                                                                                         \
             }                                                                                                              \
@@ -404,13 +551,13 @@ INLINE void shade_step(shade *d) {
             shade_move(d);                                                                                                 \
             (d)->owed -= (d)->groups;                                                                                      \
         }                                                                                                                  \
-        for (; (d)->owed >= (d)->groups; (d)->owed -= (d)->groups) shade_step(d);                                          \
+        for (; (d)->owed >= (d)->groups; (d)->owed -= (d)->groups) shade_step(d, in_parts);                                \
     } while (0)
 
 enum { GROUP = 8, MAX_GROUP = 64 }; /* keys whose p are made, whose maximum is found, during a step */
 
 /* The largest of a column of s. What is not a number is passed over. */
-INLINE __m512 column_max(const float *s, int32_t keys, shade *d) {
+INLINE __m512 column_max(const float *s, int32_t keys, shade *d, const bool in_parts) {
     __m512 a = _mm512_set1_ps(-INFINITY), b = a, c = a, e = a;
     for (; keys >= MAX_GROUP; keys -= MAX_GROUP, s += 16 * MAX_GROUP) {
 #define MAX_PART(part)                                                                                                     \
@@ -420,7 +567,7 @@ INLINE __m512 column_max(const float *s, int32_t keys, shade *d) {
         c = _mm512_max_ps(_mm512_loadu_ps(s + 16 * (i + 2)), c);                                                           \
         e = _mm512_max_ps(_mm512_loadu_ps(s + 16 * (i + 3)), e);                                                           \
     }
-        IN_SHADE(d, MAX_PART);
+        IN_SHADE(d, in_parts, MAX_PART);
     }
     for (; keys > 0; keys--, s += 16) a = _mm512_max_ps(_mm512_loadu_ps(s), a);
     return _mm512_max_ps(_mm512_max_ps(a, b), _mm512_max_ps(c, e));
@@ -428,28 +575,48 @@ INLINE __m512 column_max(const float *s, int32_t keys, shade *d) {
 
 /* What a column's p are made with, and what they leave. */
 typedef struct column {
-    __m512 scale, factor, minus; /* p = 2^(factor * (scale * s) + minus) */
+    __m512 scale, factor, minus; /* p = 2^(factor * (scale * s) + minus), or in parts 2^(factor * (scale * s + minus)) */
     __m512 sum;                  /* of p */
+    int64_t part;                /* as p_part */
 } column;
 
+/* The higher halves of two vectors, their elements in turn, and what is below them: three times that is all. */
+INLINE __m512i take_part(__m512 *even, __m512 *odd) {
+    const __m512i high = _mm512_set1_epi32((int)0xffff0000);
+    __m512i low = _mm512_bsrli_epi128(_mm512_castps_si512(*even), 2), both;
+    KEEP(low);
+    both = _mm512_mask_blend_epi16(0xaaaaaaaa, low, _mm512_castps_si512(*odd));
+    *even = _mm512_sub_ps(*even, _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(*even), high)));
+    *odd = _mm512_sub_ps(*odd, _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(*odd), high)));
+    return both;
+}
+
 /* p of two keys into a row of a tile. */
-INLINE void exp_pair(column *c, __m512 *sum, uint16_t *p, const float *s) {
+INLINE void exp_pair(const column *c, __m512 *sum, uint16_t *p, const float *s, const bool in_parts) {
     __m512 even = _mm512_loadu_ps(s), odd = _mm512_loadu_ps(s + 16);
     KEEP(even);
     KEEP(odd);
-    even = exp2_of(_mm512_fmadd_ps(_mm512_mul_ps(even, c->scale), c->factor, c->minus));
-    odd = exp2_of(_mm512_fmadd_ps(_mm512_mul_ps(odd, c->scale), c->factor, c->minus));
-    _mm512_storeu_si512(p, join(even, odd));
+    even = _mm512_mul_ps(even, c->scale);
+    odd = _mm512_mul_ps(odd, c->scale);
+    if (!in_parts) {
+        even = exp2_of(_mm512_fmadd_ps(even, c->factor, c->minus));
+        odd = exp2_of(_mm512_fmadd_ps(odd, c->factor, c->minus));
+        _mm512_storeu_si512(p, join(even, odd));
+    } else {
+        even = exp2_times(_mm512_mul_ps(_mm512_add_ps(even, c->minus), c->factor), true);
+        odd = exp2_times(_mm512_mul_ps(_mm512_add_ps(odd, c->minus), c->factor), true);
+    }
     *sum = _mm512_add_ps(*sum, _mm512_add_ps(even, odd));
+    for (int n = 0; in_parts && n < 3; n++) _mm512_storeu_si512(p + n * c->part, take_part(&even, &odd));
 }
 
 /* p of a column's keys, in whole groups. */
-INLINE void exp_groups(column *c, uint16_t *p, const float *s, int32_t keys, shade *d) {
+INLINE void exp_groups(column *c, uint16_t *p, const float *s, int32_t keys, shade *d, const bool in_parts) {
     column x = *c; /* of which nobody has the address: it stays in registers */
     for (; keys >= GROUP; keys -= GROUP, s += 16 * GROUP, p += 16 * GROUP) {
         __m512 sum = _mm512_setzero_ps(); /* short sums keep the rounding error small */
-#define EXP_PART(part) exp_pair(&x, &sum, p + 32 * part, s + 32 * part)
-        IN_SHADE(d, EXP_PART);
+#define EXP_PART(part) exp_pair(&x, &sum, p + 32 * part, s + 32 * part, in_parts)
+        IN_SHADE(d, in_parts, EXP_PART);
         x.sum = _mm512_add_ps(x.sum, sum);
     }
     *c = x;
@@ -457,26 +624,28 @@ INLINE void exp_groups(column *c, uint16_t *p, const float *s, int32_t keys, sha
 
 /* The last keys, fewer than a group, the last pair completed with -inf; then zeros to the end of the tile. */
 static void exp_rest(column *c, uint16_t *p, const float *s, int32_t keys, int32_t end) {
+    const bool in_parts = c->part != 0;
     __m512 sum = _mm512_setzero_ps();
     int32_t j = 0;
-    for (; j + 1 < keys; j += 2, s += 32, p += 32) exp_pair(c, &sum, p, s);
+    for (; j + 1 < keys; j += 2, s += 32, p += 32) exp_pair(c, &sum, p, s, in_parts);
     if (j < keys) {
         float pair[32];
         _mm512_storeu_ps(pair, _mm512_loadu_ps(s));
         _mm512_storeu_ps(pair + 16, _mm512_set1_ps(-INFINITY));
-        exp_pair(c, &sum, p, pair);
+        exp_pair(c, &sum, p, pair, in_parts);
         j += 2, p += 32;
     }
-    for (; j < end; j += 2, p += 32) _mm512_storeu_si512(p, _mm512_setzero_si512());
+    for (; j < end; j += 2, p += 32)
+        for (int n = 0; n < (in_parts ? 3 : 1); n++) _mm512_storeu_si512(p + n * c->part, _mm512_setzero_si512());
     c->sum = _mm512_add_ps(c->sum, sum);
 }
 
-INLINE void exp_column(column *c, const attn_bf16_softmax *m, int32_t r, shade *d) {
+INLINE void exp_column(column *c, const attn_bf16_softmax *m, int32_t r, shade *d, const bool in_parts) {
     const float *s = m->s + r / 16 * m->s_panel;
     uint16_t *p = m->p + r / 16 * m->p_panel;
     int32_t whole = m->keys / GROUP * GROUP, end = (int32_t)attn__bf16_pad(m->keys);
     c->sum = _mm512_setzero_ps();
-    exp_groups(c, p, s, m->keys, d);
+    exp_groups(c, p, s, m->keys, d, in_parts);
     if (whole < end) exp_rest(c, p + (ptrdiff_t)16 * whole, s + (ptrdiff_t)16 * whole, m->keys - whole, end - whole);
 }
 
@@ -496,18 +665,21 @@ static void scale_large(float *s, int32_t keys, column *c, __mmask16 large) {
 }
 
 /* 16 columns from r on. */
-INLINE void softmax_columns(const attn_bf16_softmax *m, int32_t r, shade *d) {
+INLINE void softmax_columns(const attn_bf16_softmax *m, int32_t r, shade *d, const bool in_parts) {
     const __m512 none = _mm512_set1_ps(-INFINITY), before = _mm512_loadu_ps(m->max + r);
     float *s = m->s + r / 16 * m->s_panel;
-    column c = {.scale = _mm512_set1_ps(m->scale), .factor = _mm512_set1_ps(m->factor)};
-    __m512 most = _mm512_mul_ps(_mm512_mul_ps(column_max(s, m->keys, d), c.scale), c.factor);
+    const __m512 factor = _mm512_set1_ps(m->factor);
+    column c = {.scale = _mm512_set1_ps(m->scale), .factor = factor, .part = m->p_part};
+    __m512 most = _mm512_mul_ps(column_max(s, m->keys, d, in_parts), c.scale);
+    if (!in_parts) most = _mm512_mul_ps(most, factor);
     most = _mm512_max_ps(most, before);
     __m512 base = _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(most, none, _CMP_NEQ_UQ), most);
     __mmask16 large = _mm512_cmp_ps_mask(_mm512_abs_ps(base), _mm512_set1_ps(LARGE), _CMP_GT_OQ);
-    if (large) scale_large(s, m->keys, &c, large);
+    if (large && !in_parts) scale_large(s, m->keys, &c, large);
     c.minus = _mm512_sub_ps(_mm512_setzero_ps(), base);
-    exp_column(&c, m, r, d);
-    __m512 alpha = exp2_of(_mm512_sub_ps(before, base));
+    exp_column(&c, m, r, d, in_parts);
+    __m512 alpha = _mm512_sub_ps(before, base);
+    alpha = exp2_of(in_parts ? _mm512_mul_ps(alpha, factor) : alpha);
     alpha = _mm512_mask_mov_ps(alpha, _mm512_cmp_ps_mask(before, base, _CMP_EQ_OQ), _mm512_set1_ps(1.0f));
     _mm512_storeu_ps(m->max + r, most);
     _mm512_storeu_ps(m->alpha + r, alpha);
@@ -522,14 +694,26 @@ INLINE uint32_t swap_mode(uint32_t mode) {
     return old;
 }
 
+INLINE void softmax_in_shade(const attn_bf16_softmax *m, shade *d, const bool in_parts) {
+    for (int32_t r = 0; r < m->width; r += 16) softmax_columns(m, r, d, in_parts);
+    while (d->at < d->end) shade_step(d, in_parts);
+}
+
+/* A function each, so that the compiler does not mix their registers up. */
+static __attribute__((noinline)) void softmax_of_bf16(const attn_bf16_softmax *m, shade *d) {
+    softmax_in_shade(m, d, false);
+}
+static __attribute__((noinline)) void softmax_of_floats(const attn_bf16_softmax *m, shade *d) {
+    softmax_in_shade(m, d, true);
+}
+
 void attn__bf16_softmax(const attn_bf16_softmax *step, const attn_bf16_product *products, int32_t count) {
     uint32_t mode = swap_mode(DEFAULT_MODE | FLUSH_TO_ZERO);
     int64_t groups = (int64_t)(step->keys / GROUP + step->keys / MAX_GROUP) * (step->width / 16);
     bool by_vectors = count > 0 && products->by_vectors;
     shade d;
     shade_make(&d, products, by_vectors ? 0 : count, groups > 0 ? groups : 1);
-    for (int32_t r = 0; r < step->width; r += 16) softmax_columns(step, r, &d);
-    while (d.at < d.end) shade_step(&d);
+    (step->p_part ? softmax_of_floats : softmax_of_bf16)(step, &d);
     for (int32_t n = 0; by_vectors && n < count; n++) run_by_vectors(&products[n]);
     swap_mode(mode);
 }
@@ -597,6 +781,12 @@ void attn__bf16_gradients(const attn_bf16_gradients *step) {
     else
         gradient_keys(step, c, false);
     swap_mode(mode);
+}
+
+void attn__bf16_take_in(float *o, int32_t dim, const float *alpha, const float *more) {
+    const __m512 factor = _mm512_loadu_ps(alpha);
+    for (int32_t x = 0; x < 16 * dim; x += 16)
+        _mm512_storeu_ps(o + x, _mm512_fmadd_ps(_mm512_loadu_ps(o + x), factor, _mm512_loadu_ps(more + x)));
 }
 
 void attn__bf16_rescale(float *o, int32_t dim, const float *alpha) {

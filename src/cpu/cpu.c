@@ -23,9 +23,11 @@ struct attn__micro_f64;
     extern const struct attn__micro_f32 attn__micro_##isa##_f32;                                                           \
     extern const struct attn__micro_f64 attn__micro_##isa##_f64;
 #define ISA_ONLY(isa, tables, name, dtype, bits, words)
+#define ISA_FORWARD(isa, tables, name, dtype, bits, words)
 #include "isa.def"
 #undef ISA
 #undef ISA_ONLY
+#undef ISA_FORWARD
 
 #define ROW(full_name, op_id, tables, real_name, only, is_wide, row_count, col_count, bits, words)                         \
     {.name = full_name,                                                                                                    \
@@ -45,8 +47,10 @@ struct attn__micro_f64;
     ROW("bwd_" #isa "_f32", ATTN_BACKWARD, isa, f32, ANY, false, ATTN_TILE_ROWS, ATTN_TILE_COLS, bits, words)              \
     ROW("bwd_" #isa "_f64", ATTN_BACKWARD, isa, f64, ANY, true, ATTN_TILE_ROWS, ATTN_TILE_COLS, bits, words)
 #define ISA_ONLY(isa, tables, name, dtype, bits, words)                                                                    \
-    ROW("fwd_" #isa "_" #name, ATTN_FORWARD, tables, f32, dtype, false, ATTN_BF16_ROWS, ATTN_BF16_KEYS, bits, words)       \
+    ISA_FORWARD(isa, tables, name, dtype, bits, words)                                                                     \
     ROW("bwd_" #isa "_" #name, ATTN_BACKWARD, tables, f32, dtype, false, ATTN_BF16_ROWS, ATTN_TILE_COLS, bits, words)
+#define ISA_FORWARD(isa, tables, name, dtype, bits, words)                                                                 \
+    ROW("fwd_" #isa "_" #name, ATTN_FORWARD, tables, f32, dtype, false, ATTN_BF16_ROWS, ATTN_BF16_KEYS, bits, words)
 
 static const attn_kernel kernels[] = {
     {.name = "append_c", .needs = "", .op = ATTN_KV_APPEND},
@@ -54,6 +58,7 @@ static const attn_kernel kernels[] = {
 };
 #undef ISA
 #undef ISA_ONLY
+#undef ISA_FORWARD
 #undef ANY
 #undef ROW
 
@@ -84,6 +89,7 @@ static void choose_kernel(attn_plan *plan) {
         /* A result of more bits is wanted as exact as they are: not by products of bf16. */
         if (k->dtype && (k->dtype != p->dtype || k->dtype != p->kv_dtype || k->dtype != p->out_dtype)) fits = false;
         if (k->dtype && (p->flags & ATTN_DESCALE_PAGES)) fits = false; /* they take keys as they are */
+        if (k->dtype && attn__wide_problem(p)) fits = false;
         if (is_by_vectors(k) && (plan->context->cpu & ATTN_CPU_AMX)) fits = false;
         if (fits && runs_on(k, plan->context->cpu) && is_permitted(k)) plan->kernel = k;
     }
@@ -149,7 +155,7 @@ static void limit_threads(attn_plan *plan) {
 static void choose_strip(attn_plan *plan) {
     const attn_problem *p = &plan->problem;
     bool is_short = attn__is_short(p->max_q);
-    const bool is_narrow = p->max_q <= ATTN_NARROW_ROWS, by_bf16 = attn__by_bf16(plan);
+    const bool is_narrow = p->max_q <= ATTN_NARROW_ROWS, by_bf16 = attn__by_bf16(plan) && !(is_short && attn__splits(plan));
     const int64_t units_per_thread = is_narrow ? 2 : is_short ? (by_bf16 ? 1 : 4) : by_bf16 ? 4 : 8;
     const int64_t most_bytes = 768 << 10; /* q and o of a strip stay in a cache of 1 MiB */
     int64_t tiles = is_short ? p->batch * p->heads_kv * attn__short_tiles(p, p->max_q) : 0;
@@ -157,7 +163,12 @@ static void choose_strip(attn_plan *plan) {
     if (is_short && by_chunks) tiles *= attn__ceil_div(p->max_kv, ATTN_CHUNK);
     if (!is_short) tiles = (int64_t)p->batch * p->heads_q * attn__ceil_div(p->max_q, ATTN_TILE_ROWS);
     plan->strip = p->op == ATTN_FORWARD ? ATTN_STRIP : 1;
-    while (plan->strip > 1 && plan->slots > 1 && tiles / plan->strip < units_per_thread * plan->slots) plan->strip /= 2;
+    while (plan->strip > 1 && plan->slots > 1) {
+        const int64_t units =
+            attn__splits(plan) && !is_short && plan->strip <= 4 ? 2 : units_per_thread; /* packing costs half, then */
+        if (tiles / plan->strip >= units * plan->slots) break;
+        plan->strip /= 2;
+    }
     const int64_t tile_bytes = ATTN_TILE_ROWS * (int64_t)(p->dim_qk + p->dim_v) * (int64_t)sizeof(float);
     while (!is_short && plan->strip > 1 && plan->strip * tile_bytes > most_bytes) plan->strip /= 2;
     plan->strip_heads = attn__min32(plan->strip, p->heads_q / p->heads_kv);
@@ -192,7 +203,7 @@ static attn_status plan_cpu(attn_plan *plan) {
     attn__plan_say(plan, "threads: %d\n", plan->slots);
     attn__plan_say(plan, "tiles: %d rows x %d keys\n", plan->kernel->rows, plan->kernel->cols);
     attn__plan_say(plan, "split: sequences of at most %d rows in chunks of %d keys%s\n",
-                   attn__by_bf16(plan) ? ATTN_NARROW_ROWS : ATTN_SPLIT_ROWS, ATTN_CHUNK,
+                   attn__by_bf16(plan) ? attn__rows_left(plan) : ATTN_SPLIT_ROWS, ATTN_CHUNK,
                    plan->partials ? ", over all threads" : ", each on one thread");
     if (!plan->kernel->wide && attn__wide_problem(&plan->problem))
         attn__plan_say(plan, "in double: all sequences\n");

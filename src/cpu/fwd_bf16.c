@@ -1,5 +1,5 @@
 /*
- * The forward of bf16 by products of bf16 (bf16.h): sequences that are not narrow, q, k, v and o all bf16. The rest is as in fwd.c: strips of query tiles
+ * The forward by products of bf16 (bf16.h): sequences that are not narrow, q, k, v and o all bf16; or, by tiles of AMX, all float32, as three bf16 each. The rest is as in fwd.c: strips of query tiles
  * share each load of keys, which is here a packing into operands of tiles; every row walks its keys in ascending order.
  *
  * An item of work is a tile of 32 rows against up to 256 keys: scores S, softmax, and the product of P and V. With the softmax of one item
@@ -16,6 +16,10 @@
  * scaled yet may overflow where its score does not. Where that can be, a row ends without a finite maximum or with a sum that is
  * no number above 0. Such rows are done again by fwd.c, a tile at a time, so that many of them (a bias of -FLT_MAX for padding) take no
  * longer than there. A scale next to 0 is left to it altogether: it could bring an overflow back among other scores.
+ *
+ * float32: q, k, v and p come in three parts, and a product of P and V is summed by itself before O takes it in. Numbers that the parts do not have
+ * (ATTN_SPLIT_MOST) are found as they are packed, and rows that see one are done again by fwd.c, too; so is a row with a result as small as
+ * the parts are inexact, if it sees such a number.
  */
 #include "bf16.h"
 
@@ -27,15 +31,20 @@
 
 #ifdef ATTN_HAVE_BF16
 
-enum { PARTS = ATTN_BF16_KEYS / ATTN_TILE_COLS, MEMBERS = ATTN_STRIP * ATTN_TILE_ROWS / ATTN_BF16_ROWS };
+/* Elements of S and of P, or of one of its parts. */
+enum { P_SIZE = ATTN_BF16_KEYS * ATTN_BF16_ROWS };
+
+enum { TILES = ATTN_BF16_KEYS / ATTN_TILE_COLS };
 
 /* A query tile of the strip: two panels of 16 rows, of which the second may have none. */
 typedef struct member {
     attn_rows panel[2];
     int32_t rows;
-    uint16_t *q;              /* operand b of the scores */
-    float *o;                 /* [2][dim_v][16], unnormalised and transposed */
-    float *max, *sum, *alpha; /* [32]; max in base 2 */
+    uint16_t *q;      /* operand b of the scores */
+    float *o;         /* [2][dim_v][16], unnormalised and transposed */
+    float *max, *sum; /* [32]; max in base 2 */
+    uint32_t out;     /* rows that see a number that the parts do not have, as bits */
+    uint32_t tiny;    /* or have inexactly */
 } member;
 
 /* One thread's memory. */
@@ -45,34 +54,47 @@ typedef struct scratch {
     uint16_t *p[2];   /* probabilities of this item and the last, operand b */
     uint16_t *k, *v;  /* operands a */
     uint16_t *clean;  /* v with zeros for NaN and infinity */
-    uint16_t *rows;   /* rows of k, v or q that do not lie a fixed distance apart, or are changed */
+    void *rows;       /* rows of k, v or q that do not lie a fixed distance apart, or are changed */
     float *out, *row; /* [16][dim_v]; see tile_adjust */
+    float *alpha[2];  /* [32], of this item and the last */
+    float *p_v;       /* float32: P V of the last item, as o */
     uint16_t *q;      /* of all members, as the rest */
-    float *o, *max, *sum, *alpha;
+    float *o, *max, *sum;
 } scratch;
+
+/*
+ * Elements from part to part of an operand, of which each has so many; 0: there is one. Tiles of all parts that are multiplied one after the other would
+ * lie in the same sets of the first cache, were it not for a tile in between. And the elements of all parts.
+ */
+static int64_t part_of(bool splits, int64_t elements) { return splits ? elements + ATTN_BF16_TILE : 0; }
+static int64_t whole_of(bool splits, int64_t elements) { return elements + 2 * part_of(splits, elements); }
 
 /* As attn__lay_out, which it calls. */
 static int64_t lay_out(scratch *m, char *at, const attn_plan *plan) {
     const attn_problem *p = &plan->problem;
     int64_t qk = attn__bf16_pad(p->dim_qk), v = attn__bf16_pad(p->dim_v), rows = plan->strip * ATTN_TILE_ROWS;
-    int64_t item = ATTN_BF16_KEYS * ATTN_BF16_ROWS, half = sizeof(uint16_t), whole = sizeof(float);
+    int64_t whole = sizeof(float);
+    const bool splits = attn__splits(plan);
+    int64_t number = splits ? sizeof(float) : sizeof(uint16_t), half = sizeof(uint16_t);
     const attn_room rooms[] = {
         {&m->tile, rows / ATTN_BF16_ROWS * (int64_t)sizeof(member)},
-        {&m->s[0], item * whole},
-        {&m->s[1], item * whole},
-        {&m->p[0], item * half},
-        {&m->p[1], item * half},
-        {&m->k, ATTN_BF16_KEYS * qk * half},
-        {&m->v, ATTN_BF16_KEYS * v * half},
-        {&m->clean, ATTN_BF16_KEYS * v * half},
-        {&m->rows, ATTN_BF16_KEYS * (qk > v ? qk : v) * half},
+        {&m->s[0], P_SIZE * whole},
+        {&m->s[1], P_SIZE * whole},
+        {&m->p[0], whole_of(splits, P_SIZE) * half},
+        {&m->p[1], whole_of(splits, P_SIZE) * half},
+        {&m->k, whole_of(splits, ATTN_BF16_KEYS * qk) * half},
+        {&m->v, whole_of(splits, ATTN_BF16_KEYS * v) * half},
+        {&m->clean, splits ? 0 : ATTN_BF16_KEYS * v * half},
+        {&m->rows, ATTN_BF16_KEYS * (qk > v ? qk : v) * number},
         {&m->out, 16 * v * whole},
         {&m->row, ATTN_BF16_KEYS * whole},
-        {&m->q, rows * qk * half},
+        {&m->alpha[0], ATTN_BF16_ROWS * whole},
+        {&m->alpha[1], ATTN_BF16_ROWS * whole},
+        {&m->p_v, splits ? ATTN_BF16_ROWS * v * whole : 0},
+        {&m->q, rows / ATTN_BF16_ROWS * whole_of(splits, ATTN_BF16_ROWS * qk) * half},
         {&m->o, rows * v * whole},
         {&m->max, rows * whole},
         {&m->sum, rows * whole},
-        {&m->alpha, rows * whole},
     };
     return attn__lay_out(at, rooms, sizeof rooms / sizeof rooms[0]);
 }
@@ -89,37 +111,77 @@ typedef struct strip {
     scratch m;
     int32_t count;
     int32_t k_at, v_at;       /* first keys of the blocks that m.k and m.v hold; -1: none */
+    bool splits;              /* float32 in three parts */
     bool v_finite;            /* otherwise m.clean is made as well */
     bool scaled;              /* are the scores scaled before the softmax? */
     float scale;              /* of q, k and the problem */
     bool bad[ATTN_BF16_KEYS]; /* keys of which m.clean leaves something out */
+    bool k_odd, v_odd;        /* float32: are there numbers that the parts do not have, or have inexactly? */
+    uint8_t k_is[ATTN_BF16_KEYS], v_is[ATTN_BF16_KEYS]; /* if so, of which keys, as below */
 } strip;
+
+enum {
+    IS_OUT = ATTN_SPLIT_OUT,
+    IS_TINY = ATTN_SPLIT_TINY,
+    IS_NO_NUMBER = 4
+}; /* NaN or infinity, which is not counted as out */
 
 /* One piece of work: keys [first, first + keys) of the block at j0. */
 typedef struct item {
     member *x;
     int32_t j0, first, keys;
-    int class[PARTS];
+    int class[TILES];
     bool full; /* every pair is allowed */
 } item;
 
-static void pack_q(const member *x, scratch *m) {
+/* What numbers of this dtype are to it: as many elements from row to row as their vectors have. */
+static const void *element(const void *data, attn_dtype dtype, int64_t at) {
+    return (const char *)data + at * (int64_t)attn_dtype_size(dtype);
+}
+
+/* A copy of rows without gaps, which is returned, with zeros for what the parts do not have; is[i]: what is odd of row i? */
+static const float *clean_rows(float *to, const float *from, int64_t row, int32_t rows, int32_t dim, uint8_t *is) {
+    for (int32_t i = 0; i < rows; i++) {
+        is[i] = 0;
+        for (int32_t n = 0; n < dim; n++) {
+            const float x = from[i * row + n];
+            const int odd = attn__bf16_odd(x);
+            is[i] |= (uint8_t)(odd == IS_OUT && !isfinite(x) ? IS_NO_NUMBER : odd);
+            to[(int64_t)i * dim + n] = odd == IS_OUT ? 0 : x;
+        }
+    }
+    return to;
+}
+
+static void pack_q(const strip *s, member *x) {
+    const scratch *m = &s->m;
     const attn_rows *t = &x->panel[0];
     const attn_problem *p = t->p;
-    const uint16_t *from = (const uint16_t *)t->f->q.data + attn__q_offset(p, &t->f->q, &t->s, t->i0, t->h0);
+    const int64_t size = ATTN_BF16_ROWS * attn__bf16_pad(p->dim_qk);
+    const void *from = element(t->f->q.data, p->dtype, attn__q_offset(p, &t->f->q, &t->s, t->i0, t->h0));
     int64_t row = t->f->q.stride[1];
     if (p->flags & ATTN_ROTARY) {
         double rotated[ATTN_MAX_DIM], descale = attn__descale(t->f, t->f->q_descale, t->s.b, t->kv_head);
         for (int32_t r = 0; r < x->rows; r++) {
             attn__q_row(p, t->f, &t->s, t->i0 + r, t->h0, rotated);
-            for (int32_t n = 0; n < p->dim_qk; n++) /* bf16 again: the factor is in the scale */
-                attn__store(ATTN_BF16, m->rows, (int64_t)r * p->dim_qk + n, descale != 0 ? rotated[n] / descale : 0);
+            for (int32_t n = 0; n < p->dim_qk; n++) /* as it was rounded: the factor is in the scale */
+                attn__store(p->dtype, m->rows, (int64_t)r * p->dim_qk + n, descale != 0 ? rotated[n] / descale : 0);
         }
         from = m->rows;
         row = p->dim_qk;
     }
-    memset(x->q, 0, (size_t)(ATTN_BF16_ROWS * attn__bf16_pad(p->dim_qk)) * sizeof *x->q);
-    attn__bf16_pack_dims(x->q, from, row, x->rows, p->dim_qk);
+    memset(x->q, 0, (size_t)whole_of(s->splits, size) * sizeof *x->q);
+    if (!s->splits) {
+        attn__bf16_pack_dims(x->q, from, row, x->rows, p->dim_qk);
+        return;
+    }
+    const int64_t part = part_of(true, size);
+    if (!(attn__bf16_split_dims(x->q, part, from, row, x->rows, p->dim_qk) & ATTN_SPLIT_OUT)) return;
+    uint8_t is[ATTN_BF16_ROWS];
+    from = clean_rows(m->rows, from, row, x->rows, p->dim_qk, is);
+    attn__bf16_split_dims(x->q, part, from, p->dim_qk, x->rows, p->dim_qk);
+    for (int32_t r = 0; r < x->rows; r++)
+        if (is[r] & ~IS_TINY) x->out |= UINT32_C(1) << r;
 }
 
 /* The tile with these rows joins the strip. */
@@ -132,34 +194,35 @@ static void join(strip *s, const attn_buffers *f, const attn_unit *rows, int32_t
         attn_unit part = {rows->b, rows->row + first, attn__min32(16, rows->rows - first), -1};
         attn__tile_make_f32(&x->panel[n], s->plan, f, &part, h, false);
     }
-    s->count++;
     int64_t qk = attn__bf16_pad(s->plan->problem.dim_qk), v = attn__bf16_pad(s->plan->problem.dim_v);
-    x->q = s->m.q + row * qk;
+    x->q = s->m.q + s->count * whole_of(s->splits, ATTN_BF16_ROWS * qk);
     x->o = s->m.o + row * v;
     x->max = s->m.max + row;
     x->sum = s->m.sum + row;
-    x->alpha = s->m.alpha + row;
+    x->out = x->tiny = 0;
     memset(x->o, 0, (size_t)(ATTN_BF16_ROWS * v) * sizeof *x->o);
     for (int32_t r = 0; r < ATTN_BF16_ROWS; r++) {
         x->max[r] = -INFINITY;
         x->sum[r] = 0;
     }
-    pack_q(x, &s->m);
+    s->count++;
+    pack_q(s, x);
 }
 
 /* ---- keys ---- */
 
 /* Rows [j0, j0 + keys) of k or v: where they lie, a fixed distance apart, or gathered. */
-static const uint16_t *rows_of(strip *s, const attn_tensor *of, int32_t dim, int32_t j0, int32_t keys, int64_t *row) {
+static const void *rows_of(strip *s, const attn_tensor *of, int32_t dim, int32_t j0, int32_t keys, int64_t *row) {
     const attn_rows *t = s->m.tile->panel;
     int32_t at = t->s.leftpad + j0;
     const char *from = attn__tile_kv_row_f32(t, of, at, NULL);
+    const size_t bytes = (size_t)dim * attn_dtype_size(t->p->kv_dtype);
     *row = of->stride[1];
-    if (attn__tile_in_one_page_f32(t, j0, keys)) return (const uint16_t *)(const void *)from;
+    if (attn__tile_in_one_page_f32(t, j0, keys)) return from;
     *row = dim;
     for (int32_t j = 0; j < keys; j++) {
         if (j > 0) from = attn__tile_kv_row_f32(t, of, at + j, from);
-        memcpy(s->m.rows + (int64_t)j * dim, from, (size_t)dim * sizeof *s->m.rows);
+        memcpy((char *)s->m.rows + (size_t)j * bytes, from, bytes);
     }
     return s->m.rows;
 }
@@ -168,11 +231,21 @@ static int32_t keys_of(const strip *s, int32_t j0) { return attn__min32(ATTN_BF1
 
 static void need_k(strip *s, int32_t j0) {
     const attn_rows *t = s->m.tile->panel;
+    const int32_t keys = keys_of(s, j0), dim = t->p->dim_qk;
     int64_t row;
     if (s->k_at == j0) return;
-    const uint16_t *from = rows_of(s, &t->f->k, t->p->dim_qk, j0, keys_of(s, j0), &row);
-    attn__bf16_pack_rows(s->m.k, from, row, keys_of(s, j0), t->p->dim_qk);
+    const void *from = rows_of(s, &t->f->k, dim, j0, keys, &row);
     s->k_at = j0;
+    if (!s->splits) {
+        attn__bf16_pack_rows(s->m.k, from, row, keys, dim);
+        return;
+    }
+    const int64_t part = part_of(true, ATTN_BF16_KEYS * attn__bf16_pad(dim));
+    s->k_odd = attn__bf16_split_rows(s->m.k, part, from, row, keys, dim) & ATTN_SPLIT_OUT;
+    if (!s->k_odd) return; /* a score is off by nothing that counts where numbers are tiny */
+    from = clean_rows(s->m.rows, from, row, keys, dim, s->k_is);
+    attn__bf16_split_rows(s->m.k, part, from, dim, keys, dim);
+    for (int32_t j = 0; j < keys; j++) s->k_is[j] = s->k_is[j] & ~IS_TINY ? IS_OUT : 0;
 }
 
 static void need_v(strip *s, int32_t j0) {
@@ -180,9 +253,23 @@ static void need_v(strip *s, int32_t j0) {
     int32_t keys = keys_of(s, j0), dim = t->p->dim_v;
     int64_t row;
     if (s->v_at == j0) return;
-    const uint16_t *from = rows_of(s, &t->f->v, dim, j0, keys, &row);
-    s->v_finite = attn__bf16_pack_columns(s->m.v, from, row, keys, dim);
+    const void *from = rows_of(s, &t->f->v, dim, j0, keys, &row);
     s->v_at = j0;
+    if (s->splits) {
+        const int64_t part = part_of(true, ATTN_BF16_KEYS * attn__bf16_pad(dim));
+        const int odd = attn__bf16_split_columns(s->m.v, part, from, row, keys, dim);
+        s->v_odd = odd != 0;
+        s->v_finite = true;
+        if (!odd) return;
+        from = clean_rows(s->m.rows, from, row, keys, dim, s->v_is);
+        if (odd & ATTN_SPLIT_OUT) attn__bf16_split_columns(s->m.v, part, from, dim, keys, dim);
+        for (int32_t j = 0; j < keys; j++) { /* there are zeros in the place of what is not finite */
+            s->bad[j] = s->v_is[j] & IS_NO_NUMBER;
+            s->v_finite &= !s->bad[j];
+        }
+        return;
+    }
+    s->v_finite = attn__bf16_pack_columns(s->m.v, from, row, keys, dim);
     if (s->v_finite) return;
     from = attn__bf16_clean(s->m.rows, from, row, keys, dim, s->bad);
     attn__bf16_pack_columns(s->m.clean, from, dim, keys, dim);
@@ -209,7 +296,24 @@ static bool make_item(item *w, member *x, int32_t j0, int32_t keys) {
     return w->first >= 0;
 }
 
+/* Rows of the item that see odd keys. Those that are known need not be looked at again. */
+static void look_for(const item *w, bool any, const uint8_t *is) {
+    member *x = w->x;
+    const attn_rows *t = x->panel;
+    const uint32_t all = x->rows < 32 ? (UINT32_C(1) << x->rows) - 1 : UINT32_MAX;
+    for (int32_t j = w->first; any && x->out != all && j < w->first + w->keys; j++) {
+        const int32_t *flash = t->mask.vectors ? attn__flash_at(t->p, t->f, t->s.b, t->kv_head, w->j0 + j) : NULL;
+        for (int32_t r = 0; is[j] && r < x->rows; r++) {
+            const uint32_t bit = UINT32_C(1) << r;
+            if (!attn__mask_allowed(&t->mask, t->i0 + r, w->j0 + j, flash)) continue;
+            if (is[j] & IS_OUT) x->out |= bit;
+            if (is[j] & IS_TINY) x->tiny |= bit;
+        }
+    }
+}
+
 static attn_bf16_product scores(const strip *s, const item *w, int place) {
+    look_for(w, s->k_odd, s->k_is);
     int32_t dim = (int32_t)attn__bf16_pad(s->plan->problem.dim_qk), keys = (int32_t)attn__bf16_pad(w->keys);
     return (attn_bf16_product){.c = s->m.s[place],
                                .ldc = 16,
@@ -218,6 +322,8 @@ static attn_bf16_product scores(const strip *s, const item *w, int place) {
                                .a_panel = 16 * dim,
                                .b = w->x->q,
                                .b_panel = 16 * dim,
+                               .a_part = part_of(s->splits, ATTN_BF16_KEYS * dim),
+                               .b_part = part_of(s->splits, ATTN_BF16_ROWS * dim),
                                .m = keys,
                                .n = ATTN_BF16_ROWS,
                                .k = dim,
@@ -225,19 +331,22 @@ static attn_bf16_product scores(const strip *s, const item *w, int place) {
 }
 
 static attn_bf16_product p_v(const strip *s, const item *w, int place) {
+    look_for(w, s->v_odd, s->v_is);
     int32_t dim = (int32_t)attn__bf16_pad(s->plan->problem.dim_v), block = (int32_t)attn__bf16_pad(keys_of(s, w->j0));
-    const uint16_t *v = s->v_finite || w->full ? s->m.v : s->m.clean;
-    return (attn_bf16_product){.c = w->x->o,
+    const uint16_t *v = s->v_finite || w->full || s->splits ? s->m.v : s->m.clean;
+    return (attn_bf16_product){.c = s->splits ? s->m.p_v : w->x->o,
                                .ldc = 16,
                                .c_panel = 16 * dim,
                                .a = v + w->first / 32 * ATTN_BF16_TILE,
                                .a_panel = 16 * block,
                                .b = s->m.p[place],
                                .b_panel = 16 * attn__bf16_pad(w->keys),
+                               .a_part = part_of(s->splits, ATTN_BF16_KEYS * dim),
+                               .b_part = part_of(s->splits, P_SIZE),
                                .m = dim,
                                .n = ATTN_BF16_ROWS,
                                .k = (int32_t)attn__bf16_pad(w->keys),
-                               .accumulate = true,
+                               .accumulate = !s->splits,
                                .by_vectors = attn__by_vectors(s->plan)};
 }
 
@@ -266,7 +375,7 @@ static int64_t p_place(const item *w, int32_t r, int32_t j) {
     return attn__bf16_place_b(16 * attn__bf16_pad(w->keys), r, j);
 }
 
-static void drop(const item *w, uint16_t *p) {
+static void drop(const strip *s, const item *w, uint16_t *p) {
     const attn_rows *t = w->x->panel;
     uint32_t batch_head = (uint32_t)(t->s.b * t->p->heads_q + t->h0), random[4];
     for (int32_t r = 0; r < w->x->rows; r++) {
@@ -274,28 +383,55 @@ static void drop(const item *w, uint16_t *p) {
             uint32_t key = (uint32_t)(w->j0 + w->first + j);
             if (j % ATTN_PHILOX_KEYS == 0)
                 attn__philox4(&t->dropout, batch_head, (uint32_t)(t->i0 + r), key / ATTN_PHILOX_KEYS, random);
-            if (attn__drops(&t->dropout, random, key)) p[p_place(w, r, j)] = 0;
+            if (!attn__drops(&t->dropout, random, key)) continue;
+            for (int n = 0; n < (s->splits ? 3 : 1); n++) p[n * part_of(true, P_SIZE) + p_place(w, r, j)] = 0;
         }
     }
 }
 
-/* What m.clean leaves out, for the rows that see it. */
+/* p of row r and key j of the item, whole. */
+static float p_at(const strip *s, const item *w, const uint16_t *p, int32_t r, int32_t j) {
+    float whole = 0;
+    for (int n = s->splits ? 2 : 0; n >= 0; n--) whole += attn__from_bf16(p[n * part_of(true, P_SIZE) + p_place(w, r, j)]);
+    return whole;
+}
+
+/* What has been left out of V, for the rows that see it. */
 static void add_bad(const strip *s, const item *w, const uint16_t *p) {
     const attn_rows *t = w->x->panel;
     int32_t dim = t->p->dim_v;
-    for (int32_t j = w->first; !s->v_finite && !w->full && j < w->first + w->keys; j++) {
+    for (int32_t j = w->first; !s->v_finite && !(w->full && !s->splits) && j < w->first + w->keys; j++) {
         if (!s->bad[j]) continue;
-        const uint16_t *v =
-            (const uint16_t *)(const void *)attn__tile_kv_row_f32(t, &t->f->v, t->s.leftpad + w->j0 + j, NULL);
+        const char *v = attn__tile_kv_row_f32(t, &t->f->v, t->s.leftpad + w->j0 + j, NULL);
         const int32_t *flash = t->mask.vectors ? attn__flash_at(t->p, t->f, t->s.b, t->kv_head, w->j0 + j) : NULL;
         for (int32_t r = 0; r < w->x->rows; r++) {
             if (!attn__mask_allowed(&t->mask, t->i0 + r, w->j0 + j, flash)) continue;
-            float weight = attn__from_bf16(p[p_place(w, r, j - w->first)]);
+            float weight = p_at(s, w, p, r, j - w->first);
             float *o = w->x->o + r / 16 * (16 * attn__bf16_pad(dim)) + r % 16;
-            for (int32_t x = 0; x < dim; x++)
-                if (attn__bf16_is_bad(v[x])) o[(int64_t)x * 16] += weight * attn__from_bf16(v[x]);
+            for (int32_t x = 0; x < dim; x++) {
+                const float value = (float)attn__load(t->p->kv_dtype, v, x);
+                if (!isfinite(value)) o[(int64_t)x * 16] += weight * value;
+            }
         }
     }
+}
+
+/* O times alpha; of float32, and what the item adds to it. */
+static void rescale(const strip *s, const item *w, const float *alpha) {
+    const int32_t dim = (int32_t)attn__bf16_pad(s->plan->problem.dim_v);
+    for (int32_t r = 0; r < ATTN_BF16_ROWS; r += 16) {
+        float *o = w->x->o + (int64_t)r * dim;
+        if (s->splits)
+            attn__bf16_take_in(o, dim, alpha + r, s->m.p_v + (int64_t)r * dim);
+        else
+            attn__bf16_rescale(o, dim, alpha + r);
+    }
+}
+
+/* The product of P and V is made: what o still lacks of it. */
+static void take_in(const strip *s, const item *w, int place) {
+    if (s->splits) rescale(s, w, s->m.alpha[place]);
+    add_bad(s, w, s->m.p[place]);
 }
 
 /* ---- all items of a strip ---- */
@@ -337,33 +473,45 @@ static void work_items(strip *s, int32_t first, int32_t end) {
                                   .factor = 1.44269504088896340736f,
                                   .max = now.x->max,
                                   .sum = now.x->sum,
-                                  .alpha = now.x->alpha,
+                                  .alpha = s->m.alpha[place],
                                   .p = s->m.p[place],
-                                  .p_panel = 16 * attn__bf16_pad(now.keys)};
+                                  .p_panel = 16 * attn__bf16_pad(now.keys),
+                                  .p_part = part_of(s->splits, P_SIZE)};
         attn__bf16_softmax(&step, product, count);
-        if (is_last) add_bad(s, &last, s->m.p[place ^ 1]);
-        if (s->plan->problem.dropout > 0) drop(&now, s->m.p[place]);
-        int32_t dim = (int32_t)attn__bf16_pad(s->plan->problem.dim_v);
-        for (int32_t r = 0; r < step.width; r += 16) attn__bf16_rescale(now.x->o + (int64_t)r * dim, dim, now.x->alpha + r);
+        if (is_last) take_in(s, &last, place ^ 1);
+        if (s->plan->problem.dropout > 0) drop(s, &now, s->m.p[place]);
+        if (!s->splits) rescale(s, &now, s->m.alpha[place]);
         last = now;
         is_last = true;
         if (!more) {
             need_v(s, last.j0);
             product[0] = p_v(s, &last, place);
             attn__bf16_run(product);
-            add_bad(s, &last, s->m.p[place]);
+            take_in(s, &last, place);
             return;
         }
         now = next;
     }
 }
 
-/* May fwd.c have another result for row r? A row whose window is empty has none in either. */
-static bool is_doubtful(const member *x, int32_t r) {
+/* Of results in parts: next to what they may be off by? */
+static bool is_tiny(const float *out, int32_t dim, float sum) {
+    bool any = false;
+    const float least = 4 * sum * attn__from_bf16(ATTN_SPLIT_LEAST);
+    for (int32_t n = 0; n < dim; n++) any |= !(fabsf(out[n]) >= least);
+    return any;
+}
+
+/* May fwd.c have another result for row r, which is given as it is before the division? A row whose window is empty has none in either. */
+static bool is_doubtful(const strip *s, const member *x, int32_t r, const float *out, float sum) {
     const attn_rows *t = &x->panel[r / 16];
     int32_t first, end;
     attn__mask_row(&t->mask, t->i[r % 16], &first, &end);
-    return first < end && !(x->max[r] < INFINITY && x->sum[r] > 0);
+    if (first >= end) return false;
+    if (!(x->max[r] < INFINITY && sum > 0)) return true;
+    if (!s->splits) return false;
+    return (x->out >> r & 1) || ((x->tiny >> r & 1) && is_tiny(out, t->p->dim_v, sum)) ||
+           (attn__mixed(t->p) && attn__few(sum, 1, ATTN_FEW_KEYS));
 }
 
 /* Returns the rows that are to be done again, as bits. */
@@ -373,17 +521,28 @@ static uint32_t finish(const strip *s, const member *x) {
     for (int32_t r = 0; r < x->rows; r++) {
         float *out = s->m.out + (int64_t)(r % 16) * dim;
         if (r % 16 == 0) attn__bf16_transpose(x->panel->micro, s->m.out, dim, x->o + (int64_t)r * dim, dim);
-        attn__fwd_finish_row_f32(&x->panel[r / 16], r % 16, out, x->max[r] * 0.69314718055994530942, x->sum[r]);
-        if (is_doubtful(x, r)) again |= UINT32_C(1) << r;
+        const float sum = s->splits ? x->sum[r] * (1 / ATTN_SPLIT_SHIFT) : x->sum[r];
+        const double max = s->splits ? x->max[r] : x->max[r] * 0.69314718055994530942; /* not in base 2 */
+        if (s->splits) x->panel->micro->scale(out, dim, 1 / ATTN_SPLIT_SHIFT);
+        attn__fwd_finish_row_f32(&x->panel[r / 16], r % 16, out, max, sum);
+        if (is_doubtful(s, x, r, out, sum)) again |= UINT32_C(1) << r;
     }
     return again;
 }
+
+void attn__fwd_rows_f64(const attn_plan *plan, const attn_buffers *f, int32_t b, const attn_place *rows, int32_t count,
+                        int32_t slot);
 
 void attn__bf16_unit(const attn_plan *plan, const attn_buffers *f, const attn_unit *unit, int32_t h, int32_t slot) {
     const attn_problem *p = &plan->problem;
     int32_t group = p->heads_q / p->heads_kv, fit = plan->strip_heads, first, end;
     if (h % group % fit != 0) return;
-    strip s = {.plan = plan, .k_at = -1, .v_at = -1};
+    strip s;
+    s.plan = plan;
+    s.count = 0;
+    s.k_at = s.v_at = -1;
+    s.k_odd = s.v_odd = false;
+    s.splits = attn__splits(plan);
     lay_out(&s.m, attn__slot(plan, f, slot), plan);
     double descale =
         attn__descale(f, f->q_descale, unit->b, h / group) * attn__descale(f, f->k_descale, unit->b, h / group);
@@ -396,28 +555,22 @@ void attn__bf16_unit(const attn_plan *plan, const attn_buffers *f, const attn_un
         }
     }
     attn__mask_rows(&s.m.tile->panel->mask, unit->row, unit->row + unit->rows, &first, &end);
-    if (!(fabsf(s.scale) < 1e-30f)) {
+    if (!(fabsf(s.scale) < 1e-30f) && !(s.splits && !(fabsf(s.scale) <= 0x1p20f))) {
         attn__bf16_begin(attn__by_vectors(plan));
         work_items(&s, first, end);
         attn__bf16_end(attn__by_vectors(plan));
     }
-    struct {
-        attn_unit tile;
-        int32_t h;
-        uint32_t rows;
-    } again[MEMBERS];
+    attn_place again[ATTN_STRIP * ATTN_TILE_ROWS];
+    int32_t count = 0;
     for (int32_t n = 0; n < s.count; n++) {
-        const attn_rows *t = s.m.tile[n].panel;
-        again[n].tile = (attn_unit){unit->b, t->i0, s.m.tile[n].rows, -1};
-        again[n].h = t->h0;
-        again[n].rows = finish(&s, &s.m.tile[n]);
+        const member *x = &s.m.tile[n];
+        const uint32_t rows = finish(&s, x);
+        for (int32_t r = 0; r < x->rows; r++)
+            if (rows >> r & 1) again[count++] = (attn_place){x->panel->h0, x->panel->i0 + r};
     }
-    for (int32_t n = 0; n < s.count; n++) { /* the scratch is theirs now */
-        attn_place rows[ATTN_BF16_ROWS];
-        int32_t count = 0;
-        for (int32_t r = 0; r < again[n].tile.rows; r++)
-            if (again[n].rows >> r & 1) rows[count++] = (attn_place){again[n].h, again[n].tile.row + r};
-        if (count) attn__fwd_rows_f32(plan, f, unit->b, rows, count, slot);
+    for (int32_t n = 0, some; n < count; n += some) { /* the scratch is theirs now */
+        some = attn__gather(p, again + n, count - n);
+        (attn__mixed(p) ? attn__fwd_rows_f64 : attn__fwd_rows_f32)(plan, f, unit->b, again + n, some, slot);
     }
 }
 

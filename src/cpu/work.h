@@ -147,9 +147,17 @@ static inline bool attn__by_bf16(const attn_plan *plan) {
 /* And if so, their products by vectors instead of tiles of AMX? */
 static inline bool attn__by_vectors(const attn_plan *plan) { return (plan->kernel->cpu & ATTN_CPU_AMX) == 0; }
 
-/* Sequence s of it? Few rows with many keys are narrow, and worked as ever. */
+/* Of float32, in three parts? */
+static inline bool attn__splits(const attn_plan *plan) { return attn__by_bf16(plan) && plan->problem.dtype == ATTN_F32; }
+
+/* The most rows of a sequence that it leaves to fwd.c, if there are more keys: packing them would not pay. Few of both are worked as many are: attn__is_narrow. */
+static inline int32_t attn__rows_left(const attn_plan *plan) {
+    return attn__splits(plan) ? ATTN_SPLIT_ROWS : ATTN_NARROW_ROWS;
+}
+
+/* Does it take sequence s? */
 static inline bool attn__takes_bf16(const attn_plan *plan, const attn_seq *s) {
-    return attn__by_bf16(plan) && !attn__is_narrow(s);
+    return attn__by_bf16(plan) && !(s->sq <= attn__rows_left(plan) && s->sk > attn__rows_left(plan));
 }
 void attn__bf16_unit(const attn_plan *plan, const attn_buffers *f, const attn_unit *unit, int32_t h, int32_t slot);
 int64_t attn__bf16_scratch(const attn_plan *plan);
