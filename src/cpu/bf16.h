@@ -1,6 +1,6 @@
 /*
- * Products of bf16, and the softmax between them: what a bf16 kernel is made of, and one of float32, on CPUs that multiply bf16. On x86 that is AMX tiles, or
- * vectors of AVX-512 BF16 where there are no tiles (bf16_amx.c); on Arm BFMMLA (bf16_neon.c). The loops around it are fwd_bf16.c and
+ * Products of bf16, and the softmax between them: what a bf16 kernel is made of, and one of float32, on CPUs that multiply bf16. On x86
+ * that is AMX tiles, or vectors of AVX-512 BF16 where there are no tiles (bf16_amx.c); on Arm BFMMLA (bf16_neon.c). The loops around it are fwd_bf16.c and
  * bwd_bf16.c.
  *
  * As in micro.h, scores are transposed, [key][row], with query rows in the lanes; so is the output while it is summed up,
@@ -66,10 +66,10 @@ static inline int64_t attn__bf16_place_b(int64_t panel, int32_t i, int32_t x) {
 
 /*
  * Around each unit of work: sets the tile registers of AMX up, and gives them back. A thread that sleeps is to hold no tiles, for the
- * kernel would save 8 KiB of them each time. by_vectors: there are none, and nothing is done.
+ * kernel would save 8 KiB of them each time. without_tiles: nothing is done.
  */
-void attn__bf16_begin(bool by_vectors);
-void attn__bf16_end(bool by_vectors);
+void attn__bf16_begin(bool without_tiles);
+void attn__bf16_end(bool without_tiles);
 
 /*
  * c = (accumulate ? c : 0) + a b. Row i of c is at c + i * ldc, panels of 16 columns are c_panel apart: [m][n] with c_panel = 16, or
@@ -85,6 +85,7 @@ typedef struct attn_bf16_product {
     int32_t m, n, k;          /* padded */
     bool accumulate;
     bool by_vectors; /* without tiles; on Arm always */
+    bool few;        /* the bits of tiles without tiles, which take 2 us to wake up; m and k need not be padded then */
 } attn_bf16_product;
 
 void attn__bf16_run(const attn_bf16_product *product);
@@ -152,8 +153,8 @@ void attn__bf16_take_in(float *o, int32_t dim, const float *alpha, const float *
 /* ---- between the products ---- */
 
 /*
- * One step of online softmax: p = 2^(factor * x - max), where x = scale * s, rounded; p is rounded to bf16, as operand b of the product with V; sum grows by the p
- * before they are rounded. max is the largest factor * x so far, hence p of the largest is 1, which bf16 has: without that the
+ * One step of online softmax: p = 2^(factor * x - max), where x = scale * s, rounded; p is rounded to bf16, as operand b of the product
+ * with V; sum grows by the p before they are rounded. max is the largest factor * x so far, hence p of the largest is 1, which bf16 has: without that the
  * error of o would be 3 percent larger. alpha = 2^(old max - new max) is what O must be multiplied by, exactly 1 where nothing
  * has changed. The logarithm of the sum of e^scores is (max + log2(sum)) ln 2.
  *

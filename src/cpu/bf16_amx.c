@@ -28,15 +28,15 @@ typedef struct tile_config {
 
 _Static_assert(sizeof(tile_config) == 64, "as ldtilecfg reads it");
 
-void attn__bf16_begin(bool by_vectors) {
+void attn__bf16_begin(bool without_tiles) {
     /* Static: of a variable, gcc 12 would think that only its first bytes are read. */
     static const tile_config config = {
         .palette = 1, .bytes = {64, 64, 64, 64, 64, 64, 64, 64}, .rows = {16, 16, 16, 16, 16, 16, 16, 16}};
-    if (!by_vectors) _tile_loadconfig(&config);
+    if (!without_tiles) _tile_loadconfig(&config);
 }
 
-void attn__bf16_end(bool by_vectors) {
-    if (!by_vectors) _tile_release();
+void attn__bf16_end(bool without_tiles) {
+    if (!without_tiles) _tile_release();
 }
 
 /* ---- products by vectors ---- */
@@ -82,6 +82,9 @@ static void run_by_vectors(const attn_bf16_product *product) {
 }
 
 /* ---- products by tiles ---- */
+
+/* The order in which parts of floats are multiplied: small products first, each with an operand in common with the one before. */
+static const int8_t part_a[] = {2, 1, 1, 0, 0, 0}, part_b[] = {0, 0, 1, 1, 2, 0};
 
 /*
  * The work on one block of c, 2 x 2 tiles or (single) 2 x 1: steps of four parts each, one for each tile of c. A step multiplies
@@ -151,16 +154,13 @@ INLINE void store_part(const block *x, const int part, const bool single) {
     }
 }
 
-/*
- * The same of floats in three parts: six products, the small ones first, each with an operand in common with the one before. A fourth
- * of them, tile after tile of c: six chains of one tile would each wait for themselves.
- */
+/* The same of floats in three parts: a fourth of six products, tile after tile of c, as six of one would wait for each other. */
 INLINE void multiply_six(const block *x, const int part, const bool single) {
-    static const int8_t a[] = {2, 1, 1, 0, 0, 0}, b[] = {0, 0, 1, 1, 2, 0};
     UNROLL for (int n = 6 * part; n < 6 * part + 6; n++) {
         const int step = n / 4, tile = n % 4;
-        const bool new_a = step == 0 || a[step] != a[step - 1], new_b = step == 0 || b[step] != b[step - 1];
-        const uint16_t *at_a = x->a + a[step] * x->a_part, *at_b = x->b + b[step] * x->b_part;
+        const bool new_a = step == 0 || part_a[step] != part_a[step - 1];
+        const bool new_b = step == 0 || part_b[step] != part_b[step - 1];
+        const uint16_t *at_a = x->a + part_a[step] * x->a_part, *at_b = x->b + part_b[step] * x->b_part;
         if (tile == 0) {
             if (new_b) _tile_loadd(6, at_b, 64);
             if (new_a) _tile_loadd(4, at_a, 64);
@@ -217,10 +217,67 @@ INLINE void run_by_tiles(const attn_bf16_product *p, const bool in_parts) {
     }
 }
 
+enum { DEFAULT_MODE = 0x1f80, FLUSH_TO_ZERO = 0x8000, ZERO_FOR_SUBNORMAL = 0x40 }; /* of floating-point arithmetic */
+
+INLINE uint32_t swap_mode(uint32_t mode) {
+    uint32_t old;
+    __asm__ volatile("stmxcsr %0\n\tldmxcsr %1" : "=m"(old) : "m"(mode) : "memory");
+    return old;
+}
+
+/* The even numbers of pairs as floats, and the odd ones. */
+INLINE void take_pairs(__m512 to[2], __m512i pairs) {
+    to[0] = _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16));
+    to[1] = _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32((int)0xffff0000)));
+}
+
+/* What a multiplication of tiles, or in parts six, add to a row of c; so many of its 16 pairs are there. */
+INLINE __m512 few_pairs(__m512 c, const attn_bf16_product *p, const uint16_t *a, const uint16_t *b, int32_t pairs,
+                        const bool in_parts) {
+    const int first = in_parts ? 0 : 5, parts = in_parts ? 3 : 1; /* the last product is that of the first parts */
+    __m512 sum[6][2];
+    UNROLL for (int n = first; n < 6; n++) sum[n][0] = sum[n][1] = _mm512_setzero_ps();
+    for (int32_t x = 0; x < pairs; x++, a += 2, b += 32) {
+        __m512 row[3][2], columns[3][2];
+        UNROLL for (int n = 0; n < parts; n++) {
+            int32_t two;
+            memcpy(&two, a + n * p->a_part, sizeof two);
+            take_pairs(row[n], _mm512_set1_epi32(two));
+            take_pairs(columns[n], _mm512_loadu_si512(b + n * p->b_part));
+        }
+        UNROLL for (int n = first; n < 6; n++) {
+            for (int odd = 0; odd < 2; odd++)
+                sum[n][odd] = _mm512_fmadd_ps(row[part_a[n]][odd], columns[part_b[n]][odd], sum[n][odd]);
+        }
+    }
+    UNROLL for (int n = first; n < 6; n++) c = _mm512_add_ps(c, _mm512_add_ps(sum[n][0], sum[n][1]));
+    return c;
+}
+
+INLINE void run_few(const attn_bf16_product *p, const bool in_parts) {
+    const uint32_t mode = swap_mode(DEFAULT_MODE | FLUSH_TO_ZERO | ZERO_FOR_SUBNORMAL);
+    for (int32_t j = 0; 16 * j < p->n; j++) {
+        for (int32_t i = 0; i < p->m; i++) {
+            float *to = p->c + i * p->ldc + j * p->c_panel;
+            const uint16_t *a = p->a + i / 16 * p->a_panel + (ptrdiff_t)(i % 16) * 32, *b = p->b + j * p->b_panel;
+            __m512 c = p->accumulate ? _mm512_loadu_ps(to) : _mm512_setzero_ps();
+            for (int32_t x = 0; x < p->k; x += 32, a += ATTN_BF16_TILE, b += ATTN_BF16_TILE)
+                c = few_pairs(c, p, a, b, p->k - x < 32 ? (p->k - x + 1) / 2 : 16, in_parts);
+            _mm512_storeu_ps(to, c);
+        }
+    }
+    swap_mode(mode);
+}
+
 void attn__bf16_run(const attn_bf16_product *product) {
     const attn_bf16_product p = *product;
-    if (p.by_vectors) {
-        run_by_vectors(product);
+    if (p.few || p.by_vectors) {
+        if (!p.few)
+            run_by_vectors(&p);
+        else if (p.a_part)
+            run_few(&p, true);
+        else
+            run_few(&p, false);
         return;
     }
     MEMORY_IS_WRITTEN;
@@ -359,7 +416,7 @@ bool attn__bf16_finite(const uint16_t *from, int64_t row, int32_t rows, int32_t 
 
 /* ---- floats in three parts ---- */
 
-/* What 32 columns of words have met: the largest size of a first or third part, the smallest of a first, less 1, and what is left of three parts. */
+/* What 32 columns of words have met: the largest first or third part, the smallest first, less 1, and what three parts leave. */
 typedef struct finds {
     words most, least, rest;
 } finds;
@@ -471,16 +528,16 @@ INLINE __m512i join(__m512 even, __m512 odd) {
 }
 
 /*
- * 2^t for t <= 0, in parts times ATTN_SPLIT_SHIFT: 2^floor(t) times a polynomial in t - floor(t), minimax for the relative error, 7.5e-8; 1.5e-7 with rounding. It
- * counts on results below 2^-126 being made 0 by the processor: subnormals would take 200 cycles. 2^-inf is 0, for reduce makes 0
+ * 2^t for t <= 0, in parts times ATTN_SPLIT_SHIFT: 2^floor(t) times a polynomial in t - floor(t), minimax for the relative error, 7.5e-8;
+ * 1.5e-7 with rounding. It counts on results below 2^-126 being made 0 by the processor: subnormals would take 200 cycles. 2^-inf is 0, for reduce makes 0
  * of infinities.
  */
 INLINE __m512 exp2_times(__m512 t, const bool in_parts) {
-    static const float firsts[] = {1.877576683e-3f, 1.877576683e-3f * ATTN_SPLIT_SHIFT};
+    static const float first = 1.877576683e-3f, first_shifted = 1.877576683e-3f * ATTN_SPLIT_SHIFT;
     const float factor = in_parts ? ATTN_SPLIT_SHIFT : 1;
     __m512 f = _mm512_reduce_ps(t, _MM_FROUND_TO_NEG_INF), y;
     /* Loaded each time, on ports that have nothing else to do: a copy of a register takes the place of an operation. */
-    __asm__ volatile("vbroadcastss %1, %0" : "=v"(y) : "m"(firsts[in_parts]));
+    __asm__ volatile("vbroadcastss %1, %0" : "=v"(y) : "m"(*(in_parts ? &first_shifted : &first)));
     y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(8.989340142e-3f * factor));
     y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(5.582631793e-2f * factor));
     y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(2.401536171e-1f * factor));
@@ -686,35 +743,30 @@ INLINE void softmax_columns(const attn_bf16_softmax *m, int32_t r, shade *d, con
     _mm512_storeu_ps(m->sum + r, _mm512_fmadd_ps(_mm512_loadu_ps(m->sum + r), alpha, c.sum));
 }
 
-enum { DEFAULT_MODE = 0x1f80, FLUSH_TO_ZERO = 0x8000 }; /* of floating-point arithmetic */
-
-INLINE uint32_t swap_mode(uint32_t mode) {
-    uint32_t old;
-    __asm__ volatile("stmxcsr %0\n\tldmxcsr %1" : "=m"(old) : "m"(mode) : "memory");
-    return old;
+INLINE void softmax_in_shade(const attn_bf16_softmax *m, const attn_bf16_product *products, int32_t count,
+                             const bool in_parts) {
+    const int64_t groups = (int64_t)(m->keys / GROUP + m->keys / MAX_GROUP) * (m->width / 16);
+    shade d;
+    shade_make(&d, products, count, groups > 0 ? groups : 1);
+    for (int32_t r = 0; r < m->width; r += 16) softmax_columns(m, r, &d, in_parts);
+    while (d.at < d.end) shade_step(&d, in_parts);
 }
 
-INLINE void softmax_in_shade(const attn_bf16_softmax *m, shade *d, const bool in_parts) {
-    for (int32_t r = 0; r < m->width; r += 16) softmax_columns(m, r, d, in_parts);
-    while (d->at < d->end) shade_step(d, in_parts);
+/* A function each: where both share one, the compiler keeps less of either in registers. */
+static __attribute__((noinline)) void softmax_of_bf16(const attn_bf16_softmax *m, const attn_bf16_product *products,
+                                                      int32_t count) {
+    softmax_in_shade(m, products, count, false);
 }
-
-/* A function each, so that the compiler does not mix their registers up. */
-static __attribute__((noinline)) void softmax_of_bf16(const attn_bf16_softmax *m, shade *d) {
-    softmax_in_shade(m, d, false);
-}
-static __attribute__((noinline)) void softmax_of_floats(const attn_bf16_softmax *m, shade *d) {
-    softmax_in_shade(m, d, true);
+static __attribute__((noinline)) void softmax_of_floats(const attn_bf16_softmax *m, const attn_bf16_product *products,
+                                                        int32_t count) {
+    softmax_in_shade(m, products, count, true);
 }
 
 void attn__bf16_softmax(const attn_bf16_softmax *step, const attn_bf16_product *products, int32_t count) {
     uint32_t mode = swap_mode(DEFAULT_MODE | FLUSH_TO_ZERO);
-    int64_t groups = (int64_t)(step->keys / GROUP + step->keys / MAX_GROUP) * (step->width / 16);
-    bool by_vectors = count > 0 && products->by_vectors;
-    shade d;
-    shade_make(&d, products, by_vectors ? 0 : count, groups > 0 ? groups : 1);
-    (step->p_part ? softmax_of_floats : softmax_of_bf16)(step, &d);
-    for (int32_t n = 0; by_vectors && n < count; n++) run_by_vectors(&products[n]);
+    const bool apart = count > 0 && (products->by_vectors || products->few);
+    (step->p_part ? softmax_of_floats : softmax_of_bf16)(step, products, apart ? 0 : count);
+    for (int32_t n = 0; apart && n < count; n++) attn__bf16_run(&products[n]);
     swap_mode(mode);
 }
 

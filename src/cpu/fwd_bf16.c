@@ -1,6 +1,6 @@
 /*
- * The forward by products of bf16 (bf16.h): sequences that are not narrow, q, k, v and o all bf16; or, by tiles of AMX, all float32, as three bf16 each. The rest is as in fwd.c: strips of query tiles
- * share each load of keys, which is here a packing into operands of tiles; every row walks its keys in ascending order.
+ * The forward by products of bf16 (bf16.h): sequences that are not narrow, q, k, v and o all bf16; or, by tiles of AMX, all float32, as
+ * three bf16 each. The rest is as in fwd.c: strips of query tiles share each load of keys, which is here a packing into operands of tiles; every row walks its keys in ascending order.
  *
  * An item of work is a tile of 32 rows against up to 256 keys: scores S, softmax, and the product of P and V. With the softmax of one item
  * come the scores of the next and P V of the one before, so that the tiles of AMX multiply while vectors make exponentials:
@@ -34,7 +34,7 @@
 /* Elements of S and of P, or of one of its parts. */
 enum { P_SIZE = ATTN_BF16_KEYS * ATTN_BF16_ROWS };
 
-enum { TILES = ATTN_BF16_KEYS / ATTN_TILE_COLS };
+enum { TILES = ATTN_BF16_KEYS / ATTN_TILE_COLS, FEW_KEYS = 4 };
 
 /* A query tile of the strip: two panels of 16 rows, of which the second may have none. */
 typedef struct member {
@@ -112,6 +112,7 @@ typedef struct strip {
     int32_t count;
     int32_t k_at, v_at;       /* first keys of the blocks that m.k and m.v hold; -1: none */
     bool splits;              /* float32 in three parts */
+    bool few;                 /* keys, so few that tiles would take longer to wake up than to multiply them */
     bool v_finite;            /* otherwise m.clean is made as well */
     bool scaled;              /* are the scores scaled before the softmax? */
     float scale;              /* of q, k and the problem */
@@ -133,6 +134,9 @@ typedef struct item {
     int class[TILES];
     bool full; /* every pair is allowed */
 } item;
+
+/* Rows that are worked: tiles are not faster with half of them. */
+static int32_t width_of(const strip *s, const member *x) { return s->few && x->rows <= 16 ? 16 : ATTN_BF16_ROWS; }
 
 /* What numbers of this dtype are to it: as many elements from row to row as their vectors have. */
 static const void *element(const void *data, attn_dtype dtype, int64_t at) {
@@ -170,7 +174,8 @@ static void pack_q(const strip *s, member *x) {
         from = m->rows;
         row = p->dim_qk;
     }
-    memset(x->q, 0, (size_t)whole_of(s->splits, size) * sizeof *x->q);
+    if (x->rows <= 16 && width_of(s, x) > 16) /* nothing is packed into the second panel */
+        memset(x->q, 0, (size_t)whole_of(s->splits, size) * sizeof *x->q);
     if (!s->splits) {
         attn__bf16_pack_dims(x->q, from, row, x->rows, p->dim_qk);
         return;
@@ -200,7 +205,7 @@ static void join(strip *s, const attn_buffers *f, const attn_unit *rows, int32_t
     x->max = s->m.max + row;
     x->sum = s->m.sum + row;
     x->out = x->tiny = 0;
-    memset(x->o, 0, (size_t)(ATTN_BF16_ROWS * v) * sizeof *x->o);
+    memset(x->o, 0, (size_t)(width_of(s, x) * v) * sizeof *x->o);
     for (int32_t r = 0; r < ATTN_BF16_ROWS; r++) {
         x->max[r] = -INFINITY;
         x->sum[r] = 0;
@@ -324,10 +329,11 @@ static attn_bf16_product scores(const strip *s, const item *w, int place) {
                                .b_panel = 16 * dim,
                                .a_part = part_of(s->splits, ATTN_BF16_KEYS * dim),
                                .b_part = part_of(s->splits, ATTN_BF16_ROWS * dim),
-                               .m = keys,
-                               .n = ATTN_BF16_ROWS,
+                               .m = s->few ? w->keys : keys,
+                               .n = width_of(s, w->x),
                                .k = dim,
-                               .by_vectors = attn__by_vectors(s->plan)};
+                               .by_vectors = attn__by_vectors(s->plan),
+                               .few = s->few};
 }
 
 static attn_bf16_product p_v(const strip *s, const item *w, int place) {
@@ -344,10 +350,11 @@ static attn_bf16_product p_v(const strip *s, const item *w, int place) {
                                .a_part = part_of(s->splits, ATTN_BF16_KEYS * dim),
                                .b_part = part_of(s->splits, P_SIZE),
                                .m = dim,
-                               .n = ATTN_BF16_ROWS,
-                               .k = (int32_t)attn__bf16_pad(w->keys),
+                               .n = width_of(s, w->x),
+                               .k = s->few ? w->keys : (int32_t)attn__bf16_pad(w->keys),
                                .accumulate = !s->splits,
-                               .by_vectors = attn__by_vectors(s->plan)};
+                               .by_vectors = attn__by_vectors(s->plan),
+                               .few = s->few};
 }
 
 /* From dot products to scores. */
@@ -419,7 +426,7 @@ static void add_bad(const strip *s, const item *w, const uint16_t *p) {
 /* O times alpha; of float32, and what the item adds to it. */
 static void rescale(const strip *s, const item *w, const float *alpha) {
     const int32_t dim = (int32_t)attn__bf16_pad(s->plan->problem.dim_v);
-    for (int32_t r = 0; r < ATTN_BF16_ROWS; r += 16) {
+    for (int32_t r = 0; r < width_of(s, w->x); r += 16) {
         float *o = w->x->o + (int64_t)r * dim;
         if (s->splits)
             attn__bf16_take_in(o, dim, alpha + r, s->m.p_v + (int64_t)r * dim);
@@ -468,7 +475,7 @@ static void work_items(strip *s, int32_t first, int32_t end) {
         attn_bf16_softmax step = {.s = s->m.s[place],
                                   .s_panel = 16 * attn__bf16_pad(now.keys),
                                   .keys = now.keys,
-                                  .width = ATTN_BF16_ROWS,
+                                  .width = width_of(s, now.x),
                                   .scale = s->scaled ? 1 : s->scale,
                                   .factor = 1.44269504088896340736f,
                                   .max = now.x->max,
@@ -543,6 +550,7 @@ void attn__bf16_unit(const attn_plan *plan, const attn_buffers *f, const attn_un
     s.k_at = s.v_at = -1;
     s.k_odd = s.v_odd = false;
     s.splits = attn__splits(plan);
+    s.few = !attn__by_vectors(plan) && attn__seq(p, f, unit->b).sk <= FEW_KEYS;
     lay_out(&s.m, attn__slot(plan, f, slot), plan);
     double descale =
         attn__descale(f, f->q_descale, unit->b, h / group) * attn__descale(f, f->k_descale, unit->b, h / group);
@@ -556,9 +564,9 @@ void attn__bf16_unit(const attn_plan *plan, const attn_buffers *f, const attn_un
     }
     attn__mask_rows(&s.m.tile->panel->mask, unit->row, unit->row + unit->rows, &first, &end);
     if (!(fabsf(s.scale) < 1e-30f) && !(s.splits && !(fabsf(s.scale) <= 0x1p20f))) {
-        attn__bf16_begin(attn__by_vectors(plan));
+        attn__bf16_begin(attn__by_vectors(plan) || s.few);
         work_items(&s, first, end);
-        attn__bf16_end(attn__by_vectors(plan));
+        attn__bf16_end(attn__by_vectors(plan) || s.few);
     }
     attn_place again[ATTN_STRIP * ATTN_TILE_ROWS];
     int32_t count = 0;
