@@ -66,10 +66,10 @@ static inline int64_t attn__bf16_place_b(int64_t panel, int32_t i, int32_t x) {
 
 /*
  * Around each unit of work: sets the tile registers of AMX up, and gives them back. A thread that sleeps is to hold no tiles, for the
- * kernel would save 8 KiB of them each time. without_tiles: nothing is done.
+ * kernel would save 8 KiB of them each time. by_vectors: there are none, and nothing is done.
  */
-void attn__bf16_begin(bool without_tiles);
-void attn__bf16_end(bool without_tiles);
+void attn__bf16_begin(bool by_vectors);
+void attn__bf16_end(bool by_vectors);
 
 /*
  * c = (accumulate ? c : 0) + a b. Row i of c is at c + i * ldc, panels of 16 columns are c_panel apart: [m][n] with c_panel = 16, or
@@ -85,7 +85,6 @@ typedef struct attn_bf16_product {
     int32_t m, n, k;          /* padded */
     bool accumulate;
     bool by_vectors; /* without tiles; on Arm always */
-    bool few;        /* the bits of tiles without tiles, which take 2 us to wake up; m and k need not be padded then */
 } attn_bf16_product;
 
 void attn__bf16_run(const attn_bf16_product *product);

@@ -28,15 +28,15 @@ typedef struct tile_config {
 
 _Static_assert(sizeof(tile_config) == 64, "as ldtilecfg reads it");
 
-void attn__bf16_begin(bool without_tiles) {
+void attn__bf16_begin(bool by_vectors) {
     /* Static: of a variable, gcc 12 would think that only its first bytes are read. */
     static const tile_config config = {
         .palette = 1, .bytes = {64, 64, 64, 64, 64, 64, 64, 64}, .rows = {16, 16, 16, 16, 16, 16, 16, 16}};
-    if (!without_tiles) _tile_loadconfig(&config);
+    if (!by_vectors) _tile_loadconfig(&config);
 }
 
-void attn__bf16_end(bool without_tiles) {
-    if (!without_tiles) _tile_release();
+void attn__bf16_end(bool by_vectors) {
+    if (!by_vectors) _tile_release();
 }
 
 /* ---- products by vectors ---- */
@@ -217,67 +217,10 @@ INLINE void run_by_tiles(const attn_bf16_product *p, const bool in_parts) {
     }
 }
 
-enum { DEFAULT_MODE = 0x1f80, FLUSH_TO_ZERO = 0x8000, ZERO_FOR_SUBNORMAL = 0x40 }; /* of floating-point arithmetic */
-
-INLINE uint32_t swap_mode(uint32_t mode) {
-    uint32_t old;
-    __asm__ volatile("stmxcsr %0\n\tldmxcsr %1" : "=m"(old) : "m"(mode) : "memory");
-    return old;
-}
-
-/* The even numbers of pairs as floats, and the odd ones. */
-INLINE void take_pairs(__m512 to[2], __m512i pairs) {
-    to[0] = _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16));
-    to[1] = _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32((int)0xffff0000)));
-}
-
-/* What a multiplication of tiles, or in parts six, add to a row of c; so many of its 16 pairs are there. */
-INLINE __m512 few_pairs(__m512 c, const attn_bf16_product *p, const uint16_t *a, const uint16_t *b, int32_t pairs,
-                        const bool in_parts) {
-    const int first = in_parts ? 0 : 5, parts = in_parts ? 3 : 1; /* the last product is that of the first parts */
-    __m512 sum[6][2];
-    UNROLL for (int n = first; n < 6; n++) sum[n][0] = sum[n][1] = _mm512_setzero_ps();
-    for (int32_t x = 0; x < pairs; x++, a += 2, b += 32) {
-        __m512 row[3][2], columns[3][2];
-        UNROLL for (int n = 0; n < parts; n++) {
-            int32_t two;
-            memcpy(&two, a + n * p->a_part, sizeof two);
-            take_pairs(row[n], _mm512_set1_epi32(two));
-            take_pairs(columns[n], _mm512_loadu_si512(b + n * p->b_part));
-        }
-        UNROLL for (int n = first; n < 6; n++) {
-            for (int odd = 0; odd < 2; odd++)
-                sum[n][odd] = _mm512_fmadd_ps(row[part_a[n]][odd], columns[part_b[n]][odd], sum[n][odd]);
-        }
-    }
-    UNROLL for (int n = first; n < 6; n++) c = _mm512_add_ps(c, _mm512_add_ps(sum[n][0], sum[n][1]));
-    return c;
-}
-
-INLINE void run_few(const attn_bf16_product *p, const bool in_parts) {
-    const uint32_t mode = swap_mode(DEFAULT_MODE | FLUSH_TO_ZERO | ZERO_FOR_SUBNORMAL);
-    for (int32_t j = 0; 16 * j < p->n; j++) {
-        for (int32_t i = 0; i < p->m; i++) {
-            float *to = p->c + i * p->ldc + j * p->c_panel;
-            const uint16_t *a = p->a + i / 16 * p->a_panel + (ptrdiff_t)(i % 16) * 32, *b = p->b + j * p->b_panel;
-            __m512 c = p->accumulate ? _mm512_loadu_ps(to) : _mm512_setzero_ps();
-            for (int32_t x = 0; x < p->k; x += 32, a += ATTN_BF16_TILE, b += ATTN_BF16_TILE)
-                c = few_pairs(c, p, a, b, p->k - x < 32 ? (p->k - x + 1) / 2 : 16, in_parts);
-            _mm512_storeu_ps(to, c);
-        }
-    }
-    swap_mode(mode);
-}
-
 void attn__bf16_run(const attn_bf16_product *product) {
     const attn_bf16_product p = *product;
-    if (p.few || p.by_vectors) {
-        if (!p.few)
-            run_by_vectors(&p);
-        else if (p.a_part)
-            run_few(&p, true);
-        else
-            run_few(&p, false);
+    if (p.by_vectors) {
+        run_by_vectors(product);
         return;
     }
     MEMORY_IS_WRITTEN;
@@ -743,6 +686,14 @@ INLINE void softmax_columns(const attn_bf16_softmax *m, int32_t r, shade *d, con
     _mm512_storeu_ps(m->sum + r, _mm512_fmadd_ps(_mm512_loadu_ps(m->sum + r), alpha, c.sum));
 }
 
+enum { DEFAULT_MODE = 0x1f80, FLUSH_TO_ZERO = 0x8000 }; /* of floating-point arithmetic */
+
+INLINE uint32_t swap_mode(uint32_t mode) {
+    uint32_t old;
+    __asm__ volatile("stmxcsr %0\n\tldmxcsr %1" : "=m"(old) : "m"(mode) : "memory");
+    return old;
+}
+
 INLINE void softmax_in_shade(const attn_bf16_softmax *m, const attn_bf16_product *products, int32_t count,
                              const bool in_parts) {
     const int64_t groups = (int64_t)(m->keys / GROUP + m->keys / MAX_GROUP) * (m->width / 16);
@@ -764,9 +715,9 @@ static __attribute__((noinline)) void softmax_of_floats(const attn_bf16_softmax 
 
 void attn__bf16_softmax(const attn_bf16_softmax *step, const attn_bf16_product *products, int32_t count) {
     uint32_t mode = swap_mode(DEFAULT_MODE | FLUSH_TO_ZERO);
-    const bool apart = count > 0 && (products->by_vectors || products->few);
-    (step->p_part ? softmax_of_floats : softmax_of_bf16)(step, products, apart ? 0 : count);
-    for (int32_t n = 0; apart && n < count; n++) attn__bf16_run(&products[n]);
+    const bool by_vectors = count > 0 && products->by_vectors;
+    (step->p_part ? softmax_of_floats : softmax_of_bf16)(step, products, by_vectors ? 0 : count);
+    for (int32_t n = 0; by_vectors && n < count; n++) run_by_vectors(&products[n]);
     swap_mode(mode);
 }
 

@@ -17,6 +17,9 @@
  * no number above 0. Such rows are done again by fwd.c, a tile at a time, so that many of them (a bias of -FLT_MAX for padding) take no
  * longer than there. A scale next to 0 is left to it altogether: it could bring an overflow back among other scores.
  *
+ * Sequences of no more than ATTN_LEAST_KEYS keys, for which tiles would take longer to wake up than to multiply, are left to fwd.c, too;
+ * and since parts of a longer one may have the bits of such a sequence, so are all rows that see no more keys.
+ *
  * float32: q, k, v and p come in three parts, and a product of P and V is summed by itself before O takes it in. Numbers that the parts do not have
  * (ATTN_SPLIT_MOST) are found as they are packed, and rows that see one are done again by fwd.c, too; so is a row with a result as small as
  * the parts are inexact, if it sees such a number.
@@ -34,17 +37,19 @@
 /* Elements of S and of P, or of one of its parts. */
 enum { P_SIZE = ATTN_BF16_KEYS * ATTN_BF16_ROWS };
 
-enum { TILES = ATTN_BF16_KEYS / ATTN_TILE_COLS, FEW_KEYS = 4 };
+enum { TILES = ATTN_BF16_KEYS / ATTN_TILE_COLS };
 
 /* A query tile of the strip: two panels of 16 rows, of which the second may have none. */
 typedef struct member {
     attn_rows panel[2];
     int32_t rows;
-    uint16_t *q;      /* operand b of the scores */
-    float *o;         /* [2][dim_v][16], unnormalised and transposed */
-    float *max, *sum; /* [32]; max in base 2 */
-    uint32_t out;     /* rows that see a number that the parts do not have, as bits */
-    uint32_t tiny;    /* or have inexactly */
+    uint16_t *q;                  /* operand b of the scores */
+    float *o;                     /* [2][dim_v][16], unnormalised and transposed */
+    float *max, *sum;             /* [32]; max in base 2 */
+    uint32_t out;                 /* rows that see a number that the parts do not have, as bits */
+    uint32_t tiny;                /* or have inexactly */
+    uint32_t many;                /* or see more than ATTN_LEAST_KEYS */
+    uint8_t seen[ATTN_BF16_ROWS]; /* keys, of the others */
 } member;
 
 /* One thread's memory. */
@@ -112,7 +117,6 @@ typedef struct strip {
     int32_t count;
     int32_t k_at, v_at;       /* first keys of the blocks that m.k and m.v hold; -1: none */
     bool splits;              /* float32 in three parts */
-    bool few;                 /* keys, so few that tiles would take longer to wake up than to multiply them */
     bool v_finite;            /* otherwise m.clean is made as well */
     bool scaled;              /* are the scores scaled before the softmax? */
     float scale;              /* of q, k and the problem */
@@ -134,9 +138,6 @@ typedef struct item {
     int class[TILES];
     bool full; /* every pair is allowed */
 } item;
-
-/* Rows that are worked: tiles are not faster with half of them. */
-static int32_t width_of(const strip *s, const member *x) { return s->few && x->rows <= 16 ? 16 : ATTN_BF16_ROWS; }
 
 /* What numbers of this dtype are to it: as many elements from row to row as their vectors have. */
 static const void *element(const void *data, attn_dtype dtype, int64_t at) {
@@ -174,7 +175,7 @@ static void pack_q(const strip *s, member *x) {
         from = m->rows;
         row = p->dim_qk;
     }
-    if (x->rows <= 16 && width_of(s, x) > 16) /* nothing is packed into the second panel */
+    if (x->rows <= 16) /* nothing is packed into the second panel */
         memset(x->q, 0, (size_t)whole_of(s->splits, size) * sizeof *x->q);
     if (!s->splits) {
         attn__bf16_pack_dims(x->q, from, row, x->rows, p->dim_qk);
@@ -204,8 +205,9 @@ static void join(strip *s, const attn_buffers *f, const attn_unit *rows, int32_t
     x->o = s->m.o + row * v;
     x->max = s->m.max + row;
     x->sum = s->m.sum + row;
-    x->out = x->tiny = 0;
-    memset(x->o, 0, (size_t)(width_of(s, x) * v) * sizeof *x->o);
+    x->out = x->tiny = x->many = 0;
+    memset(x->seen, 0, sizeof x->seen);
+    memset(x->o, 0, (size_t)(ATTN_BF16_ROWS * v) * sizeof *x->o);
     for (int32_t r = 0; r < ATTN_BF16_ROWS; r++) {
         x->max[r] = -INFINITY;
         x->sum[r] = 0;
@@ -329,11 +331,10 @@ static attn_bf16_product scores(const strip *s, const item *w, int place) {
                                .b_panel = 16 * dim,
                                .a_part = part_of(s->splits, ATTN_BF16_KEYS * dim),
                                .b_part = part_of(s->splits, ATTN_BF16_ROWS * dim),
-                               .m = s->few ? w->keys : keys,
-                               .n = width_of(s, w->x),
+                               .m = keys,
+                               .n = ATTN_BF16_ROWS,
                                .k = dim,
-                               .by_vectors = attn__by_vectors(s->plan),
-                               .few = s->few};
+                               .by_vectors = attn__by_vectors(s->plan)};
 }
 
 static attn_bf16_product p_v(const strip *s, const item *w, int place) {
@@ -350,11 +351,28 @@ static attn_bf16_product p_v(const strip *s, const item *w, int place) {
                                .a_part = part_of(s->splits, ATTN_BF16_KEYS * dim),
                                .b_part = part_of(s->splits, P_SIZE),
                                .m = dim,
-                               .n = width_of(s, w->x),
-                               .k = s->few ? w->keys : (int32_t)attn__bf16_pad(w->keys),
+                               .n = ATTN_BF16_ROWS,
+                               .k = (int32_t)attn__bf16_pad(w->keys),
                                .accumulate = !s->splits,
-                               .by_vectors = attn__by_vectors(s->plan),
-                               .few = s->few};
+                               .by_vectors = attn__by_vectors(s->plan)};
+}
+
+/* Counts the keys of the item that rows see, as far as it matters. */
+static void count_keys(const item *w) {
+    member *x = w->x;
+    const attn_rows *t = x->panel;
+    const uint32_t all = x->rows < 32 ? (UINT32_C(1) << x->rows) - 1 : UINT32_MAX;
+    for (int32_t at = w->first; x->many != all && at < w->first + w->keys; at += ATTN_TILE_COLS) {
+        const int32_t begin = w->j0 + at, end = w->j0 + attn__min32(at + ATTN_TILE_COLS, w->first + w->keys);
+        if (w->class[at / ATTN_TILE_COLS] == ATTN_TILE_SKIP) continue;
+        for (int32_t r = 0; r < x->rows; r++) {
+            for (int32_t j = begin; !(x->many >> r & 1) && j < end; j++) {
+                const int32_t *flash = t->mask.vectors ? attn__flash_at(t->p, t->f, t->s.b, t->kv_head, j) : NULL;
+                if (attn__mask_allowed(&t->mask, t->i0 + r, j, flash) && ++x->seen[r] > ATTN_LEAST_KEYS)
+                    x->many |= UINT32_C(1) << r;
+            }
+        }
+    }
 }
 
 /* From dot products to scores. */
@@ -426,7 +444,7 @@ static void add_bad(const strip *s, const item *w, const uint16_t *p) {
 /* O times alpha; of float32, and what the item adds to it. */
 static void rescale(const strip *s, const item *w, const float *alpha) {
     const int32_t dim = (int32_t)attn__bf16_pad(s->plan->problem.dim_v);
-    for (int32_t r = 0; r < width_of(s, w->x); r += 16) {
+    for (int32_t r = 0; r < ATTN_BF16_ROWS; r += 16) {
         float *o = w->x->o + (int64_t)r * dim;
         if (s->splits)
             attn__bf16_take_in(o, dim, alpha + r, s->m.p_v + (int64_t)r * dim);
@@ -471,11 +489,12 @@ static void work_items(strip *s, int32_t first, int32_t end) {
             need_k(s, next.j0);
             product[count++] = scores(s, &next, place ^ 1);
         }
+        count_keys(&now);
         prepare(s, &now, place);
         attn_bf16_softmax step = {.s = s->m.s[place],
                                   .s_panel = 16 * attn__bf16_pad(now.keys),
                                   .keys = now.keys,
-                                  .width = width_of(s, now.x),
+                                  .width = ATTN_BF16_ROWS,
                                   .scale = s->scaled ? 1 : s->scale,
                                   .factor = 1.44269504088896340736f,
                                   .max = now.x->max,
@@ -515,7 +534,7 @@ static bool is_doubtful(const strip *s, const member *x, int32_t r, const float 
     int32_t first, end;
     attn__mask_row(&t->mask, t->i[r % 16], &first, &end);
     if (first >= end) return false;
-    if (!(x->max[r] < INFINITY && sum > 0)) return true;
+    if (!(x->max[r] < INFINITY && sum > 0) || !(x->many >> r & 1)) return true;
     if (!s->splits) return false;
     return (x->out >> r & 1) || ((x->tiny >> r & 1) && is_tiny(out, t->p->dim_v, sum)) ||
            (attn__mixed(t->p) && attn__few(sum, 1, ATTN_FEW_KEYS));
@@ -550,7 +569,6 @@ void attn__bf16_unit(const attn_plan *plan, const attn_buffers *f, const attn_un
     s.k_at = s.v_at = -1;
     s.k_odd = s.v_odd = false;
     s.splits = attn__splits(plan);
-    s.few = !attn__by_vectors(plan) && attn__seq(p, f, unit->b).sk <= FEW_KEYS;
     lay_out(&s.m, attn__slot(plan, f, slot), plan);
     double descale =
         attn__descale(f, f->q_descale, unit->b, h / group) * attn__descale(f, f->k_descale, unit->b, h / group);
@@ -564,9 +582,9 @@ void attn__bf16_unit(const attn_plan *plan, const attn_buffers *f, const attn_un
     }
     attn__mask_rows(&s.m.tile->panel->mask, unit->row, unit->row + unit->rows, &first, &end);
     if (!(fabsf(s.scale) < 1e-30f) && !(s.splits && !(fabsf(s.scale) <= 0x1p20f))) {
-        attn__bf16_begin(attn__by_vectors(plan) || s.few);
+        attn__bf16_begin(attn__by_vectors(plan));
         work_items(&s, first, end);
-        attn__bf16_end(attn__by_vectors(plan) || s.few);
+        attn__bf16_end(attn__by_vectors(plan));
     }
     attn_place again[ATTN_STRIP * ATTN_TILE_ROWS];
     int32_t count = 0;
