@@ -364,7 +364,9 @@ static void count_keys(const item *w) {
     const uint32_t all = x->rows < 32 ? (UINT32_C(1) << x->rows) - 1 : UINT32_MAX;
     for (int32_t at = w->first; x->many != all && at < w->first + w->keys; at += ATTN_TILE_COLS) {
         const int32_t begin = w->j0 + at, end = w->j0 + attn__min32(at + ATTN_TILE_COLS, w->first + w->keys);
-        if (w->class[at / ATTN_TILE_COLS] == ATTN_TILE_SKIP) continue;
+        const int class = w->class[at / ATTN_TILE_COLS];
+        if (class == ATTN_TILE_SKIP) continue;
+        if (class == ATTN_TILE_FULL && end - begin > ATTN_LEAST_KEYS) x->many = all;
         for (int32_t r = 0; r < x->rows; r++) {
             for (int32_t j = begin; !(x->many >> r & 1) && j < end; j++) {
                 const int32_t *flash = t->mask.vectors ? attn__flash_at(t->p, t->f, t->s.b, t->kv_head, j) : NULL;
