@@ -17,12 +17,11 @@
  * no number above 0. Such rows are done again by fwd.c, a tile at a time, so that many of them (a bias of -FLT_MAX for padding) take no
  * longer than there. A scale next to 0 is left to it altogether: it could bring an overflow back among other scores.
  *
- * Sequences of no more than ATTN_LEAST_KEYS keys, for which tiles would take longer to wake up than to multiply, are left to fwd.c, too;
- * and since parts of a longer one may have the bits of such a sequence, so are all rows that see no more keys.
- *
  * float32: q, k, v and p come in three parts, and a product of P and V is summed by itself before O takes it in. Numbers that the parts do not have
  * (ATTN_SPLIT_MOST) are found as they are packed, and rows that see one are done again by fwd.c, too; so is a row with a result as small as
- * the parts are inexact, if it sees such a number.
+ * the parts are inexact, if it sees such a number. Sequences of no more than ATTN_LEAST_KEYS keys, which take longer to be packed and to wake
+ * tiles up than to be multiplied, are left to fwd.c; and since a part of a longer one is to have the bits of such a sequence, so are all
+ * rows that see no more keys.
  */
 #include "bf16.h"
 
@@ -491,7 +490,7 @@ static void work_items(strip *s, int32_t first, int32_t end) {
             need_k(s, next.j0);
             product[count++] = scores(s, &next, place ^ 1);
         }
-        count_keys(&now);
+        if (s->splits) count_keys(&now);
         prepare(s, &now, place);
         attn_bf16_softmax step = {.s = s->m.s[place],
                                   .s_panel = 16 * attn__bf16_pad(now.keys),
@@ -536,9 +535,9 @@ static bool is_doubtful(const strip *s, const member *x, int32_t r, const float 
     int32_t first, end;
     attn__mask_row(&t->mask, t->i[r % 16], &first, &end);
     if (first >= end) return false;
-    if (!(x->max[r] < INFINITY && sum > 0) || !(x->many >> r & 1)) return true;
+    if (!(x->max[r] < INFINITY && sum > 0)) return true;
     if (!s->splits) return false;
-    return (x->out >> r & 1) || ((x->tiny >> r & 1) && is_tiny(out, t->p->dim_v, sum)) ||
+    return !(x->many >> r & 1) || (x->out >> r & 1) || ((x->tiny >> r & 1) && is_tiny(out, t->p->dim_v, sum)) ||
            (attn__mixed(t->p) && attn__few(sum, 1, ATTN_FEW_KEYS));
 }
 

@@ -30,7 +30,7 @@ enum {
     ATTN_AHEAD =
         8, /* so many rows of k and v are asked for before they are read, as many as are worked at once; tile.c has exceptions */
     ATTN_CHUNK = 512,    /* keys of a chunk; a multiple of ATTN_TILE_COLS */
-    ATTN_LEAST_KEYS = 4, /* rows that see no more keys are worked by fwd.c, whatever kernel there is */
+    ATTN_LEAST_KEYS = 4, /* rows of float32 that see no more keys are worked by fwd.c, whatever kernel there is */
     ATTN_FEW_KEYS = 16,  /* a row that weighs fewer keys is done in double: attn__mixed */
     ATTN_FEW_ROWS = 8    /* d_v of a key that fewer rows weigh is done in double */
 };
@@ -158,7 +158,7 @@ static inline int32_t attn__rows_left(const attn_plan *plan) {
 
 /* Does it take sequence s? */
 static inline bool attn__takes_bf16(const attn_plan *plan, const attn_seq *s) {
-    if (!attn__by_bf16(plan) || (plan->problem.op == ATTN_FORWARD && s->sk <= ATTN_LEAST_KEYS)) return false;
+    if (!attn__by_bf16(plan) || (attn__splits(plan) && s->sk <= ATTN_LEAST_KEYS)) return false;
     return !(s->sq <= attn__rows_left(plan) && s->sk > attn__rows_left(plan));
 }
 void attn__bf16_unit(const attn_plan *plan, const attn_buffers *f, const attn_unit *unit, int32_t h, int32_t slot);
