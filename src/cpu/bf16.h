@@ -143,10 +143,17 @@ int attn__bf16_split_dims(uint16_t *b, int64_t part, const float *from, int64_t 
 /* o[dim][16] = o times alpha[16], plus more[dim][16]. */
 void attn__bf16_take_in(float *o, int32_t dim, const float *alpha, const float *more);
 #else /* no kernel of Arm's asks for it: BFMMLA does four times what fmla does, and six products would be wanted */
-#define attn__bf16_split_rows(a, part, from, row, rows, dim) 0
-#define attn__bf16_split_columns(a, part, from, row, rows, dim) 0
-#define attn__bf16_split_dims(b, part, from, row, rows, dim) 0
-#define attn__bf16_take_in(o, dim, alpha, more) ((void)(alpha), (void)(more))
+static inline int attn__bf16_no_split(uint16_t *to, int64_t part, const float *from, int64_t row, int32_t rows,
+                                      int32_t dim) {
+    (void)to, (void)part, (void)from, (void)row, (void)rows, (void)dim;
+    return 0;
+}
+#define attn__bf16_split_rows attn__bf16_no_split
+#define attn__bf16_split_columns attn__bf16_no_split
+#define attn__bf16_split_dims attn__bf16_no_split
+static inline void attn__bf16_take_in(float *o, int32_t dim, const float *alpha, const float *more) {
+    (void)o, (void)dim, (void)alpha, (void)more;
+}
 #endif
 
 /* ---- between the products ---- */
