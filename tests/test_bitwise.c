@@ -782,12 +782,12 @@ TEST(c5_s10_flashmask_causal_document_is_varlen) { each_cpu(flashmask_is_varlen)
 
 static void causal_prefix(attn_context *context, attn_dtype dtype) {
     enum { S = 200 };
-    static const int32_t prefixes[] = {1, 17, 64, 100, 199};
+    static const int32_t prefixes[] = {1, 2, 4, 5, 16, 17, 64, 100, 199};
     rig whole = {.p = problem(dtype, 1, 4, 2, S, S, 40)};
     whole.p.flags = ATTN_CAUSAL | ATTN_ALIBI;
     CHECK(rig_make(&whole, 28));
     CHECK_OK(rig_run(&whole, context));
-    for (int n = 0; n < 5; n++) {
+    for (size_t n = 0; n < sizeof prefixes / sizeof *prefixes; n++) {
         rig prefix = {.p = whole.p};
         prefix.p.max_q = prefix.p.max_kv = prefixes[n];
         prefix.f.alibi = whole.f.alibi;

@@ -312,6 +312,35 @@ static void one_number_far_from_one(attn_context *context, attn_dtype dtype) {
 }
 TEST(c5_one_number_far_from_one) { each_cpu_no_gpu(one_number_far_from_one); }
 
+/* Dot products that overflow float in some rows: a causal prefix has the bits of the whole, done again in double or not. */
+static void prefix_past_all_numbers(attn_context *context, attn_dtype dtype) {
+    enum { S = 60, D = 16 };
+    static const int32_t prefixes[] = {1, 2, 3, 4, 5, 16, 17, 40};
+    if (dtype != ATTN_F32) return;
+    for (int flags = 0; flags < 2; flags++) {
+        rig whole = {.p = problem(dtype, 1, 1, 1, S, S, D)};
+        whole.p.flags = ATTN_CAUSAL | (flags ? ATTN_PRECISE_FEW : 0);
+        CHECK(rig_make(&whole, 23));
+        for (int64_t x = 0; x < S * D; x++) {
+            attn__store(dtype, whole.f.q.data, x, attn__load(dtype, whole.f.q.data, x) * 1e20);
+            attn__store(dtype, whole.f.k.data, x, attn__load(dtype, whole.f.k.data, x) * (x % 5 ? 1e18 : 1e20));
+        }
+        CHECK_OK(rig_run(&whole, context));
+        for (size_t n = 0; n < sizeof prefixes / sizeof *prefixes; n++) {
+            rig prefix = {.p = whole.p};
+            prefix.p.max_q = prefix.p.max_kv = prefixes[n];
+            CHECK(rig_make(&prefix, 24));
+            rig_copy(&prefix, 0, &whole, 0);
+            CHECK_OK(rig_run(&prefix, context));
+            CHECK_SAY(rig_same_rows(&prefix, 0, &whole, 0, prefixes[n]), "prefix of %d%s", prefixes[n],
+                      flags ? ", precise" : "");
+            rig_free(&prefix);
+        }
+        rig_free(&whole);
+    }
+}
+TEST(c5_causal_prefix_past_all_numbers) { each_cpu_no_gpu(prefix_past_all_numbers); }
+
 /* ---- addresses ---- */
 
 /* The stride of a dim of one element is never used, so it may be anything. */

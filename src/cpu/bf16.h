@@ -119,7 +119,8 @@ const uint16_t *attn__bf16_clean(uint16_t *to, const uint16_t *from, int64_t row
  * ---- floats as three bf16, for tiles ----
  *
  * Each part is what the parts before it leave, the first two rounded, so that all three add up to the float, of 24 bits. Six of the nine
- * products of two floats' parts are as exact as a product of floats: of the other three the largest is 2^-25 of it. Tiles take subnormal
+ * products of two floats' parts are as exact as a product of floats: of the other three the largest is 2^-25 of it (of P V 2^-23, as p's
+ * parts are not rounded). Tiles take subnormal
  * numbers as zero, so the parts of x are off by up to 2^-126 where it is tiny; and where it is out, its parts cannot be used. Either is
  * decided by the first part: tiny below ATTN_SPLIT_LEAST, 2^-102, but for 0; out beyond ATTN_SPLIT_MOST, 2^56, or where x is no number.
  */

@@ -413,7 +413,7 @@ INLINE void split_square(uint16_t *const to[3], int64_t half, const float *from,
         if (i < rows)
             split_32(parts, f, _mm512_maskz_loadu_ps((__mmask16)there, from + i * row),
                      _mm512_maskz_loadu_ps((__mmask16)(there >> 16), from + i * row + 16));
-        if (next) {
+        if (next && i < rows) { /* there it has no fewer */
             _mm_prefetch((const char *)(next + i * row), _MM_HINT_T0);
             _mm_prefetch((const char *)(next + i * row + 16), _MM_HINT_T0);
         }

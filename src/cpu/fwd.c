@@ -349,5 +349,7 @@ void REAL(fwd_rows)(const attn_plan *plan, const attn_buffers *f, int32_t b, con
     join(&x, 0, &m, slot);
     attn__mask_rows(&x.t.mask, x.t.i0, x.t.i0 + x.t.count, &first, &end);
     work_keys(&x, 1, &m, first, end);
-    for (int32_t r = 0; r < count; r++) finish_row(&x.t, &x.now, r);
+    doubtful again = {.count = 0};
+    finish(&x.t, &x.now, &again);
+    finish_again(plan, f, b, &again, slot);
 }

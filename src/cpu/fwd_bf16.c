@@ -44,7 +44,7 @@ typedef struct member {
     int32_t rows;
     uint16_t *q;                  /* operand b of the scores */
     float *o;                     /* [2][dim_v][16], unnormalised and transposed */
-    float *max, *sum;             /* [32]; max in base 2 */
+    float *max, *sum;             /* [32]; max in base 2, of float32 not */
     uint32_t out;                 /* rows that see a number that the parts do not have, as bits */
     uint32_t tiny;                /* or have inexactly */
     uint32_t many;                /* or see more than ATTN_LEAST_KEYS */
@@ -116,10 +116,10 @@ typedef struct strip {
     int32_t count;
     int32_t k_at, v_at;       /* first keys of the blocks that m.k and m.v hold; -1: none */
     bool splits;              /* float32 in three parts */
-    bool v_finite;            /* otherwise m.clean is made as well */
+    bool v_finite;            /* otherwise there are zeros for the rest: in m.clean, of float32 in m.v */
     bool scaled;              /* are the scores scaled before the softmax? */
     float scale;              /* of q, k and the problem */
-    bool bad[ATTN_BF16_KEYS]; /* keys of which m.clean leaves something out */
+    bool bad[ATTN_BF16_KEYS]; /* keys that have something which is not finite */
     bool k_odd, v_odd;        /* float32: are there numbers that the parts do not have, or have inexactly? */
     uint8_t k_is[ATTN_BF16_KEYS], v_is[ATTN_BF16_KEYS]; /* if so, of which keys, as below */
 } strip;
@@ -529,22 +529,30 @@ static bool is_tiny(const float *out, int32_t dim, float sum) {
     return any;
 }
 
-/* May fwd.c have another result for row r, which is given as it is before the division? A row whose window is empty has none in either. */
-static bool is_doubtful(const strip *s, const member *x, int32_t r, const float *out, float sum) {
+/* How a row that is done again is: as fwd.c does it, or in double for what else it would find. */
+enum { IS_FINE = -1, BY_FLOATS, IN_DOUBLE, WAYS };
+
+/* Which of it for row r, which is given as it is before the division? A row whose window is empty has the same result in any case. */
+static int way_of(const strip *s, const member *x, int32_t r, const float *out, float sum) {
     const attn_rows *t = &x->panel[r / 16];
     int32_t first, end;
     attn__mask_row(&t->mask, t->i[r % 16], &first, &end);
-    if (first >= end) return false;
-    if (!(x->max[r] < INFINITY && sum > 0)) return true;
-    if (!s->splits) return false;
-    return !(x->many >> r & 1) || (x->out >> r & 1) || ((x->tiny >> r & 1) && is_tiny(out, t->p->dim_v, sum)) ||
-           (attn__mixed(t->p) && attn__few(sum, 1, ATTN_FEW_KEYS));
+    if (first >= end) return IS_FINE;
+    if (!(x->max[r] < INFINITY && sum > 0)) return BY_FLOATS;
+    if (!s->splits) return IS_FINE;
+    if (!(x->many >> r & 1) || (x->out >> r & 1) || ((x->tiny >> r & 1) && is_tiny(out, t->p->dim_v, sum)))
+        return BY_FLOATS;
+    return attn__mixed(t->p) && attn__few(sum, 1, ATTN_FEW_KEYS) ? IN_DOUBLE : IS_FINE;
 }
 
-/* Returns the rows that are to be done again, as bits. */
-static uint32_t finish(const strip *s, const member *x) {
+/* Rows of all members that are done again, each way. */
+typedef struct doubtful {
+    int32_t count[WAYS];
+    attn_place rows[WAYS][ATTN_STRIP * ATTN_TILE_ROWS];
+} doubtful;
+
+static void finish(const strip *s, const member *x, doubtful *again) {
     int32_t dim = (int32_t)attn__bf16_pad(s->plan->problem.dim_v);
-    uint32_t again = 0;
     for (int32_t r = 0; r < x->rows; r++) {
         float *out = s->m.out + (int64_t)(r % 16) * dim;
         if (r % 16 == 0) attn__bf16_transpose(x->panel->micro, s->m.out, dim, x->o + (int64_t)r * dim, dim);
@@ -552,9 +560,9 @@ static uint32_t finish(const strip *s, const member *x) {
         const double max = s->splits ? x->max[r] : x->max[r] * 0.69314718055994530942; /* not in base 2 */
         if (s->splits) x->panel->micro->scale(out, dim, 1 / ATTN_SPLIT_SHIFT);
         attn__fwd_finish_row_f32(&x->panel[r / 16], r % 16, out, max, sum);
-        if (is_doubtful(s, x, r, out, sum)) again |= UINT32_C(1) << r;
+        const int way = way_of(s, x, r, out, sum);
+        if (way != IS_FINE) again->rows[way][again->count[way]++] = (attn_place){x->panel->h0, x->panel->i0 + r};
     }
-    return again;
 }
 
 void attn__fwd_rows_f64(const attn_plan *plan, const attn_buffers *f, int32_t b, const attn_place *rows, int32_t count,
@@ -587,17 +595,14 @@ void attn__bf16_unit(const attn_plan *plan, const attn_buffers *f, const attn_un
         work_items(&s, first, end);
         attn__bf16_end(attn__by_vectors(plan));
     }
-    attn_place again[ATTN_STRIP * ATTN_TILE_ROWS];
-    int32_t count = 0;
-    for (int32_t n = 0; n < s.count; n++) {
-        const member *x = &s.m.tile[n];
-        const uint32_t rows = finish(&s, x);
-        for (int32_t r = 0; r < x->rows; r++)
-            if (rows >> r & 1) again[count++] = (attn_place){x->panel->h0, x->panel->i0 + r};
-    }
-    for (int32_t n = 0, some; n < count; n += some) { /* the scratch is theirs now */
-        some = attn__gather(p, again + n, count - n);
-        (attn__mixed(p) ? attn__fwd_rows_f64 : attn__fwd_rows_f32)(plan, f, unit->b, again + n, some, slot);
+    doubtful again;
+    again.count[BY_FLOATS] = again.count[IN_DOUBLE] = 0;
+    for (int32_t n = 0; n < s.count; n++) finish(&s, &s.m.tile[n], &again);
+    for (int way = 0; way < WAYS; way++) { /* the scratch is theirs now */
+        for (int32_t n = 0, some; n < again.count[way]; n += some) {
+            some = attn__gather(p, again.rows[way] + n, again.count[way] - n);
+            (way == IN_DOUBLE ? attn__fwd_rows_f64 : attn__fwd_rows_f32)(plan, f, unit->b, again.rows[way] + n, some, slot);
+        }
     }
 }
 

@@ -158,7 +158,7 @@ static inline int32_t attn__rows_left(const attn_plan *plan) {
 
 /* Does it take sequence s? */
 static inline bool attn__takes_bf16(const attn_plan *plan, const attn_seq *s) {
-    if (!attn__by_bf16(plan) || (attn__splits(plan) && s->sk <= ATTN_LEAST_KEYS)) return false;
+    if (!attn__by_bf16(plan) || attn__is_narrow(s) || (attn__splits(plan) && s->sk <= ATTN_LEAST_KEYS)) return false;
     return !(s->sq <= attn__rows_left(plan) && s->sk > attn__rows_left(plan));
 }
 void attn__bf16_unit(const attn_plan *plan, const attn_buffers *f, const attn_unit *unit, int32_t h, int32_t slot);

@@ -80,9 +80,10 @@ void emulated_tile_multiply(int c, int a, int b) {
 
 __m512 emulated_dot_pairs(__m512 sum, __m512i a, __m512i b) {
     const unsigned before = mode(_mm_getcsr() | FLUSH);
+    __asm__ volatile("" : "+v"(sum), "+v"(a), "+v"(b)); /* not used before the mode is changed */
     __m512 result = _mm512_fmadd_ps(odd(a), odd(b), sum);
     result = _mm512_fmadd_ps(even(a), even(b), result);
-    __asm__ volatile("" : "+v"(result)); /* made before the mode is changed back */
+    __asm__ volatile("" : "+v"(result)); /* nor made after it is changed back */
     mode(before);
     return result;
 }
