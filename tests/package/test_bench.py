@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import json
+import subprocess
 import sys
 import types
 
@@ -281,6 +282,24 @@ def small(monkeypatch):
     monkeypatch.setattr(measure, "PAUSE", 0)
     monkeypatch.setattr(peers_cpu, "find_floors", lambda threads: {"peak_gflops": 1e3, "read_gb_per_s": 50.0})
     return made
+
+
+@pytest.mark.parametrize("op", ["forward", "backward"])
+def test_turns_of_builds(op):
+    """In a process of its own, for it loads the package again for every variant."""
+    library = measure._lib.library._name
+    words = [f"a={library}", f"plain={library}:c", "torch", "--op", op, "--dim", "16", "--seqlen", "24", "--seconds", "0"]
+    done = subprocess.run([sys.executable, str(ROOT / "bench" / "turns_cpu.py"), *words], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()[1:]
+    assert [line.split()[:3] for line in lines] == [["dim", "16", "24"]] * 2 and "causal" in lines[1]
+    assert all(" x1.000 " in line and all(f" {name} " in line for name in ("a", "plain", "torch")) for line in lines)
+
+
+def test_turns_of_builds_wants_libraries():
+    script = str(ROOT / "bench" / "turns_cpu.py")
+    done = subprocess.run([sys.executable, script, "new=nowhere.so"], capture_output=True, text=True)
+    assert done.returncode == 2 and "new=nowhere.so: want torch, or" in done.stderr
 
 
 def test_cpu_peers(small, capsys, tmp_path):
