@@ -310,7 +310,7 @@ static void one_number_far_from_one(attn_context *context, attn_dtype dtype) {
         }
     rig_free(&plain);
 }
-TEST(c5_one_number_far_from_one) { each_cpu_no_gpu(one_number_far_from_one); }
+TEST(c5_float_far_from_one) { each_cpu_no_gpu(one_number_far_from_one); }
 
 /* Dot products that overflow float in some rows: a causal prefix has the bits of the whole, done again in double or not. */
 static void prefix_past_all_numbers(attn_context *context, attn_dtype dtype) {
@@ -339,7 +339,7 @@ static void prefix_past_all_numbers(attn_context *context, attn_dtype dtype) {
         rig_free(&whole);
     }
 }
-TEST(c5_causal_prefix_past_all_numbers) { each_cpu_no_gpu(prefix_past_all_numbers); }
+TEST(c5_float_prefix_past_all_numbers) { each_cpu_no_gpu(prefix_past_all_numbers); }
 
 /* ---- addresses ---- */
 
