@@ -30,7 +30,7 @@ DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 class Library:
     """A build of the library, by a copy of the package of its own."""
 
-    def __init__(self, path, isa, threads):
+    def __init__(self, path, isa, threads, precision):
         for name in [x for x in sys.modules if x == "measure" or x == "libattn" or x.startswith("libattn.")]:
             del sys.modules[name]
         os.environ["LIBATTN_LIBRARY"] = str(pathlib.Path(path).resolve())
@@ -38,6 +38,7 @@ class Library:
         self.measure = importlib.import_module("measure")
         self.measure.libattn.set_num_threads(threads)
         self.measure.libattn.set_backend("cpu")
+        self.measure.libattn.set_float32_precision(precision)
         self.context = self.measure._lib.host_context()
 
     def run(self, q, k, v, d_o, options):
@@ -77,6 +78,9 @@ def parse(words):
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--op", choices=["forward", "backward"], default="forward")
     parser.add_argument("--seconds", type=float, default=1.5, help="of measuring in a case (default 1.5)")
+    parser.add_argument(
+        "--precision", choices=["single", "mixed", "double"], default="single", help="of float32 (default single)"
+    )
     arguments = parser.parse_args(words)
     for word in arguments.variants:
         if word != "torch" and not pathlib.Path(word.partition("=")[2].partition(":")[0]).is_file():
@@ -89,7 +93,7 @@ def make_variants(arguments):
     for word in arguments.variants:
         name, _, rest = word.partition("=")
         path, _, isa = rest.partition(":")
-        made[name] = torch_run if word == "torch" else Library(path, isa, arguments.threads).run
+        made[name] = torch_run if word == "torch" else Library(path, isa, arguments.threads, arguments.precision).run
     return made
 
 

@@ -17,7 +17,6 @@
 #include "test.h"
 
 #define ISA_ONLY(name, tables, dtype, id, bits, words) /* no tables of its own */
-#define ISA_FORWARD(name, tables, dtype, id, bits, words)
 #define ISA(name, bits, words) extern const attn_micro REAL(micro_##name);
 #include "cpu/isa.def"
 #undef ISA

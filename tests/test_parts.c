@@ -69,13 +69,14 @@ TEST(amx_parts_of_a_float_add_up_to_it_each_in_its_place) {
     for (int n = 0; n < SIZES; n++) {
         const int32_t rows = sizes[n][0], dim = sizes[n][1], all_rows = pad(rows, 32), all_dims = pad(dim, 32);
         test_context("%d rows of %d", rows, dim);
-        floats m = floats_make(rows, dim, dim + 7 * (n % 2), -70, 50, &random);
+        floats m = floats_make(rows, dim, dim + 7 * (n % 2), -40, 28, &random);
         const int64_t part = part_of(rows, dim);
-        uint16_t *out[3];
-        for (int i = 0; i < 3; i++) out[i] = room(2 * 3 * part);
-        CHECK(attn__bf16_split_rows(out[0], part, m.data, m.row, rows, dim) == 0);
-        CHECK(attn__bf16_split_columns(out[1], part, m.data, m.row, rows, dim) == 0);
-        CHECK(attn__bf16_split_dims(out[2], part, m.data, m.row, rows, dim) == 0);
+        uint16_t *out[4];
+        for (int i = 0; i < 4; i++) out[i] = room(2 * 3 * part);
+        CHECK(attn__bf16_split_rows(out[0], part, m.data, m.row, rows, dim, 1) == 0);
+        CHECK(attn__bf16_split_columns(out[1], part, m.data, m.row, rows, dim, 1) == 0);
+        CHECK(attn__bf16_split_dims(out[2], part, m.data, m.row, rows, dim, 1) == 0);
+        attn__bf16_split_pairs(out[3], part, m.data, m.row, rows, dim, 0x1p-24f);
         int wrong = 0;
         for (int32_t i = 0; i < all_rows; i++)
             for (int32_t x = 0; x < all_dims; x++) {
@@ -84,9 +85,11 @@ TEST(amx_parts_of_a_float_add_up_to_it_each_in_its_place) {
                 wrong += whole(out[1] + attn__bf16_place_a(16 * (int64_t)all_rows, x, i), part) != want;
                 if (i < pad(rows, 16))
                     wrong += whole(out[2] + attn__bf16_place_b(16 * (int64_t)all_dims, i, x), part) != want;
+                if (x < pad(dim, 16))
+                    wrong += whole(out[3] + attn__bf16_place_b(16 * (int64_t)all_rows, x, i), part) != want * 0x1p-24;
             }
         CHECK_SAY(wrong == 0, "%d elements are wrong", wrong);
-        for (int i = 0; i < 3; i++) free(out[i]);
+        for (int i = 0; i < 4; i++) free(out[i]);
         free(m.data);
     }
 }
@@ -104,16 +107,16 @@ TEST(amx_splitting_finds_what_is_odd) {
                  {attn__float(0xffffffff), ATTN_SPLIT_OUT},
                  {attn__float(0x7f800001), ATTN_SPLIT_OUT},
                  {3.4e38f, ATTN_SPLIT_OUT},
-                 {-0x1.02p56f, ATTN_SPLIT_OUT},
-                 {0x1.01p56f, ATTN_SPLIT_OUT}, /* half-way */
-                 {0x1.00fffep56f, 0},
-                 {-0x1p56f, 0},
+                 {-0x1.02p32f, ATTN_SPLIT_OUT},
+                 {0x1.01p32f, ATTN_SPLIT_OUT}, /* half-way */
+                 {0x1.00fffep32f, 0},
+                 {-0x1p32f, 0},
                  {1, 0},
                  {0, 0},
                  {-0.0f, 0},
-                 {0x1p-102f, 0},
-                 {0x1.fffffep-103f, 0}, /* its first part is 2^-102 */
-                 {-0x1.fcp-103f, ATTN_SPLIT_TINY},
+                 {0x1p-70f, 0},
+                 {0x1.fffffep-71f, 0}, /* its first part is 2^-70 */
+                 {-0x1.fcp-71f, ATTN_SPLIT_TINY},
                  {0x1p-126f, ATTN_SPLIT_TINY},
                  {0x1p-134f, ATTN_SPLIT_TINY},
                  {-0x1p-149f, ATTN_SPLIT_TINY}};
@@ -126,9 +129,9 @@ TEST(amx_splitting_finds_what_is_odd) {
         for (int32_t at = 0; at < 45 * 40; at += 37) {
             float *place = m.data + at / 40 * m.row + at % 40, before = *place;
             *place = cases[n].x;
-            const int found[] = {attn__bf16_split_rows(a, part, m.data, m.row, 45, 40),
-                                 attn__bf16_split_columns(a, part, m.data, m.row, 45, 40),
-                                 attn__bf16_split_dims(a, part, m.data, m.row, 45, 40)};
+            const int found[] = {attn__bf16_split_rows(a, part, m.data, m.row, 45, 40, 1),
+                                 attn__bf16_split_columns(a, part, m.data, m.row, 45, 40, 1),
+                                 attn__bf16_split_dims(a, part, m.data, m.row, 45, 40, 1)};
             for (int i = 0; i < 3; i++) {
                 CHECK_SAY((found[i] & ATTN_SPLIT_OUT) == (cases[n].odd & ATTN_SPLIT_OUT) &&
                               (cases[n].odd == 0 ? found[i] == 0 : (found[i] & cases[n].odd) != 0),
@@ -185,8 +188,8 @@ TEST(amx_products_of_parts_are_as_exact_as_floats) {
         uint16_t *packed_a = room(6 * part_of(m, k)), *packed_b = room(6 * part_of(cols, k));
         const int64_t elements = (int64_t)pad(m, 32) * pad(cols, 16);
         float *c = room(4 * elements);
-        attn__bf16_split_rows(packed_a, part_of(m, k), a.data, a.row, m, k);
-        attn__bf16_split_dims(packed_b, part_of(cols, k), b.data, b.row, cols, k);
+        attn__bf16_split_rows(packed_a, part_of(m, k), a.data, a.row, m, k, 1);
+        attn__bf16_split_dims(packed_b, part_of(cols, k), b.data, b.row, cols, k, 1);
         attn_bf16_product p = product_of(c, packed_a, part_of(m, k), packed_b, part_of(cols, k), m, cols, k);
         attn__bf16_run(&p);
         check_product(c, &a, &b, 0);
@@ -283,8 +286,8 @@ TEST(amx_softmax_in_parts_with_products) {
     uint64_t random = 5;
     floats a = floats_make(96, 160, 160, 0, 0, &random), b = floats_make(48, 160, 160, 0, 0, &random);
     uint16_t *packed_a = room(6 * part_of(96, 160)), *packed_b = room(6 * part_of(48, 160));
-    attn__bf16_split_rows(packed_a, part_of(96, 160), a.data, a.row, 96, 160);
-    attn__bf16_split_dims(packed_b, part_of(48, 160), b.data, b.row, 48, 160);
+    attn__bf16_split_rows(packed_a, part_of(96, 160), a.data, a.row, 96, 160, 1);
+    attn__bf16_split_dims(packed_b, part_of(48, 160), b.data, b.row, 48, 160, 1);
     attn__bf16_begin(false);
     for (int count = 0; count <= 3; count++) {
         test_context("%d products", count);
@@ -322,6 +325,74 @@ TEST(amx_softmax_in_parts_with_products) {
     }
     attn__bf16_end(false);
     free(packed_a), free(packed_b), free(a.data), free(b.data);
+}
+
+/*
+ * p and d_s of the backward in parts: p as exact as float's, though lse is large, down to where float has subnormal numbers, and d_s that of this p; all three
+ * operands have the same parts.
+ */
+TEST(amx_gradients_in_parts_against_double) {
+    if (skip()) return;
+    enum { ROWS = 32, COUNT = 64, LIFTED = COUNT * ROWS + ATTN_BF16_TILE };
+    uint64_t random = 6;
+    for (int n = 0; n < 8; n++) {
+        const bool with_slope = n & 1, with_rest = n & 2;
+        float *array[4], lse[ROWS], delta[ROWS];
+        uint16_t *out[3];
+        test_context("case %d", n);
+        for (int i = 0; i < 3; i++) out[i] = room(6 * LIFTED);
+        for (int32_t i = 0; i < 4; i++) {
+            array[i] = room(4 * COUNT * ROWS);
+            for (int32_t x = 0; x < COUNT * ROWS; x++) array[i][x] = (float)random_normal(&random) * (i == 3 ? 1e-6f : 1);
+        }
+        for (int32_t r = 0; r < ROWS; r++) {
+            lse[r] = (float)r * 3 - 0.1f;
+            delta[r] = (float)random_normal(&random);
+            if ((n & 4) && r == 7) lse[r] = INFINITY;
+            if ((n & 4) && r == 20) lse[r] = NAN;
+            array[0][r % 16 + r / 16 * COUNT * 16 + r * 16] = -INFINITY;
+            array[1][r % 16 + r / 16 * COUNT * 16 + r * 16] = NAN;
+        }
+        attn__bf16_gradients(&(attn_bf16_gradients){.s = array[0],
+                                                    .d_p = array[1],
+                                                    .slope = with_slope ? array[2] : NULL,
+                                                    .rest = with_rest ? array[3] : NULL,
+                                                    .panel = 16 * COUNT,
+                                                    .keys = COUNT,
+                                                    .scale = 0.125f,
+                                                    .keep = 1.25f,
+                                                    .lse = lse,
+                                                    .delta = delta,
+                                                    .p = out[0],
+                                                    .d_s = out[1],
+                                                    .down = ATTN_BF16_TILE,
+                                                    .part = LIFTED,
+                                                    .pairs = out[2],
+                                                    .pairs_part = LIFTED});
+        for (int32_t r = 0; r < ROWS; r++)
+            for (int32_t j = 0; j < COUNT; j++) {
+                const int64_t at = r % 16 + r / 16 * (COUNT * 16) + (int64_t)j * 16,
+                              place = attn__bf16_place_a(ATTN_BF16_TILE, j, r), in = attn__bf16_column(r),
+                              pair = attn__bf16_place_b(16 * COUNT, (int32_t)in, j);
+                const double p = whole(out[0] + place, LIFTED) * 0x1p-24, d_s = whole(out[1] + place, LIFTED) * 0x1p-24,
+                             t = 0.125 * (double)array[0][at] + (with_rest ? (double)array[3][at] : 0) - (double)lse[r],
+                             want = j == r || lse[r] == INFINITY ? 0 : exp(t),
+                             d = 1.25 * (double)array[1][at] - (double)delta[r],
+                             slope = with_slope ? (double)array[2][at] : 1;
+                if (r == 20 && (n & 4) && j != r) {
+                    CHECK(isnan(p) && isnan(d_s));
+                    continue;
+                }
+                CHECK_CLOSE(p, want, 2.5 * 0x1p-24 * want + 0x1p-149);
+                if (want != 0)
+                    CHECK_CLOSE(d_s, p * d * slope, 4 * 0x1p-24 * p * (fabs(d) + 2) * fabs(slope) + 0x1p-148);
+                else
+                    CHECK(p == 0 && d_s == 0);
+                for (int i = 0; i < 3; i++) CHECK(out[1][place + i * LIFTED] == out[2][pair + i * LIFTED]);
+            }
+        for (int i = 0; i < 3; i++) free(out[i]);
+        for (int i = 0; i < 4; i++) free(array[i]);
+    }
 }
 
 TEST(amx_take_in) {

@@ -401,18 +401,18 @@ INLINE int what_is_odd(const finds *f) {
 }
 
 /*
- * The parts of a square of 32 x 32 floats, of which so many rows and dims are there; row i of part n is at to[n] + 32 i, and the second
+ * The parts of a square of 32 x 32 floats, times the factor, of which so many rows and dims are there; row i of part n is at to[n] + 32 i, and the second
  * half of the rows `half` further on. The square at `next`, if that is not NULL, is asked for.
  */
 INLINE void split_square(uint16_t *const to[3], int64_t half, const float *from, const float *next, int64_t row,
-                         int32_t rows, int32_t dims, finds *f) {
+                         int32_t rows, int32_t dims, __m512 factor, finds *f) {
     const __mmask32 there = first_of_32(dims);
     for (int32_t i = 0; i < 32; i++) {
         const int64_t at = 32 * i + (i < 16 ? 0 : half);
         __m512i parts[3] = {_mm512_setzero_si512(), _mm512_setzero_si512(), _mm512_setzero_si512()};
         if (i < rows)
-            split_32(parts, f, _mm512_maskz_loadu_ps((__mmask16)there, from + i * row),
-                     _mm512_maskz_loadu_ps((__mmask16)(there >> 16), from + i * row + 16));
+            split_32(parts, f, _mm512_mul_ps(factor, _mm512_maskz_loadu_ps((__mmask16)there, from + i * row)),
+                     _mm512_mul_ps(factor, _mm512_maskz_loadu_ps((__mmask16)(there >> 16), from + i * row + 16)));
         if (next && i < rows) { /* there it has no fewer */
             _mm_prefetch((const char *)(next + i * row), _MM_HINT_T0);
             _mm_prefetch((const char *)(next + i * row + 16), _MM_HINT_T0);
@@ -423,7 +423,7 @@ INLINE void split_square(uint16_t *const to[3], int64_t half, const float *from,
 
 /* As pack, of floats. one: what is to be done with a square of a part; NULL: its rows are those of the tiles. */
 INLINE int split(pack_square *one, const bool k_is_dims, uint16_t *to, int64_t part, const float *from, int64_t row,
-                 int32_t rows, int32_t dim) {
+                 int32_t rows, int32_t dim, float factor) {
     const int64_t panel = attn__ceil_div(k_is_dims ? dim : rows, 32) * ATTN_BF16_TILE;
     finds f = {_mm512_setzero_si512(), _mm512_set1_epi16(-1), _mm512_setzero_si512()};
     words unused = _mm512_setzero_si512();
@@ -436,7 +436,8 @@ INLINE int split(pack_square *one, const bool k_is_dims, uint16_t *to, int64_t p
                                                                            : NULL;
             uint16_t *tile = to + n / 16 * panel + k / 32 * ATTN_BF16_TILE;
             uint16_t *const copies[] = {copy[0], copy[1], copy[2]}, *const tiles[] = {tile, tile + part, tile + 2 * part};
-            split_square(one ? copies : tiles, one ? 0 : panel - ATTN_BF16_TILE, at, next, row, rows - i, dim - x, &f);
+            split_square(one ? copies : tiles, one ? 0 : panel - ATTN_BF16_TILE, at, next, row, rows - i, dim - x,
+                         _mm512_set1_ps(factor), &f);
             for (int p = 0; one && p < 3; p++) {
                 square q;
                 q.data = copy[p];
@@ -448,16 +449,24 @@ INLINE int split(pack_square *one, const bool k_is_dims, uint16_t *to, int64_t p
     return what_is_odd(&f);
 }
 
-int attn__bf16_split_rows(uint16_t *a, int64_t part, const float *from, int64_t row, int32_t rows, int32_t dim) {
-    return split(NULL, true, a, part, from, row, rows, dim);
+int attn__bf16_split_rows(uint16_t *a, int64_t part, const float *from, int64_t row, int32_t rows, int32_t dim,
+                          float factor) {
+    return split(NULL, true, a, part, from, row, rows, dim, factor);
 }
 
-int attn__bf16_split_columns(uint16_t *a, int64_t part, const float *from, int64_t row, int32_t rows, int32_t dim) {
-    return split(square_of_columns, false, a, part, from, row, rows, dim);
+int attn__bf16_split_columns(uint16_t *a, int64_t part, const float *from, int64_t row, int32_t rows, int32_t dim,
+                             float factor) {
+    return split(square_of_columns, false, a, part, from, row, rows, dim, factor);
 }
 
-int attn__bf16_split_dims(uint16_t *b, int64_t part, const float *from, int64_t row, int32_t rows, int32_t dim) {
-    return split(square_of_dims, true, b, part, from, row, rows, dim);
+int attn__bf16_split_dims(uint16_t *b, int64_t part, const float *from, int64_t row, int32_t rows, int32_t dim,
+                          float factor) {
+    return split(square_of_dims, true, b, part, from, row, rows, dim, factor);
+}
+
+int attn__bf16_split_pairs(uint16_t *b, int64_t part, const float *from, int64_t row, int32_t rows, int32_t dim,
+                           float factor) {
+    return split(square_of_pairs, false, b, part, from, row, rows, dim, factor);
 }
 
 /* ---- softmax ---- */
@@ -733,15 +742,47 @@ typedef struct pair_of {
     __m512 p, d_s;
 } pair_of;
 
+/*
+ * e^(x + rest) times ATTN_SPLIT_LIFT, as micro.h's exp makes it; below 2^-150 it is 0. NaN comes through, unless it is not allowed.
+ */
+INLINE __m512 exp_lifted(__m512 x, __m512 rest, __mmask16 allowed) {
+    const float lift = ATTN_SPLIT_LIFT;
+    const __m512 magic = _mm512_set1_ps(12582912.0f);
+    const __m512 n = _mm512_sub_ps(_mm512_fmadd_ps(x, _mm512_set1_ps(1.44269504089f), magic), magic);
+    __m512 f = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
+    f = _mm512_add_ps(_mm512_fmadd_ps(n, _mm512_set1_ps(2.12194440e-4f), f), rest);
+    __m512 y = _mm512_fmadd_ps(f, _mm512_set1_ps(1.38145986467e-3f * lift), _mm512_set1_ps(8.36871687973e-3f * lift));
+    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(4.16683880453e-2f * lift));
+    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(1.66665206317e-1f * lift));
+    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(4.99999934478e-1f * lift));
+    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(lift));
+    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(lift));
+    return _mm512_maskz_scalef_ps(_mm512_mask_cmp_ps_mask(allowed, x, _mm512_set1_ps(-104), _CMP_NLT_UQ), y, n);
+}
+
 /* 16 rows and one key. plain: no slope, no rest, and every lse is a finite number, so that -inf in s makes p = 0 by itself. */
-INLINE pair_of gradient(const attn_bf16_gradients *m, const lanes *c, int64_t at, const bool plain) {
+INLINE pair_of gradient(const attn_bf16_gradients *m, const lanes *c, int64_t at, const bool plain, const bool in_parts) {
     const __m512 log2e = _mm512_set1_ps(1.44269504088896340736f);
-    __m512 s = _mm512_loadu_ps(m->s + at), t = _mm512_fmsub_ps(s, _mm512_set1_ps(m->scale), c->lse);
-    if (!plain && m->rest) t = _mm512_add_ps(t, _mm512_loadu_ps(m->rest + at));
-    pair_of x = {.p = exp2_of(_mm512_mul_ps(t, log2e))};
-    if (!plain) {
-        __mmask16 allowed = _mm512_cmp_ps_mask(s, _mm512_set1_ps(-INFINITY), _CMP_NEQ_UQ) & c->has_key;
-        x.p = _mm512_maskz_mov_ps(allowed, x.p);
+    __m512 s = _mm512_loadu_ps(m->s + at);
+    __mmask16 allowed = (__mmask16)-1;
+    if (!plain) allowed = _mm512_cmp_ps_mask(s, _mm512_set1_ps(-INFINITY), _CMP_NEQ_UQ) & c->has_key;
+    pair_of x;
+    if (in_parts) { /* what the difference rounds off is not lost */
+        s = _mm512_mul_ps(s, _mm512_set1_ps(m->scale));
+        KEEP(s);
+        const __m512 t = _mm512_sub_ps(s, c->lse);
+        __m512 lost = _mm512_sub_ps(s, _mm512_add_ps(t, c->lse));
+        if (!plain) {
+            const __m512 back = _mm512_sub_ps(t, s);
+            lost = _mm512_sub_ps(_mm512_sub_ps(s, _mm512_sub_ps(t, back)), _mm512_add_ps(c->lse, back));
+            if (m->rest) lost = _mm512_add_ps(lost, _mm512_loadu_ps(m->rest + at));
+        }
+        x.p = exp_lifted(t, lost, allowed);
+    } else {
+        __m512 t = _mm512_fmsub_ps(s, _mm512_set1_ps(m->scale), c->lse);
+        if (!plain && m->rest) t = _mm512_add_ps(t, _mm512_loadu_ps(m->rest + at));
+        x.p = exp2_of(_mm512_mul_ps(t, log2e));
+        if (!plain) x.p = _mm512_maskz_mov_ps(allowed, x.p);
     }
     __m512 d = _mm512_fmsub_ps(_mm512_loadu_ps(m->d_p + at), _mm512_set1_ps(m->keep), c->delta);
     if (!plain && m->slope) d = _mm512_mul_ps(d, _mm512_loadu_ps(m->slope + at));
@@ -749,22 +790,45 @@ INLINE pair_of gradient(const attn_bf16_gradients *m, const lanes *c, int64_t at
     return x;
 }
 
-/* One key: a row of a tile of p and one of d_s, which is returned. */
-INLINE __m512i gradient_row(const attn_bf16_gradients *m, const lanes c[2], int32_t j, const bool plain) {
-    pair_of low = gradient(m, &c[0], (int64_t)j * 16, plain), high = gradient(m, &c[1], (int64_t)j * 16 + m->panel, plain);
-    int64_t to = j / 16 * m->down + (ptrdiff_t)(j % 16) * 32;
-    __m512i d_s = (__m512i)_mm512_cvtne2ps_pbh(high.d_s, low.d_s);
-    _mm512_storeu_si512(m->p + to, (__m512i)_mm512_cvtne2ps_pbh(high.p, low.p));
-    _mm512_storeu_si512(m->d_s + to, d_s);
-    return d_s;
+/* The higher halves of 32 numbers, and what is below them: three times that is all. */
+INLINE __m512i take_halves(__m512 *low, __m512 *high) {
+    const __m512i mask = _mm512_set1_epi32((int)0xffff0000);
+    const __m512i both = high_halves(*low, *high);
+    *low = _mm512_sub_ps(*low, _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(*low), mask)));
+    *high = _mm512_sub_ps(*high, _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(*high), mask)));
+    return both;
 }
 
-INLINE void gradient_keys(const attn_bf16_gradients *step, const lanes c[2], const bool plain) {
+/* One key: a row of a tile of p and one of d_s, of each part. That of d_s is returned. */
+INLINE void gradient_row(__m512i d_s[3], const attn_bf16_gradients *m, const lanes c[2], int32_t j, const bool plain,
+                         const bool in_parts) {
+    pair_of low = gradient(m, &c[0], (int64_t)j * 16, plain, in_parts),
+            high = gradient(m, &c[1], (int64_t)j * 16 + m->panel, plain, in_parts);
+    int64_t to = j / 16 * m->down + (ptrdiff_t)(j % 16) * 32;
+    if (!in_parts) {
+        d_s[0] = (__m512i)_mm512_cvtne2ps_pbh(high.d_s, low.d_s);
+        _mm512_storeu_si512(m->p + to, (__m512i)_mm512_cvtne2ps_pbh(high.p, low.p));
+        _mm512_storeu_si512(m->d_s + to, d_s[0]);
+        return;
+    }
+    UNROLL for (int n = 0; n < 3; n++, to += m->part) {
+        _mm512_storeu_si512(m->p + to, take_halves(&low.p, &high.p));
+        d_s[n] = take_halves(&low.d_s, &high.d_s);
+        _mm512_storeu_si512(m->d_s + to, d_s[n]);
+    }
+}
+
+INLINE void gradient_keys(const attn_bf16_gradients *step, const lanes c[2], const bool plain, const bool in_parts) {
     attn_bf16_gradients m = *step;
     for (int32_t j = 0; j < m.keys; j += 2) {
-        __m512i even = gradient_row(&m, c, j, plain), odd = gradient_row(&m, c, j + 1, plain);
-        _mm512_storeu_si512(m.pairs + (ptrdiff_t)16 * j, _mm512_unpacklo_epi16(even, odd));
-        _mm512_storeu_si512(m.pairs + (ptrdiff_t)16 * (m.keys + j), _mm512_unpackhi_epi16(even, odd));
+        __m512i even[3], odd[3];
+        gradient_row(even, &m, c, j, plain, in_parts);
+        gradient_row(odd, &m, c, j + 1, plain, in_parts);
+        uint16_t *pairs = m.pairs + (ptrdiff_t)16 * j;
+        for (int n = 0; n < (in_parts ? 3 : 1); n++, pairs += m.pairs_part) {
+            _mm512_storeu_si512(pairs, _mm512_unpacklo_epi16(even[n], odd[n]));
+            _mm512_storeu_si512(pairs + (ptrdiff_t)16 * m.keys, _mm512_unpackhi_epi16(even[n], odd[n]));
+        }
     }
 }
 
@@ -779,10 +843,14 @@ void attn__bf16_gradients(const attn_bf16_gradients *step) {
         c[n].has_key = _mm512_cmp_ps_mask(c[n].lse, none, _CMP_NEQ_UQ);
         plain &= _mm512_cmp_ps_mask(_mm512_abs_ps(c[n].lse), none, _CMP_LT_OQ) == 0xffff;
     }
-    if (plain)
-        gradient_keys(step, c, true);
+    if (step->part && plain)
+        gradient_keys(step, c, true, true);
+    else if (step->part)
+        gradient_keys(step, c, false, true);
+    else if (plain)
+        gradient_keys(step, c, true, false);
     else
-        gradient_keys(step, c, false);
+        gradient_keys(step, c, false, false);
     swap_mode(mode);
 }
 

@@ -1,5 +1,6 @@
 /*
- * The backward of bf16 by products of bf16 (bf16.h): what bwd.c does with a strip of keys, for sequences that are not narrow, q, k, v and o all bf16.
+ * The backward by products of bf16 (bf16.h): what bwd.c does with a strip of keys, for sequences that are not narrow, q, k, v and o all bf16; or, by tiles
+ * of AMX, all float32, as three bf16 each.
  *
  * The strip's keys and values are packed into operands once, and so are q and d_o of each query tile (tile_rows). A tile meets the
  * strip in blocks of up to KEYS keys, and a block part by part, 32 rows each:
@@ -13,6 +14,9 @@
  *
  * Masked pairs have p = d_s = 0, which must not meet NaN or infinity (C2). The operands of the last three products have zeros in
  * their place; what that leaves out is added one by one, for the pairs that are allowed.
+ *
+ * float32: of rows and keys with numbers that the parts do not have (ATTN_SPLIT_MOST), and of those that have none but tiny ones, every pair that is
+ * allowed is worked by itself, in double (odd_pairs). The operands of its row or key are zeros, and so are its p and d_s, so that nobody else's bits change.
  */
 #include "bf16.h"
 
@@ -26,7 +30,7 @@
 
 enum {
     ROWS = 256,              /* of a tile, at most; a multiple of 32 */
-    KEYS = 256,              /* of a block; a multiple of ATTN_TILE_COLS */
+    KEYS = 256,             /* of a block; a multiple of ATTN_TILE_COLS */
     STRIP = ATTN_STRIP_KEYS, /* of a unit */
     CLASSES = KEYS / ATTN_TILE_COLS,
     PARTS = ROWS / ATTN_BF16_ROWS,
@@ -35,11 +39,12 @@ enum {
 
 /*
  * Rows of a query tile. More are faster, as long as threads need not wait for one another: those that work on strips of one head take
- * turns at d_q, tile by tile, and there are hardly two of them where there are as many heads as threads.
+ * turns at d_q, tile by tile, and there are hardly two of them where there are as many heads as threads. float32's three parts would not
+ * stay in the second cache.
  */
 static int32_t tile_rows(const attn_plan *plan) {
     bool alone = plan->slots == 1 || (int64_t)plan->problem.batch * plan->problem.heads_kv >= plan->slots;
-    return (alone ? PARTS : GROUP) * ATTN_BF16_ROWS;
+    return (alone && !attn__splits(plan) ? PARTS : GROUP) * ATTN_BF16_ROWS;
 }
 
 /* One thread's memory; `rows` are those of a tile. */
@@ -53,7 +58,7 @@ typedef struct scratch {
     float *s, *d_p, *slope, *rest; /* of a part, [2][keys][16] */
     uint16_t *p, *d_s;             /* of a block, operands a, m over keys, k over rows */
     uint16_t *pairs;               /* d_s of a part, operand b */
-    uint16_t *rows;                /* rows that are changed before they are packed */
+    void *rows;                    /* rows that are changed before they are packed */
     float *out, *row;              /* [16][dim]; see tile_adjust */
     float *lse, *delta;            /* [rows] */
 } scratch;
@@ -63,18 +68,31 @@ static int64_t lay_out(scratch *m, char *at, const attn_plan *plan) {
     const attn_problem *p = &plan->problem;
     int64_t qk = attn__bf16_pad(p->dim_qk), v = attn__bf16_pad(p->dim_v), most = qk > v ? qk : v;
     int64_t half = sizeof(uint16_t), whole = sizeof(float), part = KEYS * ATTN_BF16_ROWS, rows = tile_rows(plan);
+    const bool splits = attn__splits(plan);
+    const int64_t number = splits ? whole : half;
     const attn_room rooms[] = {
-        {&m->k, STRIP * qk * half},   {&m->v, STRIP * v * half},
-        {&m->k_t, STRIP * qk * half}, {&m->d_k, STRIP * qk * whole},
-        {&m->d_v, STRIP * v * whole}, {&m->q, rows * qk * half},
-        {&m->d_o, rows * v * half},   {&m->q_t, rows * qk * half},
-        {&m->d_o_t, rows * v * half}, {&m->d_q, rows * qk * whole},
-        {&m->s, part * whole},        {&m->d_p, part * whole},
-        {&m->slope, part * whole},    {&m->rest, part * whole},
-        {&m->p, KEYS * rows * half},  {&m->d_s, KEYS * rows * half},
-        {&m->pairs, part * half},     {&m->rows, (STRIP > rows ? STRIP : rows) * most * half},
-        {&m->out, 16 * most * whole}, {&m->row, KEYS * whole},
-        {&m->lse, rows * whole},      {&m->delta, rows * whole},
+        {&m->k, attn__bf16_whole_of(splits, STRIP * qk) * half},
+        {&m->v, attn__bf16_whole_of(splits, STRIP * v) * half},
+        {&m->k_t, attn__bf16_whole_of(splits, STRIP * qk) * half},
+        {&m->d_k, STRIP * qk * whole},
+        {&m->d_v, STRIP * v * whole},
+        {&m->q, attn__bf16_whole_of(splits, rows * qk) * half},
+        {&m->d_o, attn__bf16_whole_of(splits, rows * v) * half},
+        {&m->q_t, attn__bf16_whole_of(splits, rows * qk) * half},
+        {&m->d_o_t, attn__bf16_whole_of(splits, rows * v) * half},
+        {&m->d_q, rows * qk * whole},
+        {&m->s, part * whole},
+        {&m->d_p, part * whole},
+        {&m->slope, part * whole},
+        {&m->rest, part * whole},
+        {&m->p, attn__bf16_whole_of(splits, KEYS * rows) * half},
+        {&m->d_s, attn__bf16_whole_of(splits, KEYS * rows) * half},
+        {&m->pairs, attn__bf16_whole_of(splits, part) * half},
+        {&m->rows, (STRIP > rows ? STRIP : rows) * most * number},
+        {&m->out, 16 * most * whole},
+        {&m->row, KEYS * whole},
+        {&m->lse, rows * whole},
+        {&m->delta, rows * whole},
     };
     return attn__lay_out(at, rooms, sizeof rooms / sizeof rooms[0]);
 }
@@ -93,28 +111,75 @@ typedef struct strip {
     int32_t j0, keys; /* of the strip */
     int64_t qk, v;    /* dims, padded to 32 */
     int64_t down;     /* panels of p and d_s are so far apart */
+    int64_t part;     /* and their parts; 0: there is one */
+    bool splits;      /* float32 in three parts */
     float scale;      /* of the dot products, unless they are scaled already */
     bool scaled;      /* are they before p is made? */
     attn_rows panel[ROWS / 16];
     int32_t rows, parts;                           /* of the tile */
     bool bad_k[STRIP], bad_q[ROWS], bad_d_o[ROWS]; /* rows of which the operands leave something out */
     bool any_k, any_q, any_d_o;                    /* are there such? */
+    bool odd_key[STRIP], odd_row[ROWS];            /* float32: those of which pairs are worked by themselves */
+    bool any_odd_key, any_odd_row;                 /* are there such? */
 } strip;
+
+/* From part to part of an operand of so many rows, or keys; 0: there is one. */
+static int64_t part_of(const strip *s, int64_t rows, int64_t dim) { return attn__bf16_part_of(s->splits, rows * dim); }
 
 /* ---- loading ---- */
 
-static const uint16_t *kv_row(const strip *s, const attn_tensor *of, int32_t j) {
+static const void *kv_row(const strip *s, const attn_tensor *of, int32_t j) {
     const attn_rows *t = s->panel;
-    return (const uint16_t *)(const void *)attn__tile_kv_row_f32(t, of, t->s.leftpad + j, NULL);
+    return attn__tile_kv_row_f32(t, of, t->s.leftpad + j, NULL);
 }
 
-static const uint16_t *q_row(const strip *s, const attn_tensor *of, int32_t r) {
+static const void *q_row(const strip *s, const attn_tensor *of, int32_t r) {
     const attn_rows *t = s->panel;
-    return (const uint16_t *)of->data + attn__q_offset(s->p, of, &t->s, t->i0 + r, t->h0);
+    const int64_t at = attn__q_offset(s->p, of, &t->s, t->i0 + r, t->h0);
+    return (const char *)of->data + at * (int64_t)attn_dtype_size(s->p->dtype);
+}
+
+/* Do the parts leave too little of these numbers? One that is out is enough; tiny ones count where there are no others. */
+static bool is_odd(const float *x, int32_t dim) {
+    uint32_t most = 0;
+    for (int32_t n = 0; n < dim; n++) {
+        const uint32_t size = attn__bits(x[n]) & INT32_MAX;
+        most = size > most ? size : most;
+    }
+    return attn__bf16_odd(attn__float(most)) != 0;
+}
+
+/* A copy without gaps, which is returned, of which odd rows are zeros; they are marked. */
+static const float *without_odd(float *to, const float *from, int64_t row, int32_t rows, int32_t dim, bool *odd, bool *any) {
+    for (int32_t r = 0; r < rows; r++) {
+        const bool is = is_odd(from + r * row, dim);
+        for (int32_t n = 0; n < dim; n++) to[(int64_t)r * dim + n] = is ? 0 : from[r * row + n];
+        odd[r] |= is;
+        *any |= is;
+    }
+    return to;
+}
+
+/* k, or v, of which k_t is NULL. */
+static void split_keys(strip *s, const attn_tensor *of, int32_t dim, uint16_t *a, uint16_t *k_t) {
+    const float *from = kv_row(s, of, s->j0);
+    const int64_t part = part_of(s, STRIP, attn__bf16_pad(dim));
+    int64_t row = of->stride[1];
+    if (attn__bf16_split_rows(a, part, from, row, s->keys, dim, 1)) {
+        from = without_odd(s->m.rows, from, row, s->keys, dim, s->odd_key, &s->any_odd_key);
+        row = dim;
+        attn__bf16_split_rows(a, part, from, row, s->keys, dim, 1);
+    }
+    if (k_t) attn__bf16_split_columns(k_t, part, from, row, s->keys, dim, 1 / ATTN_SPLIT_LIFT);
 }
 
 /* There is no paged cache in a backward: rows of k and v lie a fixed distance apart. */
 static void load_keys(strip *s) {
+    if (s->splits) {
+        split_keys(s, &s->f->k, s->p->dim_qk, s->m.k, s->m.k_t);
+        split_keys(s, &s->f->v, s->p->dim_v, s->m.v, NULL);
+        return;
+    }
     const uint16_t *k = kv_row(s, &s->f->k, s->j0), *v = kv_row(s, &s->f->v, s->j0);
     int64_t k_row = s->f->k.stride[1], v_row = s->f->v.stride[1];
     attn__bf16_pack_rows(s->m.k, k, k_row, s->keys, s->p->dim_qk);
@@ -127,19 +192,31 @@ static void load_keys(strip *s) {
 
 /* q or d_o of the tile as operands b, `b` with n over rows and `b_t` with n over dims. Rows without a key become 0 (C1). True: bad has rows. */
 static bool load_operands(strip *s, const attn_tensor *of, int32_t dim, uint16_t *b, uint16_t *b_t, bool *bad) {
-    const uint16_t *from = q_row(s, of, 0);
+    const void *from = q_row(s, of, 0);
+    const int64_t padded = attn__bf16_pad(dim), part = part_of(s, tile_rows(s->plan), padded);
+    const size_t number = attn_dtype_size(s->p->dtype), bytes = (size_t)dim * number;
     int64_t row = of->stride[1];
     bool is_empty = false;
     for (int32_t r = 0; r < s->rows; r++) is_empty |= s->m.lse[r] == INFINITY;
     for (int32_t r = 0; is_empty && r < s->rows; r++) {
-        uint16_t *to = s->m.rows + (int64_t)r * dim;
+        char *to = (char *)s->m.rows + (size_t)r * bytes;
         if (s->m.lse[r] == INFINITY)
-            memset(to, 0, (size_t)dim * sizeof *to);
+            memset(to, 0, bytes);
         else
-            memcpy(to, from + r * row, (size_t)dim * sizeof *to);
+            memcpy(to, (const char *)from + (size_t)(r * row) * number, bytes);
     }
     if (is_empty) from = s->m.rows, row = dim;
-    if (s->rows % 32 != 0) memset(b, 0, (size_t)(attn__bf16_pad(s->rows) * attn__bf16_pad(dim)) * sizeof *b);
+    for (int n = 0; s->rows % 32 != 0 && n < (s->splits ? 3 : 1); n++)
+        memset(b + n * part, 0, (size_t)(attn__bf16_pad(s->rows) * padded) * sizeof *b);
+    if (s->splits) {
+        if (attn__bf16_split_dims(b, part, from, row, s->rows, dim, 1)) {
+            from = without_odd(s->m.rows, from, row, s->rows, dim, s->odd_row, &s->any_odd_row);
+            row = dim;
+            attn__bf16_split_dims(b, part, from, row, s->rows, dim, 1);
+        }
+        attn__bf16_split_pairs(b_t, part, from, row, s->rows, dim, 1 / ATTN_SPLIT_LIFT);
+        return false;
+    }
     attn__bf16_pack_dims(b, from, row, s->rows, dim);
     bool finite = attn__bf16_finite(from, row, s->rows, dim);
     if (!finite) from = attn__bf16_clean(s->m.rows, from, row, s->rows, dim, bad), row = dim;
@@ -166,6 +243,8 @@ static void load_tile(strip *s, int32_t b, int32_t h, int32_t i0, int32_t rows) 
         s->m.lse[r] = (float)row->lse;
         s->m.delta[r] = (float)row->delta;
     }
+    memset(s->odd_row, 0, sizeof s->odd_row);
+    s->any_odd_row = false;
     s->any_q = load_operands(s, &s->f->q, s->p->dim_qk, s->m.q, s->m.q_t, s->bad_q);
     s->any_d_o = load_operands(s, &s->f->d_o, s->p->dim_v, s->m.d_o, s->m.d_o_t, s->bad_d_o);
     memset(s->m.d_q, 0, (size_t)(32 * s->parts * s->qk) * sizeof *s->m.d_q);
@@ -204,14 +283,84 @@ static void score_product(const strip *s, const item *w, float *c, const uint16_
                                         .a_panel = 16 * dim,
                                         .b = b + 32 * w->n * dim,
                                         .b_panel = 16 * dim,
+                                        .a_part = part_of(s, STRIP, dim),
+                                        .b_part = part_of(s, tile_rows(s->plan), dim),
                                         .m = keys,
                                         .n = ATTN_BF16_ROWS,
                                         .k = (int32_t)dim,
                                         .by_vectors = attn__by_vectors(s->plan)});
 }
 
+/* Are scores scaled before p is made? To the same bits; a dot product of an odd row or key need not be a number that is not scaled yet. */
+static bool is_scaled(const strip *s) { return s->scaled || s->any_odd_key || s->any_odd_row; }
+
 static void fill(float *x, float value, int64_t count) {
     for (int64_t n = 0; n < count; n++) x[n] = value;
+}
+
+/* Where p or d_s of row r and key j of the block is in operand a. */
+static int64_t place(const strip *s, int32_t r, int32_t j) { return attn__bf16_place_a(s->down, j, r); }
+
+static double dot(const float *a, const float *b, int32_t dim) {
+    double sum = 0;
+    for (int32_t n = 0; n < dim; n++) sum += (double)a[n] * (double)b[n];
+    return sum;
+}
+
+/* Does dropout drop row r of the tile and key j of the strip? */
+static bool is_dropped(const strip *s, int32_t r, int32_t j) {
+    const attn_rows *t = s->panel;
+    const uint32_t batch_head = (uint32_t)(t->s.b * s->p->heads_q + t->h0), key = (uint32_t)(s->j0 + j);
+    uint32_t random[4];
+    attn__philox4(&t->dropout, batch_head, (uint32_t)(t->i0 + r), key / ATTN_PHILOX_KEYS, random);
+    return attn__drops(&t->dropout, random, key);
+}
+
+/* What row r of the tile and key j of the strip give to each other; of floats that are odd, in double. */
+static void work_pair(const strip *s, int32_t r, int32_t j, double p, double slope) {
+    const int32_t dim_qk = s->p->dim_qk, dim_v = s->p->dim_v, in = attn__bf16_column(r % 32);
+    const float *q = q_row(s, &s->f->q, r), *d_o = q_row(s, &s->f->d_o, r), *k = kv_row(s, &s->f->k, s->j0 + j),
+                *v = kv_row(s, &s->f->v, s->j0 + j);
+    const bool dropped = s->p->dropout > 0 && is_dropped(s, r, j);
+    const double keep = dropped ? 0 : 1 / (1 - s->p->dropout), d_p = dropped ? 0 : keep * dot(d_o, v, dim_v);
+    const double d_s = p * (d_p - (double)s->m.delta[r]) * slope;
+    float *d_q = s->m.d_q + (r / 32 * 32 + in / 16 * 16) * s->qk + in % 16;
+    float *d_k = s->m.d_k + (int64_t)j * 16, *d_v = s->m.d_v + (int64_t)j * 16;
+    for (int32_t x = 0; x < dim_qk; x++) {
+        d_q[(int64_t)x * 16] += (float)(d_s * (double)k[x]);
+        d_k[x / 16 * (16 * STRIP) + x % 16] += (float)(d_s * (double)q[x]);
+    }
+    for (int32_t x = 0; !dropped && x < dim_v; x++) d_v[x / 16 * (16 * STRIP) + x % 16] += (float)(p * (double)d_o[x]);
+}
+
+/*
+ * The pairs of one panel and keys [first, first + keys) of the block that have an odd row or key. Before the scores are adjusted: theirs, scaled. And
+ * afterwards: all that comes of them, and -inf, so that they do not meet the operands.
+ */
+static void odd_pairs(const strip *s, const item *w, int32_t n, int32_t first, int32_t keys, bool adjusted) {
+    const int64_t panel = n * attn__bf16_pad(w->end - w->first);
+    const int32_t rows = attn__min32(16, s->rows - 32 * w->n - 16 * n);
+    for (int32_t j = first; j < first + keys; j++) {
+        const int32_t in_strip = w->at + j;
+        const float *k = kv_row(s, &s->f->k, s->j0 + in_strip);
+        if (!s->odd_key[in_strip] && !s->any_odd_row) continue;
+        for (int32_t c = 0; c < rows; c++) {
+            const int32_t r = 32 * w->n + 16 * n + c;
+            const int64_t at = 16 * (panel + j - w->first) + c;
+            float *score = &s->m.s[at];
+            if (!s->odd_key[in_strip] && !s->odd_row[r]) continue;
+            if (!adjusted) {
+                *score = (float)(s->p->scale * dot(q_row(s, &s->f->q, r), k, s->p->dim_qk));
+                continue;
+            }
+            const double rest = s->p->flags & ATTN_ALIBI ? (double)s->m.rest[at] : 0,
+                         slope = s->p->softcap > 0 ? (double)s->m.slope[at] : 1;
+            if (*score == -INFINITY || s->m.lse[r] == INFINITY) continue;
+            const double p = exp((double)*score + rest - (double)s->m.lse[r]);
+            *score = -INFINITY;
+            if (p != 0) work_pair(s, r, in_strip, p, slope);
+        }
+    }
 }
 
 /* From dot products to scores, one panel and up to ATTN_TILE_COLS keys, `first` into the block. */
@@ -220,14 +369,15 @@ static void prepare_tile(const strip *s, const item *w, int32_t n, int32_t first
     int class = w->class[first / ATTN_TILE_COLS];
     int64_t at = 16 * (n * attn__bf16_pad(w->end - w->first) + first - w->first);
     float *slope = s->p->softcap > 0 ? s->m.slope + at : NULL, *rest = s->p->flags & ATTN_ALIBI ? s->m.rest + at : NULL;
-    if (class == ATTN_TILE_SKIP) {
-        fill(s->m.s + at, -INFINITY, keys * 16);
-    } else if (s->scaled) {
-        t->micro->scale(s->m.s + at, keys * 16, (float)s->p->scale);
+    const bool has_odd = s->any_odd_key || s->any_odd_row, in_tile = class != ATTN_TILE_SKIP;
+    if (!in_tile) fill(s->m.s + at, -INFINITY, keys * 16);
+    if (in_tile && is_scaled(s)) t->micro->scale(s->m.s + at, keys * 16, (float)s->p->scale);
+    if (in_tile && has_odd) odd_pairs(s, w, n, first, keys, false);
+    if (in_tile && s->scaled)
         attn__tile_adjust_f32(t, s->m.s + at, slope, rest, s->j0 + w->at + first, keys, class, s->m.row);
-    } else if (class == ATTN_TILE_PARTIAL) {
+    else if (class == ATTN_TILE_PARTIAL)
         attn__tile_mask_f32(t, s->m.s + at, s->j0 + w->at + first, keys);
-    }
+    if (in_tile && has_odd) odd_pairs(s, w, n, first, keys, true);
     if (s->p->dropout > 0) attn__tile_drop_f32(t, s->m.d_p + at, s->j0 + w->at + first, keys);
 }
 
@@ -241,9 +391,6 @@ static void prepare(const strip *s, const item *w) {
     }
 }
 
-/* Where p or d_s of row r and key j of the block is in operand a. */
-static int64_t place(const strip *s, int32_t r, int32_t j) { return attn__bf16_place_a(s->down, j, r); }
-
 static void drop(const strip *s, const item *w) {
     const attn_rows *t = s->panel;
     uint32_t batch_head = (uint32_t)(t->s.b * s->p->heads_q + t->h0), random[4];
@@ -252,7 +399,8 @@ static void drop(const strip *s, const item *w) {
             uint32_t key = (uint32_t)(s->j0 + w->at + j);
             if (j % ATTN_PHILOX_KEYS == 0)
                 attn__philox4(&t->dropout, batch_head, (uint32_t)(t->i0 + r), key / ATTN_PHILOX_KEYS, random);
-            if (attn__drops(&t->dropout, random, key)) s->m.p[place(s, r, j)] = 0;
+            if (!attn__drops(&t->dropout, random, key)) continue;
+            for (int n = 0; n < (s->splits ? 3 : 1); n++) s->m.p[place(s, r, j) + n * s->part] = 0;
         }
     }
 }
@@ -266,6 +414,8 @@ static void add_d_q(const strip *s, const item *w) {
                                         .a_panel = 16 * attn__bf16_pad(s->keys),
                                         .b = s->m.pairs,
                                         .b_panel = 16 * keys,
+                                        .a_part = part_of(s, STRIP, s->qk),
+                                        .b_part = part_of(s, KEYS, ATTN_BF16_ROWS),
                                         .m = (int32_t)s->qk,
                                         .n = ATTN_BF16_ROWS,
                                         .k = keys,
@@ -284,14 +434,16 @@ static void work_part(const strip *s, const item *w) {
                                                 .rest = s->p->flags & ATTN_ALIBI ? s->m.rest : NULL,
                                                 .panel = 16 * attn__bf16_pad(w->end - w->first),
                                                 .keys = (int32_t)attn__bf16_pad(w->end - w->first),
-                                                .scale = s->scaled ? 1 : s->scale,
+                                                .scale = is_scaled(s) ? 1 : s->scale,
                                                 .keep = (float)(1 / (1 - s->p->dropout)),
                                                 .lse = s->m.lse + 32 * w->n,
                                                 .delta = s->m.delta + 32 * w->n,
                                                 .p = s->m.p + place(s, 32 * w->n, w->first),
                                                 .d_s = s->m.d_s + place(s, 32 * w->n, w->first),
                                                 .down = s->down,
-                                                .pairs = s->m.pairs});
+                                                .part = s->part,
+                                                .pairs = s->m.pairs,
+                                                .pairs_part = part_of(s, KEYS, ATTN_BF16_ROWS)});
     if (s->p->dropout > 0) drop(s, w);
     if (s->f->d_q.data) add_d_q(s, w);
 }
@@ -309,6 +461,8 @@ static void add_product(const strip *s, float *c, const uint16_t *a, const uint1
                                         .a_panel = s->down,
                                         .b = b + (int64_t)all->n * ATTN_BF16_TILE,
                                         .b_panel = b_panel,
+                                        .a_part = s->part,
+                                        .b_part = part_of(s, tile_rows(s->plan), attn__bf16_pad(dim)),
                                         .m = (int32_t)attn__bf16_pad(all->end - all->first),
                                         .n = (dim + 15) / 16 * 16,
                                         .k = 32 * (n_end - all->n),
@@ -386,8 +540,10 @@ static void add_left_out(const strip *s, int32_t from, int32_t to, const item *a
 /* Zeros for p and d_s of part n and keys [first, end), both multiples of 16: tiles. */
 static void clear(const strip *s, int32_t n, int32_t first, int32_t end) {
     for (int32_t j = first; j < end; j += 16) {
-        memset(s->m.p + place(s, 32 * n, j), 0, ATTN_BF16_TILE * sizeof(uint16_t));
-        memset(s->m.d_s + place(s, 32 * n, j), 0, ATTN_BF16_TILE * sizeof(uint16_t));
+        for (int i = 0; i < (s->splits ? 3 : 1); i++) {
+            memset(s->m.p + place(s, 32 * n, j) + i * s->part, 0, ATTN_BF16_TILE * sizeof(uint16_t));
+            memset(s->m.d_s + place(s, 32 * n, j) + i * s->part, 0, ATTN_BF16_TILE * sizeof(uint16_t));
+        }
     }
 }
 
@@ -481,7 +637,8 @@ static void store(const strip *s, const attn_tensor *to, const float *from, int3
         int64_t at = attn__kv_offset(s->p, s->f, to, &t->s, t->s.leftpad + s->j0 + j, t->kv_head);
         for (int32_t x = 0; x < dim; x += 16)
             memcpy(s->m.out + x, from + (int64_t)x * STRIP + (int64_t)j * 16, 16 * sizeof *s->m.out);
-        t->micro->store((uint16_t *)to->data + at, ATTN_BF16, s->m.out, (float)factor, dim);
+        char *row = (char *)to->data + at * (int64_t)attn_dtype_size(s->p->kv_dtype);
+        t->micro->store(row, s->p->kv_dtype, s->m.out, (float)factor, dim);
     }
 }
 
@@ -493,6 +650,8 @@ void attn__bf16_keys(const attn_plan *plan, const attn_buffers *f, const attn_un
     s.qk = attn__bf16_pad(p->dim_qk);
     s.v = attn__bf16_pad(p->dim_v);
     s.down = step / 32 * ATTN_BF16_TILE;
+    s.splits = attn__splits(plan);
+    s.part = part_of(&s, KEYS, step);
     s.scale = (float)p->scale;
     s.scaled = p->softcap > 0 || (p->flags & (ATTN_ALIBI | ATTN_BIAS)) || !(s.scale > 1e-30f && s.scale < 1e30f);
     attn__tile_make_f32(s.panel, plan, f, &(attn_unit){unit->b, 0, 1, -1}, kv_head * group, false);

@@ -23,11 +23,9 @@ struct attn__micro_f64;
     extern const struct attn__micro_f32 attn__micro_##isa##_f32;                                                           \
     extern const struct attn__micro_f64 attn__micro_##isa##_f64;
 #define ISA_ONLY(isa, tables, name, dtype, bits, words)
-#define ISA_FORWARD(isa, tables, name, dtype, bits, words)
 #include "isa.def"
 #undef ISA
 #undef ISA_ONLY
-#undef ISA_FORWARD
 
 #define ROW(full_name, op_id, tables, real_name, only, is_wide, row_count, col_count, bits, words)                         \
     {.name = full_name,                                                                                                    \
@@ -47,10 +45,8 @@ struct attn__micro_f64;
     ROW("bwd_" #isa "_f32", ATTN_BACKWARD, isa, f32, ANY, false, ATTN_TILE_ROWS, ATTN_TILE_COLS, bits, words)              \
     ROW("bwd_" #isa "_f64", ATTN_BACKWARD, isa, f64, ANY, true, ATTN_TILE_ROWS, ATTN_TILE_COLS, bits, words)
 #define ISA_ONLY(isa, tables, name, dtype, bits, words)                                                                    \
-    ISA_FORWARD(isa, tables, name, dtype, bits, words)                                                                     \
+    ROW("fwd_" #isa "_" #name, ATTN_FORWARD, tables, f32, dtype, false, ATTN_BF16_ROWS, ATTN_BF16_KEYS, bits, words)       \
     ROW("bwd_" #isa "_" #name, ATTN_BACKWARD, tables, f32, dtype, false, ATTN_BF16_ROWS, ATTN_TILE_COLS, bits, words)
-#define ISA_FORWARD(isa, tables, name, dtype, bits, words)                                                                 \
-    ROW("fwd_" #isa "_" #name, ATTN_FORWARD, tables, f32, dtype, false, ATTN_BF16_ROWS, ATTN_BF16_KEYS, bits, words)
 
 static const attn_kernel kernels[] = {
     {.name = "append_c", .needs = "", .op = ATTN_KV_APPEND},
@@ -58,7 +54,6 @@ static const attn_kernel kernels[] = {
 };
 #undef ISA
 #undef ISA_ONLY
-#undef ISA_FORWARD
 #undef ANY
 #undef ROW
 
@@ -91,6 +86,7 @@ static void choose_kernel(attn_plan *plan) {
         if (k->dtype && (p->flags & ATTN_DESCALE_PAGES)) fits = false; /* they take keys as they are */
         if (k->dtype && attn__wide_problem(p)) fits = false;
         if (k->dtype == ATTN_F32 && p->max_q <= ATTN_NARROW_ROWS) fits = false; /* attn__takes_bf16 leaves them all */
+        if (k->dtype == ATTN_F32 && p->op == ATTN_BACKWARD && attn__mixed(p)) fits = false; /* what few weigh is bwd.c's */
         if (is_by_vectors(k) && (plan->context->cpu & ATTN_CPU_AMX)) fits = false;
         if (fits && runs_on(k, plan->context->cpu) && is_permitted(k)) plan->kernel = k;
     }

@@ -70,11 +70,9 @@ attn_status attn__cpu_allowed(uint32_t *allowed) {
     } isas[] = {
 #define ISA(name, bits, words) {#name, bits},
 #define ISA_ONLY(name, tables, dtype, id, bits, words) {#name, bits},
-#define ISA_FORWARD(name, tables, dtype, id, bits, words)
 #include "isa.def"
 #undef ISA
 #undef ISA_ONLY
-#undef ISA_FORWARD
     };
     *allowed = attn__cpu_detect();
     const char *wanted = getenv("ATTN_CPU");

@@ -66,13 +66,6 @@ typedef struct scratch {
     float *o, *max, *sum;
 } scratch;
 
-/*
- * Elements from part to part of an operand, of which each has so many; 0: there is one. Tiles of all parts that are multiplied one after the other would
- * lie in the same sets of the first cache, were it not for a tile in between. And the elements of all parts.
- */
-static int64_t part_of(bool splits, int64_t elements) { return splits ? elements + ATTN_BF16_TILE : 0; }
-static int64_t whole_of(bool splits, int64_t elements) { return elements + 2 * part_of(splits, elements); }
-
 /* As attn__lay_out, which it calls. */
 static int64_t lay_out(scratch *m, char *at, const attn_plan *plan) {
     const attn_problem *p = &plan->problem;
@@ -84,10 +77,10 @@ static int64_t lay_out(scratch *m, char *at, const attn_plan *plan) {
         {&m->tile, rows / ATTN_BF16_ROWS * (int64_t)sizeof(member)},
         {&m->s[0], P_SIZE * whole},
         {&m->s[1], P_SIZE * whole},
-        {&m->p[0], whole_of(splits, P_SIZE) * half},
-        {&m->p[1], whole_of(splits, P_SIZE) * half},
-        {&m->k, whole_of(splits, ATTN_BF16_KEYS * qk) * half},
-        {&m->v, whole_of(splits, ATTN_BF16_KEYS * v) * half},
+        {&m->p[0], attn__bf16_whole_of(splits, P_SIZE) * half},
+        {&m->p[1], attn__bf16_whole_of(splits, P_SIZE) * half},
+        {&m->k, attn__bf16_whole_of(splits, ATTN_BF16_KEYS * qk) * half},
+        {&m->v, attn__bf16_whole_of(splits, ATTN_BF16_KEYS * v) * half},
         {&m->clean, splits ? 0 : ATTN_BF16_KEYS * v * half},
         {&m->rows, ATTN_BF16_KEYS * (qk > v ? qk : v) * number},
         {&m->out, 16 * v * whole},
@@ -95,7 +88,7 @@ static int64_t lay_out(scratch *m, char *at, const attn_plan *plan) {
         {&m->alpha[0], ATTN_BF16_ROWS * whole},
         {&m->alpha[1], ATTN_BF16_ROWS * whole},
         {&m->p_v, splits ? ATTN_BF16_ROWS * v * whole : 0},
-        {&m->q, rows / ATTN_BF16_ROWS * whole_of(splits, ATTN_BF16_ROWS * qk) * half},
+        {&m->q, rows / ATTN_BF16_ROWS * attn__bf16_whole_of(splits, ATTN_BF16_ROWS * qk) * half},
         {&m->o, rows * v * whole},
         {&m->max, rows * whole},
         {&m->sum, rows * whole},
@@ -175,16 +168,16 @@ static void pack_q(const strip *s, member *x) {
         row = p->dim_qk;
     }
     if (x->rows <= 16) /* nothing is packed into the second panel */
-        memset(x->q, 0, (size_t)whole_of(s->splits, size) * sizeof *x->q);
+        memset(x->q, 0, (size_t)attn__bf16_whole_of(s->splits, size) * sizeof *x->q);
     if (!s->splits) {
         attn__bf16_pack_dims(x->q, from, row, x->rows, p->dim_qk);
         return;
     }
-    const int64_t part = part_of(true, size);
-    if (!(attn__bf16_split_dims(x->q, part, from, row, x->rows, p->dim_qk) & ATTN_SPLIT_OUT)) return;
+    const int64_t part = attn__bf16_part_of(true, size);
+    if (!(attn__bf16_split_dims(x->q, part, from, row, x->rows, p->dim_qk, 1) & ATTN_SPLIT_OUT)) return;
     uint8_t is[ATTN_BF16_ROWS];
     from = clean_rows(m->rows, from, row, x->rows, p->dim_qk, is);
-    attn__bf16_split_dims(x->q, part, from, p->dim_qk, x->rows, p->dim_qk);
+    attn__bf16_split_dims(x->q, part, from, p->dim_qk, x->rows, p->dim_qk, 1);
     for (int32_t r = 0; r < x->rows; r++)
         if (is[r] & ~IS_TINY) x->out |= UINT32_C(1) << r;
 }
@@ -200,7 +193,7 @@ static void join(strip *s, const attn_buffers *f, const attn_unit *rows, int32_t
         attn__tile_make_f32(&x->panel[n], s->plan, f, &part, h, false);
     }
     int64_t qk = attn__bf16_pad(s->plan->problem.dim_qk), v = attn__bf16_pad(s->plan->problem.dim_v);
-    x->q = s->m.q + s->count * whole_of(s->splits, ATTN_BF16_ROWS * qk);
+    x->q = s->m.q + s->count * attn__bf16_whole_of(s->splits, ATTN_BF16_ROWS * qk);
     x->o = s->m.o + row * v;
     x->max = s->m.max + row;
     x->sum = s->m.sum + row;
@@ -246,11 +239,11 @@ static void need_k(strip *s, int32_t j0) {
         attn__bf16_pack_rows(s->m.k, from, row, keys, dim);
         return;
     }
-    const int64_t part = part_of(true, ATTN_BF16_KEYS * attn__bf16_pad(dim));
-    s->k_odd = attn__bf16_split_rows(s->m.k, part, from, row, keys, dim) & ATTN_SPLIT_OUT;
+    const int64_t part = attn__bf16_part_of(true, ATTN_BF16_KEYS * attn__bf16_pad(dim));
+    s->k_odd = attn__bf16_split_rows(s->m.k, part, from, row, keys, dim, 1) & ATTN_SPLIT_OUT;
     if (!s->k_odd) return; /* a score is off by nothing that counts where numbers are tiny */
     from = clean_rows(s->m.rows, from, row, keys, dim, s->k_is);
-    attn__bf16_split_rows(s->m.k, part, from, dim, keys, dim);
+    attn__bf16_split_rows(s->m.k, part, from, dim, keys, dim, 1);
     for (int32_t j = 0; j < keys; j++) s->k_is[j] = s->k_is[j] & ~IS_TINY ? IS_OUT : 0;
 }
 
@@ -262,13 +255,13 @@ static void need_v(strip *s, int32_t j0) {
     const void *from = rows_of(s, &t->f->v, dim, j0, keys, &row);
     s->v_at = j0;
     if (s->splits) {
-        const int64_t part = part_of(true, ATTN_BF16_KEYS * attn__bf16_pad(dim));
-        const int odd = attn__bf16_split_columns(s->m.v, part, from, row, keys, dim);
+        const int64_t part = attn__bf16_part_of(true, ATTN_BF16_KEYS * attn__bf16_pad(dim));
+        const int odd = attn__bf16_split_columns(s->m.v, part, from, row, keys, dim, 1);
         s->v_odd = odd != 0;
         s->v_finite = true;
         if (!odd) return;
         from = clean_rows(s->m.rows, from, row, keys, dim, s->v_is);
-        if (odd & ATTN_SPLIT_OUT) attn__bf16_split_columns(s->m.v, part, from, dim, keys, dim);
+        if (odd & ATTN_SPLIT_OUT) attn__bf16_split_columns(s->m.v, part, from, dim, keys, dim, 1);
         for (int32_t j = 0; j < keys; j++) { /* there are zeros in the place of what is not finite */
             s->bad[j] = s->v_is[j] & IS_NO_NUMBER;
             s->v_finite &= !s->bad[j];
@@ -328,8 +321,8 @@ static attn_bf16_product scores(const strip *s, const item *w, int place) {
                                .a_panel = 16 * dim,
                                .b = w->x->q,
                                .b_panel = 16 * dim,
-                               .a_part = part_of(s->splits, ATTN_BF16_KEYS * dim),
-                               .b_part = part_of(s->splits, ATTN_BF16_ROWS * dim),
+                               .a_part = attn__bf16_part_of(s->splits, ATTN_BF16_KEYS * dim),
+                               .b_part = attn__bf16_part_of(s->splits, ATTN_BF16_ROWS * dim),
                                .m = keys,
                                .n = ATTN_BF16_ROWS,
                                .k = dim,
@@ -347,8 +340,8 @@ static attn_bf16_product p_v(const strip *s, const item *w, int place) {
                                .a_panel = 16 * block,
                                .b = s->m.p[place],
                                .b_panel = 16 * attn__bf16_pad(w->keys),
-                               .a_part = part_of(s->splits, ATTN_BF16_KEYS * dim),
-                               .b_part = part_of(s->splits, P_SIZE),
+                               .a_part = attn__bf16_part_of(s->splits, ATTN_BF16_KEYS * dim),
+                               .b_part = attn__bf16_part_of(s->splits, P_SIZE),
                                .m = dim,
                                .n = ATTN_BF16_ROWS,
                                .k = (int32_t)attn__bf16_pad(w->keys),
@@ -410,7 +403,7 @@ static void drop(const strip *s, const item *w, uint16_t *p) {
             if (j % ATTN_PHILOX_KEYS == 0)
                 attn__philox4(&t->dropout, batch_head, (uint32_t)(t->i0 + r), key / ATTN_PHILOX_KEYS, random);
             if (!attn__drops(&t->dropout, random, key)) continue;
-            for (int n = 0; n < (s->splits ? 3 : 1); n++) p[n * part_of(true, P_SIZE) + p_place(w, r, j)] = 0;
+            for (int n = 0; n < (s->splits ? 3 : 1); n++) p[n * attn__bf16_part_of(true, P_SIZE) + p_place(w, r, j)] = 0;
         }
     }
 }
@@ -418,7 +411,7 @@ static void drop(const strip *s, const item *w, uint16_t *p) {
 /* p of row r and key j of the item, whole. */
 static float p_at(const strip *s, const item *w, const uint16_t *p, int32_t r, int32_t j) {
     float whole = 0;
-    for (int n = s->splits ? 2 : 0; n >= 0; n--) whole += attn__from_bf16(p[n * part_of(true, P_SIZE) + p_place(w, r, j)]);
+    for (int n = s->splits ? 2 : 0; n >= 0; n--) whole += attn__from_bf16(p[n * attn__bf16_part_of(true, P_SIZE) + p_place(w, r, j)]);
     return whole;
 }
 
@@ -503,7 +496,7 @@ static void work_items(strip *s, int32_t first, int32_t end) {
                                   .alpha = s->m.alpha[place],
                                   .p = s->m.p[place],
                                   .p_panel = 16 * attn__bf16_pad(now.keys),
-                                  .p_part = part_of(s->splits, P_SIZE)};
+                                  .p_part = attn__bf16_part_of(s->splits, P_SIZE)};
         attn__bf16_softmax(&step, product, count);
         if (is_last) take_in(s, &last, place ^ 1);
         if (s->plan->problem.dropout > 0) drop(s, &now, s->m.p[place]);
