@@ -74,7 +74,7 @@ stage "tests" build/attn-tests
 # Seeds are fixed, so that a failure can be repeated. The kernels are the best that this machine can run, which come last in
 # the table; then the others.
 stage "attn check, $check_cases random cases" build/attn check --backend cpu --cases "$check_cases" --seed 1
-for isa in $(build/attn info | sed -n 's/^cpu .*fwd_\(.*\)_b\?f\(32\|16\) .* yes .*/\1/p' | sed '$d'); do
+for isa in $(build/attn info | sed -n 's/^cpu .*fwd_\(.*\)_b\?f\(32\|16\) .* yes .*/\1/p' | uniq | sed '$d'); do
     stage "attn check, $isa kernels" env ATTN_CPU="$isa" build/attn check --backend cpu --cases $((check_cases / 4)) --seed 2
 done
 # The way that a GPU run takes, on a machine that may have none: arrays are copied to where the backend works, and back.

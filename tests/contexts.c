@@ -25,13 +25,17 @@ attn_context *make_context(attn_backend_id backend, int32_t threads) {
 /* Kernel names are op_isa_dtype: the ISAs are those of the forward kernels that can run here; only ATTN_TEST_ISA, if set. */
 const char *cpu_isa(int index) {
     static char isa[32];
+    char name[sizeof isa];
     const char *only = getenv("ATTN_TEST_ISA");
     attn_kernel_info info;
+    isa[0] = '\0';
     for (int32_t i = 0; attn_kernel_get(i, &info, sizeof info) == ATTN_OK; i++) {
         const char *dtype = strstr(info.name, "_f32");
         if (!dtype) dtype = strstr(info.name, "_bf16"); /* one that has only that */
         if (strcmp(info.backend, "cpu") != 0 || !info.available || strncmp(info.name, "fwd_", 4) != 0 || !dtype) continue;
-        snprintf(isa, sizeof isa, "%.*s", (int)(dtype - info.name - 4), info.name + 4);
+        snprintf(name, sizeof name, "%.*s", (int)(dtype - info.name - 4), info.name + 4);
+        if (strcmp(name, isa) == 0) continue; /* for another dtype */
+        snprintf(isa, sizeof isa, "%s", name);
         if ((only && strcmp(only, isa) != 0) || index-- > 0) continue;
         return isa;
     }

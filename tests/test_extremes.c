@@ -18,7 +18,7 @@ static double rounding_of(attn_dtype dtype) {
 
 /* A rig of the same inputs, run on ref. */
 static rig reference(const rig *r, uint64_t seed) {
-    rig expected = {.p = r->p};
+    rig expected = {.p = r->p, .backward = r->backward};
     attn_context *ref = make_context(ATTN_BACKEND_REF, 1);
     CHECK(rig_make(&expected, seed));
     for (int n = 0; n < r->blocks && n < expected.blocks; n++)
@@ -278,19 +278,90 @@ static void far_from_one(attn_context *context, attn_dtype dtype) {
 }
 TEST(s01_numbers_far_from_one) { each_cpu_no_gpu(far_from_one); }
 
-/* One number of a key or of a row that is far from 1, or none: rows that do not see it have the same bits as without it, and those that do are right. */
+/* The same of gradients, and of d_o: next to what they are made of, and a few multiples of 2^-149. */
+static void gradients_far_from_one(attn_context *context, attn_dtype dtype) {
+    enum { ROWS = 90, D = 40, HEADS = 14 };
+    static const int of_q[HEADS] = {0, 19, 33, 21, -40, 60, 0, 0, 0, 0, -90, 0, 0, 20};
+    static const int of_v[HEADS] = {0, 0, 0, 20, 0, -30, 40, -75, 20, 0, 10, -60, 21, 50};
+    static const int of_o[HEADS] = {0, 0, 0, 21, 0, 0, -40, 20, -80, -110, 10, -60, 60, -60};
+    if (dtype != ATTN_F32 && dtype != ATTN_F64) return; /* the others have no such numbers */
+    for (int causal = 0; causal < 2; causal++) {
+        rig r = {.p = problem(dtype, 1, HEADS, HEADS, ROWS, ROWS, D), .backward = true};
+        r.p.flags = causal ? ATTN_CAUSAL : 0;
+        CHECK(rig_make(&r, 23));
+        for (int32_t i = 0; i < ROWS; i++)
+            for (int32_t h = 0; h < HEADS; h++)
+                for (int32_t x = 0; x < D; x++) {
+                    int64_t at = ((int64_t)i * HEADS + h) * D + x;
+                    attn__store(dtype, r.f.q.data, at, ldexp(attn__load(dtype, r.f.q.data, at), of_q[h]));
+                    attn__store(dtype, r.f.k.data, at, ldexp(attn__load(dtype, r.f.k.data, at), -of_q[h]));
+                    attn__store(dtype, r.f.v.data, at, ldexp(attn__load(dtype, r.f.v.data, at), of_v[h]));
+                    attn__store(dtype, r.f.d_o.data, at, ldexp(attn__load(dtype, r.f.d_o.data, at), of_o[h]));
+                }
+        for (int32_t i = 0; i < ROWS * HEADS; i++) { /* a gradient of lse would be much more than the rest */
+            const double old = attn__load(dtype == ATTN_F64 ? ATTN_F64 : ATTN_F32, r.f.d_lse, i);
+            attn__store(dtype == ATTN_F64 ? ATTN_F64 : ATTN_F32, (void *)(uintptr_t)r.f.d_lse, i,
+                        ldexp(old, of_o[i / ROWS] + of_v[i / ROWS]));
+        }
+        CHECK_OK(rig_run(&r, context));
+        rig expected = reference(&r, 23);
+        for (int32_t h = 0; h < HEADS; h++) {
+            test_context("q times 2^%d, v times 2^%d, d_o times 2^%d%s", of_q[h], of_v[h], of_o[h],
+                         causal ? ", causal" : "");
+            const int size[] = {of_o[h] + of_v[h] - of_q[h], of_o[h] + of_v[h] + of_q[h], of_o[h]};
+            for (int32_t i = 0; i < ROWS; i++)
+                for (int32_t x = 0; x < D; x++) {
+                    const attn_tensor *mine[] = {&r.f.d_q, &r.f.d_k, &r.f.d_v},
+                                      *right[] = {&expected.f.d_q, &expected.f.d_k, &expected.f.d_v};
+                    for (int n = 0; n < 3; n++) {
+                        int64_t at = ((int64_t)i * HEADS + h) * D + x;
+                        CHECK_CLOSE(attn__load(dtype, mine[n]->data, at), attn__load(dtype, right[n]->data, at),
+                                    ldexp(rounding_of(dtype), size[n]) +
+                                        (dtype == ATTN_F32 ? ROWS * ldexp(1, -149 + (n == 0 && of_q[h] < 0 ? -of_q[h] : 0) +
+                                                                                 (n == 1 && of_q[h] > 0 ? of_q[h] : 0))
+                                                           : 0));
+                    }
+                }
+        }
+        rig_free(&expected);
+        rig_free(&r);
+    }
+}
+TEST(s01_gradients_of_numbers_far_from_one) { each_cpu_no_gpu(gradients_far_from_one); }
+
+/*
+ * One number of a key or of a row that is far from 1, or none: rows that do not see it have the same bits as without it, and those that do are right. So have
+ * the gradients of these rows, and of keys that do not see the row; and those of a value are right.
+ */
+static void check_gradients_of_one(const rig *r, const rig *plain, const rig *expected, int of, double number, int32_t at) {
+    const int32_t rows = r->p.max_q, dim = r->p.dim_qk;
+    const attn_tensor *mine[] = {&r->f.d_q, &r->f.d_k, &r->f.d_v}, *same[] = {&plain->f.d_q, &plain->f.d_k, &plain->f.d_v},
+                      *right[] = {&expected->f.d_q, &expected->f.d_k, &expected->f.d_v};
+    for (int n = 0; n < 3; n++)
+        for (int32_t i = 0; i < rows; i++) {
+            const bool sees = n == 0 ? i >= at : of > 0 || i <= at;
+            for (int32_t x = 0; x < dim; x++) {
+                const float have = ((const float *)mine[n]->data)[i * dim + x];
+                if (!sees) CHECK(have == ((const float *)same[n]->data)[i * dim + x]);
+                if (of < 2 || number > 1e30) continue;
+                CHECK_CLOSE((double)have, (double)((const float *)right[n]->data)[i * dim + x], 1e-4 * fmax(number, 1));
+            }
+        }
+}
+
 static void one_number_far_from_one(attn_context *context, attn_dtype dtype) {
     enum { ROWS = 120, D = 24, AT = 70 };
     static const double numbers[] = {1e-45, 1e-40, 1e-32, 1e17, 1e25, 3e37};
     if (dtype != ATTN_F32) return;
     rig plain = {.p = problem(dtype, 1, 1, 1, ROWS, ROWS, D)};
     plain.p.flags = ATTN_CAUSAL;
+    plain.backward = true;
     CHECK(rig_make(&plain, 22));
     CHECK_OK(rig_run(&plain, context));
     for (size_t n = 0; n < sizeof numbers / sizeof *numbers; n++)
         for (int of = 0; of < 3; of++) {
             test_context("%g in %c", numbers[n], "qkv"[of]);
-            rig r = {.p = plain.p};
+            rig r = {.p = plain.p, .backward = true};
             CHECK(rig_make(&r, 22));
             attn_tensor *t[] = {&r.f.q, &r.f.k, &r.f.v};
             attn__store(dtype, t[of]->data, AT * D + 3, numbers[n]);
@@ -299,6 +370,7 @@ static void one_number_far_from_one(attn_context *context, attn_dtype dtype) {
                     if (j != AT) attn__store(dtype, r.f.v.data, (int64_t)j * D + 3, 0);
             CHECK_OK(rig_run(&r, context));
             rig expected = reference(&r, 22);
+            if (of < 2 || numbers[n] > 1) check_gradients_of_one(&r, &plain, &expected, of, numbers[n], AT);
             CHECK(of == 2 && numbers[n] < 1 ? rig_o(&r, 0, AT - 1, 0, 3) == 0 : rig_same_rows(&plain, 0, &r, 0, AT));
             for (int32_t i = AT; i < ROWS; i++)
                 for (int32_t x = 0; x < D; x++) {

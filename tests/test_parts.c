@@ -69,14 +69,14 @@ TEST(amx_parts_of_a_float_add_up_to_it_each_in_its_place) {
     for (int n = 0; n < SIZES; n++) {
         const int32_t rows = sizes[n][0], dim = sizes[n][1], all_rows = pad(rows, 32), all_dims = pad(dim, 32);
         test_context("%d rows of %d", rows, dim);
-        floats m = floats_make(rows, dim, dim + 7 * (n % 2), -40, 28, &random);
+        floats m = floats_make(rows, dim, dim + 7 * (n % 2), -70, 50, &random);
         const int64_t part = part_of(rows, dim);
         uint16_t *out[4];
         for (int i = 0; i < 4; i++) out[i] = room(2 * 3 * part);
         CHECK(attn__bf16_split_rows(out[0], part, m.data, m.row, rows, dim, 1) == 0);
         CHECK(attn__bf16_split_columns(out[1], part, m.data, m.row, rows, dim, 1) == 0);
         CHECK(attn__bf16_split_dims(out[2], part, m.data, m.row, rows, dim, 1) == 0);
-        attn__bf16_split_pairs(out[3], part, m.data, m.row, rows, dim, 0x1p-24f);
+        attn__bf16_split_pairs(out[3], part, m.data, m.row, rows, dim, 0x1p5f);
         int wrong = 0;
         for (int32_t i = 0; i < all_rows; i++)
             for (int32_t x = 0; x < all_dims; x++) {
@@ -86,7 +86,7 @@ TEST(amx_parts_of_a_float_add_up_to_it_each_in_its_place) {
                 if (i < pad(rows, 16))
                     wrong += whole(out[2] + attn__bf16_place_b(16 * (int64_t)all_dims, i, x), part) != want;
                 if (x < pad(dim, 16))
-                    wrong += whole(out[3] + attn__bf16_place_b(16 * (int64_t)all_rows, x, i), part) != want * 0x1p-24;
+                    wrong += whole(out[3] + attn__bf16_place_b(16 * (int64_t)all_rows, x, i), part) != want * 0x1p5;
             }
         CHECK_SAY(wrong == 0, "%d elements are wrong", wrong);
         for (int i = 0; i < 4; i++) free(out[i]);
@@ -107,16 +107,16 @@ TEST(amx_splitting_finds_what_is_odd) {
                  {attn__float(0xffffffff), ATTN_SPLIT_OUT},
                  {attn__float(0x7f800001), ATTN_SPLIT_OUT},
                  {3.4e38f, ATTN_SPLIT_OUT},
-                 {-0x1.02p32f, ATTN_SPLIT_OUT},
-                 {0x1.01p32f, ATTN_SPLIT_OUT}, /* half-way */
-                 {0x1.00fffep32f, 0},
-                 {-0x1p32f, 0},
+                 {-0x1.02p56f, ATTN_SPLIT_OUT},
+                 {0x1.01p56f, ATTN_SPLIT_OUT}, /* half-way */
+                 {0x1.00fffep56f, 0},
+                 {-0x1p56f, 0},
                  {1, 0},
                  {0, 0},
                  {-0.0f, 0},
-                 {0x1p-70f, 0},
-                 {0x1.fffffep-71f, 0}, /* its first part is 2^-70 */
-                 {-0x1.fcp-71f, ATTN_SPLIT_TINY},
+                 {0x1p-102f, 0},
+                 {0x1.fffffep-103f, 0}, /* its first part is 2^-102 */
+                 {-0x1.fcp-103f, ATTN_SPLIT_TINY},
                  {0x1p-126f, ATTN_SPLIT_TINY},
                  {0x1p-134f, ATTN_SPLIT_TINY},
                  {-0x1p-149f, ATTN_SPLIT_TINY}};
@@ -337,7 +337,7 @@ TEST(amx_gradients_in_parts_against_double) {
     uint64_t random = 6;
     for (int n = 0; n < 8; n++) {
         const bool with_slope = n & 1, with_rest = n & 2;
-        float *array[4], lse[ROWS], delta[ROWS];
+        float *array[4], *scores, lse[ROWS], low[ROWS], delta[ROWS];
         uint16_t *out[3];
         test_context("case %d", n);
         for (int i = 0; i < 3; i++) out[i] = room(6 * LIFTED);
@@ -347,13 +347,16 @@ TEST(amx_gradients_in_parts_against_double) {
         }
         for (int32_t r = 0; r < ROWS; r++) {
             lse[r] = (float)r * 3 - 0.1f;
+            low[r] = (float)random_normal(&random) * 1e-7f * lse[r];
             delta[r] = (float)random_normal(&random);
             if ((n & 4) && r == 7) lse[r] = INFINITY;
             if ((n & 4) && r == 20) lse[r] = NAN;
             array[0][r % 16 + r / 16 * COUNT * 16 + r * 16] = -INFINITY;
             array[1][r % 16 + r / 16 * COUNT * 16 + r * 16] = NAN;
         }
-        attn__bf16_gradients(&(attn_bf16_gradients){.s = array[0],
+        scores = room(4 * COUNT * ROWS);
+        memcpy(scores, array[0], 4 * COUNT * ROWS);
+        attn__bf16_gradients(&(attn_bf16_gradients){.s = scores,
                                                     .d_p = array[1],
                                                     .slope = with_slope ? array[2] : NULL,
                                                     .rest = with_rest ? array[3] : NULL,
@@ -363,6 +366,8 @@ TEST(amx_gradients_in_parts_against_double) {
                                                     .keep = 1.25f,
                                                     .lse = lse,
                                                     .delta = delta,
+                                                    .low = low,
+                                                    .keep_p = n == 0 || n == 7,
                                                     .p = out[0],
                                                     .d_s = out[1],
                                                     .down = ATTN_BF16_TILE,
@@ -375,7 +380,8 @@ TEST(amx_gradients_in_parts_against_double) {
                               place = attn__bf16_place_a(ATTN_BF16_TILE, j, r), in = attn__bf16_column(r),
                               pair = attn__bf16_place_b(16 * COUNT, (int32_t)in, j);
                 const double p = whole(out[0] + place, LIFTED) * 0x1p-24, d_s = whole(out[1] + place, LIFTED) * 0x1p-24,
-                             t = 0.125 * (double)array[0][at] + (with_rest ? (double)array[3][at] : 0) - (double)lse[r],
+                             t = 0.125 * (double)array[0][at] + (with_rest ? (double)array[3][at] : 0) - (double)lse[r] -
+                                 (double)low[r],
                              want = j == r || lse[r] == INFINITY ? 0 : exp(t),
                              d = 1.25 * (double)array[1][at] - (double)delta[r],
                              slope = with_slope ? (double)array[2][at] : 1;
@@ -384,14 +390,18 @@ TEST(amx_gradients_in_parts_against_double) {
                     continue;
                 }
                 CHECK_CLOSE(p, want, 2.5 * 0x1p-24 * want + 0x1p-149);
+                if (n == 0 || n == 7) CHECK_CLOSE((double)scores[at] * 0x1p-24, p, 0x1p-149);
                 if (want != 0)
-                    CHECK_CLOSE(d_s, p * d * slope, 4 * 0x1p-24 * p * (fabs(d) + 2) * fabs(slope) + 0x1p-148);
+                    CHECK_CLOSE(d_s, p * d * slope,
+                                4 * 0x1p-24 * p * (fabs(d) + 2) * fabs(slope) + 0x1p-149 +
+                                    (want < 0x1p-126 ? p * fabs(d * slope) : 0));
                 else
                     CHECK(p == 0 && d_s == 0);
                 for (int i = 0; i < 3; i++) CHECK(out[1][place + i * LIFTED] == out[2][pair + i * LIFTED]);
             }
         for (int i = 0; i < 3; i++) free(out[i]);
         for (int i = 0; i < 4; i++) free(array[i]);
+        free(scores);
     }
 }
 

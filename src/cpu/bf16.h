@@ -121,11 +121,18 @@ const uint16_t *attn__bf16_clean(uint16_t *to, const uint16_t *from, int64_t row
  * Each part is what the parts before it leave, the first two rounded, so that all three add up to the float, of 24 bits. Six of the nine
  * products of two floats' parts are as exact as a product of floats: of the other three the largest is 2^-25 of it (of P V 2^-23, as p's
  * parts are not rounded). Tiles take subnormal
- * numbers as zero, so the parts of x are off by up to 2^-126 where it is below 2^-102; and products of large ones may overflow. What is too far from
- * one is decided by the first part: tiny below ATTN_SPLIT_LEAST, 2^-70, but for 0; out beyond ATTN_SPLIT_MOST, 2^32, or where x is no number.
- * Between them is room for three factors and a long sum of the backward, and for ATTN_SPLIT_LIFT.
+ * numbers as zero, so the parts of x are off by up to 2^-126 where it is tiny; and where it is out, its parts cannot be used. Either is
+ * decided by the first part: tiny below ATTN_SPLIT_LEAST, 2^-102, but for 0; out beyond ATTN_SPLIT_MOST, 2^56, or where x is no number.
+ *
+ * The backward multiplies and adds up where there is the most room: its operands and sums are larger than what they stand for, by powers of two. Then nothing is tiny that
+ * float has as a normal number, but for the last 16 powers, and what is beyond ATTN_LIFTED_MOST is out: three such factors and a sum of 2^13 of them are
+ * still a number.
  */
-enum { ATTN_SPLIT_MOST = (127 + 32) << 7, ATTN_SPLIT_LEAST = (127 - 70) << 7 }; /* as bits of bf16 */
+enum { ATTN_SPLIT_MOST = (127 + 56) << 7, ATTN_SPLIT_LEAST = (127 - 102) << 7 }; /* as bits of bf16 */
+#define ATTN_LIFT_FACTORS 0x1p36f /* q, k, v and d_o of scores and d_p, which are as much squared larger */
+#define ATTN_LIFT_P 0x1p24f       /* p and d_s */
+#define ATTN_LIFT_OTHERS 0x1p16f  /* q, k and d_o that are multiplied with them */
+#define ATTN_LIFTED_MOST 0x1p20f  /* ATTN_SPLIT_MOST / ATTN_LIFT_FACTORS */
 enum { ATTN_SPLIT_OUT = 1, ATTN_SPLIT_TINY = 2 };
 
 /* Which of them x is. */
@@ -140,9 +147,7 @@ static inline int attn__bf16_odd(float x) {
  * Elements from part to part of an operand, of which each has so many; 0: there is one. Tiles of all parts that are multiplied one after the other would
  * lie in the same sets of the first cache, were it not for a tile in between. And the elements of all parts.
  */
-static inline int64_t attn__bf16_part_of(bool splits, int64_t elements) {
-    return splits ? elements + ATTN_BF16_TILE : 0;
-}
+static inline int64_t attn__bf16_part_of(bool splits, int64_t elements) { return splits ? elements + ATTN_BF16_TILE : 0; }
 static inline int64_t attn__bf16_whole_of(bool splits, int64_t elements) {
     return elements + 2 * attn__bf16_part_of(splits, elements);
 }
@@ -152,18 +157,20 @@ static inline int64_t attn__bf16_whole_of(bool splits, int64_t elements) {
  * As pack_rows, pack_columns, pack_dims and pack_pairs, of floats times a power of two; the parts are `part` elements apart. Returns what some of the
  * products may be.
  */
-int attn__bf16_split_rows(uint16_t *a, int64_t part, const float *from, int64_t row, int32_t rows, int32_t dim, float factor);
+int attn__bf16_split_rows(uint16_t *a, int64_t part, const float *from, int64_t row, int32_t rows, int32_t dim,
+                          float factor);
 int attn__bf16_split_columns(uint16_t *a, int64_t part, const float *from, int64_t row, int32_t rows, int32_t dim,
                              float factor);
-int attn__bf16_split_dims(uint16_t *b, int64_t part, const float *from, int64_t row, int32_t rows, int32_t dim, float factor);
+int attn__bf16_split_dims(uint16_t *b, int64_t part, const float *from, int64_t row, int32_t rows, int32_t dim,
+                          float factor);
 int attn__bf16_split_pairs(uint16_t *b, int64_t part, const float *from, int64_t row, int32_t rows, int32_t dim,
                            float factor);
 
 /* o[dim][16] = o times alpha[16], plus more[dim][16]. */
 void attn__bf16_take_in(float *o, int32_t dim, const float *alpha, const float *more);
 #else /* no kernel of Arm's asks for it: BFMMLA does four times what fmla does, and six products would be wanted */
-static inline int attn__bf16_no_split(uint16_t *to, int64_t part, const float *from, int64_t row, int32_t rows,
-                                      int32_t dim, float factor) {
+static inline int attn__bf16_no_split(uint16_t *to, int64_t part, const float *from, int64_t row, int32_t rows, int32_t dim,
+                                      float factor) {
     (void)to, (void)part, (void)from, (void)row, (void)rows, (void)dim, (void)factor;
     return 0;
 }
@@ -218,19 +225,21 @@ void attn__bf16_softmax(const attn_bf16_softmax *step, const attn_bf16_product *
  * both rounded to bf16 (to the nearest, half-way to even; subnormals become 0). p is 0 where s is -inf or lse is +inf, whatever else there is;
  * d_s is 0 where p is. The columns have nothing to do with each other.
  *
- * With `part` (tiles alone) p and d_s come in three parts, ATTN_SPLIT_LIFT times as large: parts are then normal numbers wherever float has p. What they are
- * multiplied with is made as much smaller. p is as exact as that of micro.h's exp.
+ * With `part` (tiles alone) p and d_s come in three parts, ATTN_LIFT_P times as large. p is as exact as that of micro.h's exp,
+ * e^(scale * s + rest - lse - low); and where it is kept, it takes the place of s.
  */
-#define ATTN_SPLIT_LIFT 0x1p24f
 typedef struct attn_bf16_gradients {
-    const float *s, *d_p;      /* [2][keys][16], `panel` from the first to the second */
+    float *s;                  /* [2][keys][16], `panel` from the first to the second */
+    const float *d_p;          /* the same */
     const float *slope, *rest; /* the same; NULL: 1 and 0 */
     int64_t panel;
     int32_t keys; /* a multiple of 32 */
     float scale, keep;
     const float *lse, *delta; /* [32] */
-    uint16_t *p, *d_s;        /* operands a, m over keys, k over these rows; panels are `down` apart */
-    int64_t down, part;       /* from part to part; 0: there is one */
+    const float *low;         /* [32]; in parts alone, as keep_p */
+    bool keep_p;
+    uint16_t *p, *d_s;  /* operands a, m over keys, k over these rows; panels are `down` apart */
+    int64_t down, part; /* from part to part; 0: there is one */
     uint16_t
         *pairs; /* d_s as operand b, k over keys, n over rows in the order of attn__bf16_row; panels are 16 * keys apart */
     int64_t pairs_part;

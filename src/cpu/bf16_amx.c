@@ -734,7 +734,7 @@ void attn__bf16_softmax(const attn_bf16_softmax *step, const attn_bf16_product *
 
 /* One column of 16 rows. */
 typedef struct lanes {
-    __m512 lse, delta;
+    __m512 lse, delta, low;
     __mmask16 has_key; /* lse is not +inf */
 } lanes;
 
@@ -743,10 +743,10 @@ typedef struct pair_of {
 } pair_of;
 
 /*
- * e^(x + rest) times ATTN_SPLIT_LIFT, as micro.h's exp makes it; below 2^-150 it is 0. NaN comes through, unless it is not allowed.
+ * e^(x + rest) times ATTN_LIFT_P, as micro.h's exp makes it; below 2^-150 it is 0. NaN comes through, unless it is not allowed.
  */
 INLINE __m512 exp_lifted(__m512 x, __m512 rest, __mmask16 allowed) {
-    const float lift = ATTN_SPLIT_LIFT;
+    const float lift = ATTN_LIFT_P;
     const __m512 magic = _mm512_set1_ps(12582912.0f);
     const __m512 n = _mm512_sub_ps(_mm512_fmadd_ps(x, _mm512_set1_ps(1.44269504089f), magic), magic);
     __m512 f = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
@@ -760,7 +760,7 @@ INLINE __m512 exp_lifted(__m512 x, __m512 rest, __mmask16 allowed) {
     return _mm512_maskz_scalef_ps(_mm512_mask_cmp_ps_mask(allowed, x, _mm512_set1_ps(-104), _CMP_NLT_UQ), y, n);
 }
 
-/* 16 rows and one key. plain: no slope, no rest, and every lse is a finite number, so that -inf in s makes p = 0 by itself. */
+/* 16 rows and one key. plain: no slope, no rest, p not kept, and every lse is a finite number, so that -inf in s makes p = 0 by itself. */
 INLINE pair_of gradient(const attn_bf16_gradients *m, const lanes *c, int64_t at, const bool plain, const bool in_parts) {
     const __m512 log2e = _mm512_set1_ps(1.44269504088896340736f);
     __m512 s = _mm512_loadu_ps(m->s + at);
@@ -772,21 +772,25 @@ INLINE pair_of gradient(const attn_bf16_gradients *m, const lanes *c, int64_t at
         KEEP(s);
         const __m512 t = _mm512_sub_ps(s, c->lse);
         __m512 lost = _mm512_sub_ps(s, _mm512_add_ps(t, c->lse));
-        if (!plain) {
+        if (!plain && m->rest) { /* exactly, as scores may be larger than lse: lost_by_difference */
             const __m512 back = _mm512_sub_ps(t, s);
             lost = _mm512_sub_ps(_mm512_sub_ps(s, _mm512_sub_ps(t, back)), _mm512_add_ps(c->lse, back));
-            if (m->rest) lost = _mm512_add_ps(lost, _mm512_loadu_ps(m->rest + at));
+            lost = _mm512_add_ps(lost, _mm512_loadu_ps(m->rest + at));
         }
-        x.p = exp_lifted(t, lost, allowed);
+        x.p = exp_lifted(t, _mm512_sub_ps(lost, c->low), allowed);
+        if (!plain && m->keep_p) _mm512_storeu_ps(m->s + at, x.p);
     } else {
         __m512 t = _mm512_fmsub_ps(s, _mm512_set1_ps(m->scale), c->lse);
         if (!plain && m->rest) t = _mm512_add_ps(t, _mm512_loadu_ps(m->rest + at));
         x.p = exp2_of(_mm512_mul_ps(t, log2e));
         if (!plain) x.p = _mm512_maskz_mov_ps(allowed, x.p);
     }
-    __m512 d = _mm512_fmsub_ps(_mm512_loadu_ps(m->d_p + at), _mm512_set1_ps(m->keep), c->delta);
+    __m512 d = _mm512_fmsub_ps(_mm512_loadu_ps(m->d_p + at), _mm512_set1_ps(m->keep), c->delta), p = x.p;
     if (!plain && m->slope) d = _mm512_mul_ps(d, _mm512_loadu_ps(m->slope + at));
-    x.d_s = _mm512_maskz_mul_ps(_mm512_cmp_ps_mask(x.p, _mm512_setzero_ps(), _CMP_NEQ_UQ), x.p, d);
+    if (in_parts)
+        p = _mm512_mul_ps(
+            p, _mm512_set1_ps(1 / ATTN_LIFT_P)); /* d is lifted: the difference shall not be subnormal, which is 0 here */
+    x.d_s = _mm512_maskz_mul_ps(_mm512_cmp_ps_mask(p, _mm512_setzero_ps(), _CMP_NEQ_UQ), p, d);
     return x;
 }
 
@@ -820,6 +824,7 @@ INLINE void gradient_row(__m512i d_s[3], const attn_bf16_gradients *m, const lan
 
 INLINE void gradient_keys(const attn_bf16_gradients *step, const lanes c[2], const bool plain, const bool in_parts) {
     attn_bf16_gradients m = *step;
+    if (in_parts) m.keep *= ATTN_LIFT_P;
     for (int32_t j = 0; j < m.keys; j += 2) {
         __m512i even[3], odd[3];
         gradient_row(even, &m, c, j, plain, in_parts);
@@ -835,11 +840,13 @@ INLINE void gradient_keys(const attn_bf16_gradients *step, const lanes c[2], con
 void attn__bf16_gradients(const attn_bf16_gradients *step) {
     uint32_t mode = swap_mode(DEFAULT_MODE | FLUSH_TO_ZERO);
     const __m512 none = _mm512_set1_ps(INFINITY);
-    bool plain = !step->slope && !step->rest;
+    bool plain = !step->slope && !step->rest && !step->keep_p;
     lanes c[2];
     for (int n = 0; n < 2; n++) {
         c[n].lse = _mm512_loadu_ps(step->lse + (ptrdiff_t)16 * n);
         c[n].delta = _mm512_loadu_ps(step->delta + (ptrdiff_t)16 * n);
+        if (step->part) c[n].delta = _mm512_mul_ps(c[n].delta, _mm512_set1_ps(ATTN_LIFT_P));
+        c[n].low = step->part ? _mm512_loadu_ps(step->low + (ptrdiff_t)16 * n) : _mm512_setzero_ps();
         c[n].has_key = _mm512_cmp_ps_mask(c[n].lse, none, _CMP_NEQ_UQ);
         plain &= _mm512_cmp_ps_mask(_mm512_abs_ps(c[n].lse), none, _CMP_LT_OQ) == 0xffff;
     }

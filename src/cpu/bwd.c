@@ -423,12 +423,15 @@ void REAL(bwd_values)(const attn_plan *plan, const attn_buffers *f, const attn_u
 void attn__bwd_values_f64(const attn_plan *plan, const attn_buffers *f, const attn_unit *unit, int32_t kv_head,
                           int32_t slot);
 
-/* Tiles of the strip with a key that few rows weigh, as bits. */
-static uint32_t doubtful_tiles(const scratch *m, int32_t keys) {
-    uint32_t tiles = 0;
-    for (int32_t j = 0; j < keys; j++)
-        if (attn__few((double)m->sum_p[j], (double)m->most_p[j], ATTN_FEW_ROWS)) tiles |= UINT32_C(1) << j / ATTN_TILE_COLS;
-    return tiles;
+void REAL(bwd_values_again)(const attn_plan *plan, const attn_buffers *f, const attn_unit *unit, int32_t kv_head,
+                            int32_t slot, const real *sum, const real *most) {
+    uint32_t tiles = 0; /* with such a key, as bits: the scratch, where the sums are, is theirs then */
+    for (int32_t j = 0; j < unit->rows; j++)
+        if (attn__few((double)sum[j], (double)most[j], ATTN_FEW_ROWS)) tiles |= UINT32_C(1) << j / ATTN_TILE_COLS;
+    for (int32_t at = 0; at < unit->rows; at += ATTN_TILE_COLS) {
+        attn_unit tile = {unit->b, unit->row + at, attn__min32(ATTN_TILE_COLS, unit->rows - at), -1};
+        if (tiles >> at / ATTN_TILE_COLS & 1) attn__bwd_values_f64(plan, f, &tile, kv_head, slot);
+    }
 }
 
 void REAL(bwd_keys)(const attn_plan *plan, const attn_buffers *f, const attn_unit *unit, int32_t kv_head, int32_t slot) {
@@ -458,11 +461,7 @@ void REAL(bwd_keys)(const attn_plan *plan, const attn_buffers *f, const attn_uni
     }
     store_kv(&t, &f->d_k, m.d_k, p->dim_qk, p->scale, j0, keys);
     store_kv(&t, &f->d_v, m.d_v, p->dim_v, 1 / (1 - p->dropout), j0, keys);
-    uint32_t again = doubtful_tiles(&m, keys); /* their scratch is this one's */
-    for (int32_t at = 0; at < keys; at += ATTN_TILE_COLS) {
-        attn_unit tile = {unit->b, j0 + at, attn__min32(ATTN_TILE_COLS, keys - at), -1};
-        if (again >> at / ATTN_TILE_COLS & 1) attn__bwd_values_f64(plan, f, &tile, kv_head, slot);
-    }
+    REAL(bwd_values_again)(plan, f, unit, kv_head, slot, m.sum_p, m.most_p);
 }
 
 /* ---- bias ---- */

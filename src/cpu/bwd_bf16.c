@@ -15,8 +15,8 @@
  * Masked pairs have p = d_s = 0, which must not meet NaN or infinity (C2). The operands of the last three products have zeros in
  * their place; what that leaves out is added one by one, for the pairs that are allowed.
  *
- * float32: of rows and keys with numbers that the parts do not have (ATTN_SPLIT_MOST), and of those that have none but tiny ones, every pair that is
- * allowed is worked by itself, in double (odd_pairs). The operands of its row or key are zeros, and so are its p and d_s, so that nobody else's bits change.
+ * float32: of rows and keys with numbers beyond ATTN_LIFTED_MOST, or that are none, every pair that is allowed is worked by itself, in double (odd_pairs).
+ * The operands of its row or key are zeros, and so are its p and d_s, so that nobody else's bits change; what it gives is summed up by itself, too.
  */
 #include "bf16.h"
 
@@ -30,7 +30,7 @@
 
 enum {
     ROWS = 256,              /* of a tile, at most; a multiple of 32 */
-    KEYS = 256,             /* of a block; a multiple of ATTN_TILE_COLS */
+    KEYS = 256,              /* of a block; a multiple of ATTN_TILE_COLS */
     STRIP = ATTN_STRIP_KEYS, /* of a unit */
     CLASSES = KEYS / ATTN_TILE_COLS,
     PARTS = ROWS / ATTN_BF16_ROWS,
@@ -60,7 +60,9 @@ typedef struct scratch {
     uint16_t *pairs;               /* d_s of a part, operand b */
     void *rows;                    /* rows that are changed before they are packed */
     float *out, *row;              /* [16][dim]; see tile_adjust */
-    float *lse, *delta;            /* [rows] */
+    float *lse, *low, *delta;      /* [rows]; low: what lse as float has no room for */
+    float *sum_p, *most_p;         /* [keys of a strip]: over the rows, where it matters that few weigh (attn__mixed) */
+    float *odd_q, *odd_k, *odd_v;  /* of odd pairs: d_q of the tile, d_k and d_v of the strip, [row or key][dim] */
 } scratch;
 
 /* As attn__lay_out, which it calls. */
@@ -92,7 +94,13 @@ static int64_t lay_out(scratch *m, char *at, const attn_plan *plan) {
         {&m->out, 16 * most * whole},
         {&m->row, KEYS * whole},
         {&m->lse, rows * whole},
+        {&m->low, rows * whole},
         {&m->delta, rows * whole},
+        {&m->sum_p, STRIP * whole},
+        {&m->most_p, STRIP * whole},
+        {&m->odd_q, splits ? rows * qk * whole : 0},
+        {&m->odd_k, splits ? STRIP * qk * whole : 0},
+        {&m->odd_v, splits ? STRIP * v * whole : 0},
     };
     return attn__lay_out(at, rooms, sizeof rooms / sizeof rooms[0]);
 }
@@ -115,13 +123,30 @@ typedef struct strip {
     bool splits;      /* float32 in three parts */
     float scale;      /* of the dot products, unless they are scaled already */
     bool scaled;      /* are they before p is made? */
+    float lifted;     /* dot products are so many times too large, */
+    float sum_lifted; /* and sums of d_q, d_k and d_v */
     attn_rows panel[ROWS / 16];
     int32_t rows, parts;                           /* of the tile */
     bool bad_k[STRIP], bad_q[ROWS], bad_d_o[ROWS]; /* rows of which the operands leave something out */
     bool any_k, any_q, any_d_o;                    /* are there such? */
     bool odd_key[STRIP], odd_row[ROWS];            /* float32: those of which pairs are worked by themselves */
     bool any_odd_key, any_odd_row;                 /* are there such? */
+    bool had_odd;   /* have there been, in this strip? Then m.odd_k and m.odd_v have something, */
+    bool has_odd_q; /* and, of this tile, m.odd_q. */
 } strip;
+
+static bool any_odd(const strip *s) { return s->any_odd_key || s->any_odd_row; }
+
+static void add(float *to, const float *more, int64_t count) {
+    for (int64_t n = 0; n < count; n++) to[n] += more[n];
+}
+
+/* m.odd_q, which is 0 when the tile first asks for it. */
+static float *odd_d_q(strip *s) {
+    if (!s->has_odd_q) memset(s->m.odd_q, 0, (size_t)(s->rows * s->qk) * sizeof *s->m.odd_q);
+    s->has_odd_q = true;
+    return s->m.odd_q;
+}
 
 /* From part to part of an operand of so many rows, or keys; 0: there is one. */
 static int64_t part_of(const strip *s, int64_t rows, int64_t dim) { return attn__bf16_part_of(s->splits, rows * dim); }
@@ -139,20 +164,12 @@ static const void *q_row(const strip *s, const attn_tensor *of, int32_t r) {
     return (const char *)of->data + at * (int64_t)attn_dtype_size(s->p->dtype);
 }
 
-/* Do the parts leave too little of these numbers? One that is out is enough; tiny ones count where there are no others. */
-static bool is_odd(const float *x, int32_t dim) {
-    uint32_t most = 0;
-    for (int32_t n = 0; n < dim; n++) {
-        const uint32_t size = attn__bits(x[n]) & INT32_MAX;
-        most = size > most ? size : most;
-    }
-    return attn__bf16_odd(attn__float(most)) != 0;
-}
-
 /* A copy without gaps, which is returned, of which odd rows are zeros; they are marked. */
-static const float *without_odd(float *to, const float *from, int64_t row, int32_t rows, int32_t dim, bool *odd, bool *any) {
+static const float *without_odd(float *to, const float *from, int64_t row, int32_t rows, int32_t dim, bool *odd,
+                                bool *any) {
     for (int32_t r = 0; r < rows; r++) {
-        const bool is = is_odd(from + r * row, dim);
+        bool is = false;
+        for (int32_t n = 0; n < dim; n++) is |= attn__bf16_odd(from[r * row + n] * ATTN_LIFT_FACTORS) == ATTN_SPLIT_OUT;
         for (int32_t n = 0; n < dim; n++) to[(int64_t)r * dim + n] = is ? 0 : from[r * row + n];
         odd[r] |= is;
         *any |= is;
@@ -165,12 +182,12 @@ static void split_keys(strip *s, const attn_tensor *of, int32_t dim, uint16_t *a
     const float *from = kv_row(s, of, s->j0);
     const int64_t part = part_of(s, STRIP, attn__bf16_pad(dim));
     int64_t row = of->stride[1];
-    if (attn__bf16_split_rows(a, part, from, row, s->keys, dim, 1)) {
+    if (attn__bf16_split_rows(a, part, from, row, s->keys, dim, ATTN_LIFT_FACTORS) & ATTN_SPLIT_OUT) {
         from = without_odd(s->m.rows, from, row, s->keys, dim, s->odd_key, &s->any_odd_key);
         row = dim;
-        attn__bf16_split_rows(a, part, from, row, s->keys, dim, 1);
+        attn__bf16_split_rows(a, part, from, row, s->keys, dim, ATTN_LIFT_FACTORS);
     }
-    if (k_t) attn__bf16_split_columns(k_t, part, from, row, s->keys, dim, 1 / ATTN_SPLIT_LIFT);
+    if (k_t) attn__bf16_split_columns(k_t, part, from, row, s->keys, dim, ATTN_LIFT_OTHERS);
 }
 
 /* There is no paged cache in a backward: rows of k and v lie a fixed distance apart. */
@@ -209,12 +226,12 @@ static bool load_operands(strip *s, const attn_tensor *of, int32_t dim, uint16_t
     for (int n = 0; s->rows % 32 != 0 && n < (s->splits ? 3 : 1); n++)
         memset(b + n * part, 0, (size_t)(attn__bf16_pad(s->rows) * padded) * sizeof *b);
     if (s->splits) {
-        if (attn__bf16_split_dims(b, part, from, row, s->rows, dim, 1)) {
+        if (attn__bf16_split_dims(b, part, from, row, s->rows, dim, ATTN_LIFT_FACTORS) & ATTN_SPLIT_OUT) {
             from = without_odd(s->m.rows, from, row, s->rows, dim, s->odd_row, &s->any_odd_row);
             row = dim;
-            attn__bf16_split_dims(b, part, from, row, s->rows, dim, 1);
+            attn__bf16_split_dims(b, part, from, row, s->rows, dim, ATTN_LIFT_FACTORS);
         }
-        attn__bf16_split_pairs(b_t, part, from, row, s->rows, dim, 1 / ATTN_SPLIT_LIFT);
+        attn__bf16_split_pairs(b_t, part, from, row, s->rows, dim, ATTN_LIFT_OTHERS);
         return false;
     }
     attn__bf16_pack_dims(b, from, row, s->rows, dim);
@@ -236,11 +253,12 @@ static void load_tile(strip *s, int32_t b, int32_t h, int32_t i0, int32_t rows) 
     }
     for (int32_t r = 0; r < 32 * s->parts; r++) {
         s->m.lse[r] = INFINITY; /* no key: p = 0 */
-        s->m.delta[r] = 0;
+        s->m.low[r] = s->m.delta[r] = 0;
         if (r >= rows) continue;
         const attn_row *row = &of[attn__lse_index(s->p, &s->panel->s, i0 + r, h)];
         if (row->lse == -INFINITY) continue;
         s->m.lse[r] = (float)row->lse;
+        s->m.low[r] = (float)(row->lse - (double)s->m.lse[r]);
         s->m.delta[r] = (float)row->delta;
     }
     memset(s->odd_row, 0, sizeof s->odd_row);
@@ -248,6 +266,12 @@ static void load_tile(strip *s, int32_t b, int32_t h, int32_t i0, int32_t rows) 
     s->any_q = load_operands(s, &s->f->q, s->p->dim_qk, s->m.q, s->m.q_t, s->bad_q);
     s->any_d_o = load_operands(s, &s->f->d_o, s->p->dim_v, s->m.d_o, s->m.d_o_t, s->bad_d_o);
     memset(s->m.d_q, 0, (size_t)(32 * s->parts * s->qk) * sizeof *s->m.d_q);
+    s->has_odd_q = false;
+    if (any_odd(s)) odd_d_q(s);
+    if (!any_odd(s) || s->had_odd) return;
+    s->had_odd = true;
+    memset(s->m.odd_k, 0, (size_t)(STRIP * s->qk) * sizeof *s->m.odd_k);
+    memset(s->m.odd_v, 0, (size_t)(STRIP * s->v) * sizeof *s->m.odd_v);
 }
 
 /* ---- one part ---- */
@@ -292,7 +316,7 @@ static void score_product(const strip *s, const item *w, float *c, const uint16_
 }
 
 /* Are scores scaled before p is made? To the same bits; a dot product of an odd row or key need not be a number that is not scaled yet. */
-static bool is_scaled(const strip *s) { return s->scaled || s->any_odd_key || s->any_odd_row; }
+static bool is_scaled(const strip *s) { return s->scaled || any_odd(s); }
 
 static void fill(float *x, float value, int64_t count) {
     for (int64_t n = 0; n < count; n++) x[n] = value;
@@ -318,19 +342,18 @@ static bool is_dropped(const strip *s, int32_t r, int32_t j) {
 
 /* What row r of the tile and key j of the strip give to each other; of floats that are odd, in double. */
 static void work_pair(const strip *s, int32_t r, int32_t j, double p, double slope) {
-    const int32_t dim_qk = s->p->dim_qk, dim_v = s->p->dim_v, in = attn__bf16_column(r % 32);
+    const int32_t dim_qk = s->p->dim_qk, dim_v = s->p->dim_v;
     const float *q = q_row(s, &s->f->q, r), *d_o = q_row(s, &s->f->d_o, r), *k = kv_row(s, &s->f->k, s->j0 + j),
                 *v = kv_row(s, &s->f->v, s->j0 + j);
     const bool dropped = s->p->dropout > 0 && is_dropped(s, r, j);
     const double keep = dropped ? 0 : 1 / (1 - s->p->dropout), d_p = dropped ? 0 : keep * dot(d_o, v, dim_v);
     const double d_s = p * (d_p - (double)s->m.delta[r]) * slope;
-    float *d_q = s->m.d_q + (r / 32 * 32 + in / 16 * 16) * s->qk + in % 16;
-    float *d_k = s->m.d_k + (int64_t)j * 16, *d_v = s->m.d_v + (int64_t)j * 16;
+    float *d_q = s->m.odd_q + r * s->qk, *d_k = s->m.odd_k + j * s->qk, *d_v = s->m.odd_v + j * s->v;
     for (int32_t x = 0; x < dim_qk; x++) {
-        d_q[(int64_t)x * 16] += (float)(d_s * (double)k[x]);
-        d_k[x / 16 * (16 * STRIP) + x % 16] += (float)(d_s * (double)q[x]);
+        d_q[x] += (float)(d_s * (double)k[x]);
+        d_k[x] += (float)(d_s * (double)q[x]);
     }
-    for (int32_t x = 0; !dropped && x < dim_v; x++) d_v[x / 16 * (16 * STRIP) + x % 16] += (float)(p * (double)d_o[x]);
+    for (int32_t x = 0; !dropped && x < dim_v; x++) d_v[x] += (float)(p * (double)d_o[x]);
 }
 
 /*
@@ -356,9 +379,12 @@ static void odd_pairs(const strip *s, const item *w, int32_t n, int32_t first, i
             const double rest = s->p->flags & ATTN_ALIBI ? (double)s->m.rest[at] : 0,
                          slope = s->p->softcap > 0 ? (double)s->m.slope[at] : 1;
             if (*score == -INFINITY || s->m.lse[r] == INFINITY) continue;
-            const double p = exp((double)*score + rest - (double)s->m.lse[r]);
+            const double p = exp((double)*score + rest - (double)s->m.lse[r] - (double)s->m.low[r]);
+            const float lifted = (float)(p * (double)ATTN_LIFT_P);
             *score = -INFINITY;
             if (p != 0) work_pair(s, r, in_strip, p, slope);
+            s->m.sum_p[in_strip] += lifted;
+            s->m.most_p[in_strip] = fmaxf(s->m.most_p[in_strip], lifted);
         }
     }
 }
@@ -369,8 +395,9 @@ static void prepare_tile(const strip *s, const item *w, int32_t n, int32_t first
     int class = w->class[first / ATTN_TILE_COLS];
     int64_t at = 16 * (n * attn__bf16_pad(w->end - w->first) + first - w->first);
     float *slope = s->p->softcap > 0 ? s->m.slope + at : NULL, *rest = s->p->flags & ATTN_ALIBI ? s->m.rest + at : NULL;
-    const bool has_odd = s->any_odd_key || s->any_odd_row, in_tile = class != ATTN_TILE_SKIP;
+    const bool has_odd = any_odd(s), in_tile = class != ATTN_TILE_SKIP;
     if (!in_tile) fill(s->m.s + at, -INFINITY, keys * 16);
+    if (in_tile && is_scaled(s) && s->splits) t->micro->scale(s->m.s + at, keys * 16, 1 / s->lifted);
     if (in_tile && is_scaled(s)) t->micro->scale(s->m.s + at, keys * 16, (float)s->p->scale);
     if (in_tile && has_odd) odd_pairs(s, w, n, first, keys, false);
     if (in_tile && s->scaled)
@@ -423,6 +450,16 @@ static void add_d_q(const strip *s, const item *w) {
                                         .by_vectors = attn__by_vectors(s->plan)});
 }
 
+/* What rows give to the sums and maxima of their keys' p. */
+static void weigh(const strip *s, const item *w) {
+    const int32_t keys = w->end - w->first, at = w->at + w->first;
+    for (int32_t n = 0; n < 2; n++) {
+        const int32_t rows = attn__min32(16, s->rows - 32 * w->n - 16 * n);
+        const float *p = s->m.s + 16 * n * attn__bf16_pad(keys);
+        if (rows > 0) s->panel->micro->weigh(p, keys, 16, rows, s->m.sum_p + at, s->m.most_p + at);
+    }
+}
+
 /* p and d_s of a part, and its share of d_q. */
 static void work_part(const strip *s, const item *w) {
     score_product(s, w, s->m.s, s->m.k, s->m.q, s->qk);
@@ -434,16 +471,19 @@ static void work_part(const strip *s, const item *w) {
                                                 .rest = s->p->flags & ATTN_ALIBI ? s->m.rest : NULL,
                                                 .panel = 16 * attn__bf16_pad(w->end - w->first),
                                                 .keys = (int32_t)attn__bf16_pad(w->end - w->first),
-                                                .scale = is_scaled(s) ? 1 : s->scale,
-                                                .keep = (float)(1 / (1 - s->p->dropout)),
+                                                .scale = is_scaled(s) ? 1 : s->scale / s->lifted,
+                                                .keep = (float)(1 / (1 - s->p->dropout)) / s->lifted,
                                                 .lse = s->m.lse + 32 * w->n,
+                                                .low = s->m.low + 32 * w->n,
                                                 .delta = s->m.delta + 32 * w->n,
+                                                .keep_p = attn__mixed(s->p),
                                                 .p = s->m.p + place(s, 32 * w->n, w->first),
                                                 .d_s = s->m.d_s + place(s, 32 * w->n, w->first),
                                                 .down = s->down,
                                                 .part = s->part,
                                                 .pairs = s->m.pairs,
                                                 .pairs_part = part_of(s, KEYS, ATTN_BF16_ROWS)});
+    if (attn__mixed(s->p)) weigh(s, w);
     if (s->p->dropout > 0) drop(s, w);
     if (s->f->d_q.data) add_d_q(s, w);
 }
@@ -593,15 +633,26 @@ static const attn_rows *row_of(const strip *s, int32_t n, int32_t c, int32_t *r)
     return *r < s->rows ? &s->panel[*r / 16] : NULL;
 }
 
+/* Of a sum that goes on: times sum_lifted. Odd pairs may have made it too large for that; then the row waits in m.odd_q, and what is added begins at 0. */
+static void lift(strip *s, int32_t r, float *row) {
+    const float most = 0x1p126f / s->sum_lifted;
+    bool fits = true;
+    for (int32_t x = 0; x < s->p->dim_qk; x++) fits &= fabsf(row[x]) <= most;
+    if (!fits) add(odd_d_q(s) + r * s->qk, row, s->p->dim_qk);
+    for (int32_t x = 0; x < s->p->dim_qk; x++) row[x] = fits ? row[x] * s->sum_lifted : 0;
+}
+
 /* d_q as the strips before this one have left it. */
-static void take_turn(const strip *s, int32_t before) {
+static void take_turn(strip *s, int32_t before) {
     int32_t r;
     attn__bwd_begin_turn_f32(s->panel, before);
     for (int32_t n = 0; before > 0 && n < 2 * s->parts; n++) {
         memset(s->m.out, 0, (size_t)(16 * s->qk) * sizeof *s->m.out);
         for (int32_t c = 0; c < 16; c++) {
             const attn_rows *t = row_of(s, n, c, &r);
-            if (t) attn__bwd_take_row_f32(t, r % 16, s->m.out + c * s->qk, false);
+            float *row = s->m.out + c * s->qk;
+            if (t) attn__bwd_take_row_f32(t, r % 16, row, false);
+            if (t && s->splits) lift(s, r, row);
         }
         s->panel->micro->transpose(s->m.d_q + 16 * n * s->qk, 16, s->m.out, s->qk, 16, (int32_t)s->qk);
     }
@@ -612,9 +663,12 @@ static void give_turn(const strip *s, int32_t before, bool is_last) {
     int32_t r;
     for (int32_t n = 0; n < 2 * s->parts; n++) {
         attn__bf16_transpose(s->panel->micro, s->m.out, s->qk, s->m.d_q + 16 * n * s->qk, (int32_t)s->qk);
+        if (s->splits) s->panel->micro->scale(s->m.out, (int32_t)(16 * s->qk), 1 / s->sum_lifted);
         for (int32_t c = 0; c < 16; c++) {
             const attn_rows *t = row_of(s, n, c, &r);
-            if (t) attn__bwd_give_row_f32(t, r % 16, s->m.out + c * s->qk, is_last);
+            float *row = s->m.out + c * s->qk;
+            if (t && s->has_odd_q) add(row, s->m.odd_q + r * s->qk, s->p->dim_qk);
+            if (t) attn__bwd_give_row_f32(t, r % 16, row, is_last);
         }
     }
     attn__bwd_end_turn_f32(s->panel, before);
@@ -631,12 +685,14 @@ static void work_tile(strip *s, int32_t b, int32_t h, int32_t i0, int32_t rows) 
     if (s->f->d_q.data) give_turn(s, before, number == (end - 1) / STRIP);
 }
 
-static void store(const strip *s, const attn_tensor *to, const float *from, int32_t dim, double factor) {
+static void store(const strip *s, const attn_tensor *to, const float *from, const float *odd, int32_t dim, double factor) {
     const attn_rows *t = s->panel;
     for (int32_t j = 0; to->data && j < s->keys; j++) {
         int64_t at = attn__kv_offset(s->p, s->f, to, &t->s, t->s.leftpad + s->j0 + j, t->kv_head);
         for (int32_t x = 0; x < dim; x += 16)
             memcpy(s->m.out + x, from + (int64_t)x * STRIP + (int64_t)j * 16, 16 * sizeof *s->m.out);
+        if (s->splits) t->micro->scale(s->m.out, (int32_t)attn__bf16_pad(dim), 1 / s->sum_lifted);
+        if (s->had_odd) add(s->m.out, odd + j * attn__bf16_pad(dim), dim);
         char *row = (char *)to->data + at * (int64_t)attn_dtype_size(s->p->kv_dtype);
         t->micro->store(row, s->p->kv_dtype, s->m.out, (float)factor, dim);
     }
@@ -653,10 +709,15 @@ void attn__bf16_keys(const attn_plan *plan, const attn_buffers *f, const attn_un
     s.splits = attn__splits(plan);
     s.part = part_of(&s, KEYS, step);
     s.scale = (float)p->scale;
-    s.scaled = p->softcap > 0 || (p->flags & (ATTN_ALIBI | ATTN_BIAS)) || !(s.scale > 1e-30f && s.scale < 1e30f);
+    s.lifted = s.splits ? ATTN_LIFT_FACTORS * ATTN_LIFT_FACTORS : 1;
+    s.sum_lifted = s.splits ? ATTN_LIFT_P * ATTN_LIFT_OTHERS : 1;
+    const float least = s.splits ? 0x1p-40f : 1e-30f;
+    s.scaled = p->softcap > 0 || (p->flags & (ATTN_ALIBI | ATTN_BIAS)) || !(s.scale > least && s.scale < 1 / least);
     attn__tile_make_f32(s.panel, plan, f, &(attn_unit){unit->b, 0, 1, -1}, kv_head * group, false);
     memset(s.m.d_k, 0, (size_t)(STRIP * s.qk) * sizeof *s.m.d_k);
     memset(s.m.d_v, 0, (size_t)(STRIP * s.v) * sizeof *s.m.d_v);
+    memset(s.m.sum_p, 0, STRIP * sizeof *s.m.sum_p);
+    memset(s.m.most_p, 0, STRIP * sizeof *s.m.most_p);
     attn__mask_cols(&s.panel->mask, s.j0, s.j0 + s.keys, &first, &end);
     if (first < end) load_keys(&s);
     attn__bf16_begin(attn__by_vectors(plan));
@@ -665,8 +726,9 @@ void attn__bf16_keys(const attn_plan *plan, const attn_buffers *f, const attn_un
             work_tile(&s, unit->b, h, i0, attn__min32(step, s.panel->mask.sq - i0));
     }
     attn__bf16_end(attn__by_vectors(plan));
-    store(&s, &f->d_k, s.m.d_k, p->dim_qk, p->scale);
-    store(&s, &f->d_v, s.m.d_v, p->dim_v, 1 / (1 - p->dropout));
+    store(&s, &f->d_k, s.m.d_k, s.m.odd_k, p->dim_qk, p->scale);
+    store(&s, &f->d_v, s.m.d_v, s.m.odd_v, p->dim_v, 1 / (1 - p->dropout));
+    if (attn__mixed(p) && f->d_v.data) attn__bwd_values_again_f32(plan, f, unit, kv_head, slot, s.m.sum_p, s.m.most_p);
 }
 
 #else

@@ -86,7 +86,6 @@ static void choose_kernel(attn_plan *plan) {
         if (k->dtype && (p->flags & ATTN_DESCALE_PAGES)) fits = false; /* they take keys as they are */
         if (k->dtype && attn__wide_problem(p)) fits = false;
         if (k->dtype == ATTN_F32 && p->max_q <= ATTN_NARROW_ROWS) fits = false; /* attn__takes_bf16 leaves them all */
-        if (k->dtype == ATTN_F32 && p->op == ATTN_BACKWARD && attn__mixed(p)) fits = false; /* what few weigh is bwd.c's */
         if (is_by_vectors(k) && (plan->context->cpu & ATTN_CPU_AMX)) fits = false;
         if (fits && runs_on(k, plan->context->cpu) && is_permitted(k)) plan->kernel = k;
     }

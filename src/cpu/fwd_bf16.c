@@ -411,7 +411,8 @@ static void drop(const strip *s, const item *w, uint16_t *p) {
 /* p of row r and key j of the item, whole. */
 static float p_at(const strip *s, const item *w, const uint16_t *p, int32_t r, int32_t j) {
     float whole = 0;
-    for (int n = s->splits ? 2 : 0; n >= 0; n--) whole += attn__from_bf16(p[n * attn__bf16_part_of(true, P_SIZE) + p_place(w, r, j)]);
+    for (int n = s->splits ? 2 : 0; n >= 0; n--)
+        whole += attn__from_bf16(p[n * attn__bf16_part_of(true, P_SIZE) + p_place(w, r, j)]);
     return whole;
 }
 

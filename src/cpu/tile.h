@@ -138,6 +138,9 @@ void REAL(bwd_restore_rows)(const attn_plan *plan, const attn_buffers *f, int32_
                             int32_t slot); /* any rows, as tile_gather wants them */
 void REAL(bwd_values)(const attn_plan *plan, const attn_buffers *f, const attn_unit *unit, int32_t kv_head,
                       int32_t slot); /* d_v alone of a tile of keys */
+/* d_v of the unit's tiles with a key that few rows weigh, in double: sums and maxima of p over the rows, [keys], say so. */
+void REAL(bwd_values_again)(const attn_plan *plan, const attn_buffers *f, const attn_unit *unit, int32_t kv_head,
+                            int32_t slot, const real *sum, const real *most);
 void REAL(bwd_bias)(const attn_plan *plan, const attn_buffers *f, const int64_t size[4], int32_t b, int32_t h,
                     int32_t row_tile, int32_t col_tile, int32_t slot);
 
