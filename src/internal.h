@@ -88,6 +88,7 @@ struct attn_plan {
     int64_t scratch;                 /* cpu: bytes of one slot's */
     int32_t strip;                   /* cpu: query tiles, of neighbouring rows or heads, that share each load of keys */
     int32_t strip_heads, strip_rows; /* cpu: of a long sequence: so many heads of a group, and so many rows of each */
+    int32_t strip_keys;              /* cpu, backward: of a unit */
     int64_t partials;                /* cpu: partial results of a run that splits keys over threads; 0: it does not */
     int32_t chunks;                  /* cuda: chunks of keys of a sequence that is split; 0: none is */
     int16_t gpu_kernel[ATTN_MOST_GPUS]

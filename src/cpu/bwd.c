@@ -117,6 +117,7 @@ void REAL(bwd_rows)(const attn_plan *plan, const attn_buffers *f, int32_t b, int
         rows[at].lse = rows[at].wide = attn__load(lse, f->lse, at);
         rows[at].delta = sum - (f->d_lse ? attn__load(lse, f->d_lse, at) : 0);
         atomic_init(&rows[at].turn, 0);
+        rows[at].odd = 0;
         int32_t first, end;
         attn__mask_row(&mask, i, &first, &end);
         if (first < end || !f->d_q.data) continue;
@@ -185,7 +186,7 @@ typedef struct restored {
     double total[ATTN_TILE_ROWS];
 } restored;
 
-static attn_row *row_of(const attn_rows *t, int32_t r) {
+attn_row *REAL(bwd_row_of)(const attn_rows *t, int32_t r) {
     return (attn_row *)attn__part(t->plan, t->f, CPU_ROWS) + attn__lse_index(t->p, &t->s, t->i[r], t->h[r]);
 }
 
@@ -194,7 +195,7 @@ static void restore_make(restored *x, real *q_t, real *guard) {
     x->q_t = q_t;
     x->t.guard = guard;
     for (int32_t r = 0; r < x->t.width; r++) {
-        double lse = *lse_of(row_of(&x->t, r));
+        double lse = *lse_of(REAL(bwd_row_of)(&x->t, r));
         x->lse[r] = (real)(lse == -INFINITY ? INFINITY : lse);
         x->low[r] = lse == -INFINITY ? 0 : (real)(lse - (double)x->lse[r]);
         x->total[r] = x->most[r] = 0;
@@ -224,7 +225,7 @@ static void restore_keys(restored *x, scratch *m, int32_t j0, int32_t keys) {
  */
 static void restore_row(const restored *x, int32_t r) {
     const attn_rows *t = &x->t;
-    attn_row *row = row_of(t, r);
+    attn_row *row = REAL(bwd_row_of)(t, r);
     double lse = *lse_of(row);
     if (!isfinite(lse)) return; /* of +inf, too, the logarithm below would make NaN */
     double total = x->total[r] + (t->p->flags & ATTN_SINK ? exp((double)t->f->sink[t->h[r]] - lse) : 0);
@@ -283,7 +284,7 @@ void REAL(bwd_restore)(const attn_plan *plan, const attn_buffers *f, int32_t b, 
                 if (attn__few(tile[n].total[r], (double)tile[n].most[r], ATTN_FEW_KEYS))
                     again[doubtful++] = (attn_place){t->h[r], t->i[r]}; /* that starts from lse as given */
                 else
-                    row_of(t, r)->wide = *lse_of(row_of(t, r));
+                    REAL(bwd_row_of)(t, r)->wide = *lse_of(REAL(bwd_row_of)(t, r));
             }
         }
     }
@@ -295,12 +296,11 @@ void REAL(bwd_restore)(const attn_plan *plan, const attn_buffers *f, int32_t b, 
 
 /* ---- keys: d_k, d_v, and d_q in turns ---- */
 
-static _Atomic int32_t *turn_of(const attn_rows *t) { return &row_of(t, 0)->turn; }
+static _Atomic int32_t *turn_of(const attn_rows *t) { return &REAL(bwd_row_of)(t, 0)->turn; }
 
-/* Where the strips leave row r of d_q for each other. */
-static real *unfinished(const attn_rows *t, int32_t r) {
+real *REAL(bwd_unfinished)(const attn_rows *t, int32_t r) {
     int64_t row = attn__lse_index(t->p, &t->s, t->i[r], t->h[r]);
-    return (real *)((char *)attn__part(t->plan, t->f, CPU_D_Q) + row * attn__bwd_d_q(t->p));
+    return (real *)((char *)attn__part(t->plan, t->f, CPU_D_Q) + row * attn__bwd_d_q(t->plan));
 }
 
 /*
@@ -325,19 +325,19 @@ void REAL(bwd_take_row)(const attn_rows *t, int32_t r, real *mine, bool is_first
     if (is_first)
         memset(mine, 0, bytes);
     else
-        memcpy(mine, unfinished(t, r), bytes);
+        memcpy(mine, REAL(bwd_unfinished)(t, r), bytes);
 }
 
 void REAL(bwd_give_row)(const attn_rows *t, int32_t r, real *mine, bool is_last) {
     const attn_problem *p = t->p;
     const attn_tensor *to = &t->f->d_q;
     int64_t at = attn__q_offset(p, to, &t->s, t->i[r], t->h[r]) * (int64_t)attn_dtype_size(p->dtype);
-    bool is_empty = row_of(t, r)->lse == -INFINITY; /* its d_s, 0, may have met infinite keys (C1) */
+    bool is_empty = REAL(bwd_row_of)(t, r)->lse == -INFINITY; /* its d_s, 0, may have met infinite keys (C1) */
     if (is_empty) memset(mine, 0, (size_t)t->dim_qk * sizeof *mine);
     if (is_last)
         t->micro->store((char *)to->data + at, p->dtype, mine, (real)p->scale, p->dim_qk);
     else
-        memcpy(unfinished(t, r), mine, (size_t)t->dim_qk * sizeof *mine);
+        memcpy(REAL(bwd_unfinished)(t, r), mine, (size_t)t->dim_qk * sizeof *mine);
 }
 
 /* m->d_q as the strips before this one have left it; `before` so many. */
@@ -371,15 +371,15 @@ static void add_tile(const attn_rows *t, scratch *m, int32_t j0, int32_t at, int
 
 /* One query tile against the strip. Its d_q goes on from the tile of keys before: the sum does not know of strips (C5). */
 static void work_queries(const attn_rows *t, scratch *m, const attn_unit *unit) {
-    int32_t first, end, strip = unit->row / ATTN_STRIP_KEYS;
+    int32_t first, end, keys = t->plan->strip_keys, strip = unit->row / keys;
     attn__mask_rows(&t->mask, t->i0, t->i0 + t->count, &first, &end);
-    if (first >= end || strip < first / ATTN_STRIP_KEYS || strip > (end - 1) / ATTN_STRIP_KEYS) return;
-    int32_t before = strip - first / ATTN_STRIP_KEYS;
+    if (first >= end || strip < first / keys || strip > (end - 1) / keys) return;
+    int32_t before = strip - first / keys;
     load_rows(t, m, true);
     if (t->f->d_q.data) take_turn(t, m, before);
     for (int32_t at = 0; at < unit->rows; at += ATTN_TILE_COLS)
         add_tile(t, m, unit->row + at, at, attn__min32(ATTN_TILE_COLS, unit->rows - at));
-    if (t->f->d_q.data) give_turn(t, m, before, strip == (end - 1) / ATTN_STRIP_KEYS);
+    if (t->f->d_q.data) give_turn(t, m, before, strip == (end - 1) / keys);
 }
 
 static void store_kv(const attn_rows *t, const attn_tensor *to, const real *from, int32_t dim, double factor, int32_t j0,

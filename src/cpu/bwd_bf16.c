@@ -30,8 +30,8 @@
 
 enum {
     ROWS = 256,              /* of a tile, at most; a multiple of 32 */
-    KEYS = 256,              /* of a block; a multiple of ATTN_TILE_COLS */
-    STRIP = ATTN_STRIP_KEYS, /* of a unit */
+    KEYS = 256,              /* of a block, at most; a multiple of ATTN_TILE_COLS */
+    STRIP = ATTN_STRIP_KEYS, /* of a unit, at most */
     CLASSES = KEYS / ATTN_TILE_COLS,
     PARTS = ROWS / ATTN_BF16_ROWS,
     GROUP = PARTS / 2 /* parts of the smaller tile */
@@ -121,6 +121,7 @@ typedef struct strip {
     int64_t down;     /* panels of p and d_s are so far apart */
     int64_t part;     /* and their parts; 0: there is one */
     bool splits;      /* float32 in three parts */
+    int32_t block;    /* keys of a block; fewer in parts, of which more would not stay in the second cache */
     float scale;      /* of the dot products, unless they are scaled already */
     bool scaled;      /* are they before p is made? */
     float lifted;     /* dot products are so many times too large, */
@@ -284,7 +285,7 @@ typedef struct item {
 
 static item make_item(const strip *s, int32_t n, int32_t at) {
     const attn_rows *t = &s->panel[2 * n];
-    int32_t rows = attn__min32(32, s->rows - 32 * n), keys = attn__min32(KEYS, s->keys - at);
+    int32_t rows = attn__min32(32, s->rows - 32 * n), keys = attn__min32(s->block, s->keys - at);
     item w = {.n = n, .at = at};
     for (int32_t x = 0; x * ATTN_TILE_COLS < keys; x++) {
         int32_t first = x * ATTN_TILE_COLS, end = attn__min32(first + ATTN_TILE_COLS, keys), j0 = s->j0 + at;
@@ -633,26 +634,21 @@ static const attn_rows *row_of(const strip *s, int32_t n, int32_t c, int32_t *r)
     return *r < s->rows ? &s->panel[*r / 16] : NULL;
 }
 
-/* Of a sum that goes on: times sum_lifted. Odd pairs may have made it too large for that; then the row waits in m.odd_q, and what is added begins at 0. */
-static void lift(strip *s, int32_t r, float *row) {
-    const float most = 0x1p126f / s->sum_lifted;
-    bool fits = true;
-    for (int32_t x = 0; x < s->p->dim_qk; x++) fits &= fabsf(row[x]) <= most;
-    if (!fits) add(odd_d_q(s) + r * s->qk, row, s->p->dim_qk);
-    for (int32_t x = 0; x < s->p->dim_qk; x++) row[x] = fits ? row[x] * s->sum_lifted : 0;
-}
+/* What odd pairs give to unfinished row r of d_q. */
+static float *second_part(const attn_rows *t, int32_t r) { return attn__bwd_unfinished_f32(t, r % 16) + t->dim_qk; }
 
-/* d_q as the strips before this one have left it. */
+/* d_q as the strips before this one have left it; of float32 lifted, and by itself what is of odd pairs. */
 static void take_turn(strip *s, int32_t before) {
     int32_t r;
     attn__bwd_begin_turn_f32(s->panel, before);
+    const bool is_odd = before > 0 && attn__bwd_row_of_f32(s->panel, 0)->odd;
+    float *odd = is_odd ? odd_d_q(s) : NULL;
     for (int32_t n = 0; before > 0 && n < 2 * s->parts; n++) {
         memset(s->m.out, 0, (size_t)(16 * s->qk) * sizeof *s->m.out);
         for (int32_t c = 0; c < 16; c++) {
             const attn_rows *t = row_of(s, n, c, &r);
-            float *row = s->m.out + c * s->qk;
-            if (t) attn__bwd_take_row_f32(t, r % 16, row, false);
-            if (t && s->splits) lift(s, r, row);
+            if (t) attn__bwd_take_row_f32(t, r % 16, s->m.out + c * s->qk, false);
+            if (t && is_odd) memcpy(odd + r * s->qk, second_part(t, r), (size_t)t->dim_qk * sizeof *odd);
         }
         s->panel->micro->transpose(s->m.d_q + 16 * n * s->qk, 16, s->m.out, s->qk, 16, (int32_t)s->qk);
     }
@@ -663,26 +659,29 @@ static void give_turn(const strip *s, int32_t before, bool is_last) {
     int32_t r;
     for (int32_t n = 0; n < 2 * s->parts; n++) {
         attn__bf16_transpose(s->panel->micro, s->m.out, s->qk, s->m.d_q + 16 * n * s->qk, (int32_t)s->qk);
-        if (s->splits) s->panel->micro->scale(s->m.out, (int32_t)(16 * s->qk), 1 / s->sum_lifted);
+        if (s->splits && is_last) s->panel->micro->scale(s->m.out, (int32_t)(16 * s->qk), 1 / s->sum_lifted);
         for (int32_t c = 0; c < 16; c++) {
             const attn_rows *t = row_of(s, n, c, &r);
-            float *row = s->m.out + c * s->qk;
-            if (t && s->has_odd_q) add(row, s->m.odd_q + r * s->qk, s->p->dim_qk);
+            float *row = s->m.out + c * s->qk, *odd = s->m.odd_q + r * s->qk;
+            if (t && s->has_odd_q && is_last) add(row, odd, s->p->dim_qk);
+            if (t && s->has_odd_q && !is_last) memcpy(second_part(t, r), odd, (size_t)t->dim_qk * sizeof *odd);
             if (t) attn__bwd_give_row_f32(t, r % 16, row, is_last);
         }
     }
+    if (s->has_odd_q) attn__bwd_row_of_f32(s->panel, 0)->odd = 1;
     attn__bwd_end_turn_f32(s->panel, before);
 }
 
 static void work_tile(strip *s, int32_t b, int32_t h, int32_t i0, int32_t rows) {
-    int32_t first, end, number = s->j0 / STRIP;
+    const int32_t keys = s->plan->strip_keys, number = s->j0 / keys;
+    int32_t first, end;
     attn__mask_rows(&s->panel->mask, i0, i0 + rows, &first, &end);
-    if (first >= end || number < first / STRIP || number > (end - 1) / STRIP) return;
-    int32_t before = number - first / STRIP;
+    if (first >= end || number < first / keys || number > (end - 1) / keys) return;
+    int32_t before = number - first / keys;
     load_tile(s, b, h, i0, rows);
     if (s->f->d_q.data) take_turn(s, before);
-    for (int32_t at = 0; at < s->keys; at += KEYS) work_block(s, at);
-    if (s->f->d_q.data) give_turn(s, before, number == (end - 1) / STRIP);
+    for (int32_t at = 0; at < s->keys; at += s->block) work_block(s, at);
+    if (s->f->d_q.data) give_turn(s, before, number == (end - 1) / keys);
 }
 
 static void store(const strip *s, const attn_tensor *to, const float *from, const float *odd, int32_t dim, double factor) {
@@ -708,6 +707,7 @@ void attn__bf16_keys(const attn_plan *plan, const attn_buffers *f, const attn_un
     s.down = step / 32 * ATTN_BF16_TILE;
     s.splits = attn__splits(plan);
     s.part = part_of(&s, KEYS, step);
+    s.block = s.splits ? KEYS / 2 : KEYS;
     s.scale = (float)p->scale;
     s.lifted = s.splits ? ATTN_LIFT_FACTORS * ATTN_LIFT_FACTORS : 1;
     s.sum_lifted = s.splits ? ATTN_LIFT_P * ATTN_LIFT_OTHERS : 1;

@@ -113,8 +113,10 @@ int64_t attn__bwd_scratch(const attn_plan *plan) {
     return bf16 > bytes ? bf16 : bytes;
 }
 
-int64_t attn__bwd_d_q(const attn_problem *p) { /* padded as float is, which is as much or more */
-    return attn__pad(p->dim_qk) * (int64_t)(may_be_in_double(p) ? sizeof(double) : sizeof(float));
+int64_t attn__bwd_d_q(const attn_plan *plan) { /* padded as float is, which is as much or more */
+    const attn_problem *p = &plan->problem;
+    const bool is_wide = may_be_in_double(p) || attn__splits(plan); /* two floats are as much as a double */
+    return attn__pad(p->dim_qk) * (int64_t)(is_wide ? sizeof(double) : sizeof(float));
 }
 
 int64_t attn__fwd_partial(const attn_problem *p) { /* o, padded as float is, which is as much or more; maximum and sum */
@@ -171,6 +173,17 @@ static void choose_strip(attn_plan *plan) {
     plan->strip_rows = plan->strip / plan->strip_heads * ATTN_TILE_ROWS;
 }
 
+/*
+ * Keys of a unit of the backward. Long ones share each load of a query tile; those of float32 in parts, whose operands are large, are halved where threads would
+ * have few of them. No result depends on it.
+ */
+static void choose_strip_keys(attn_plan *plan) {
+    const attn_problem *p = &plan->problem;
+    const int64_t units = (int64_t)p->batch * p->heads_kv * attn__ceil_div(p->max_kv, ATTN_STRIP_KEYS);
+    const bool is_short = plan->slots > 1 && attn__splits(plan) && units < 4 * (int64_t)plan->slots;
+    plan->strip_keys = is_short ? ATTN_STRIP_KEYS / 2 : ATTN_STRIP_KEYS;
+}
+
 static attn_status lay_out(attn_plan *plan) {
     const attn_problem *p = &plan->problem;
     bool forward = p->op == ATTN_FORWARD;
@@ -183,7 +196,7 @@ static attn_status lay_out(attn_plan *plan) {
                 attn__plan_reserve(plan, CPU_SCRATCH, plan->slots, plan->scratch) &&
                 attn__plan_reserve(plan, CPU_PARTIAL, plan->partials, attn__fwd_partial(p)) &&
                 attn__plan_reserve(plan, CPU_ROWS, forward ? 0 : lse, sizeof(attn_row)) &&
-                attn__plan_reserve(plan, CPU_D_Q, forward || p->max_kv <= ATTN_STRIP_KEYS ? 0 : lse, attn__bwd_d_q(p));
+                attn__plan_reserve(plan, CPU_D_Q, forward || p->max_kv <= plan->strip_keys ? 0 : lse, attn__bwd_d_q(plan));
     RETURN_IF(!fits, ATTN_INVALID, "max_q=%d, max_kv=%d: the workspace does not fit into memory", p->max_q, p->max_kv);
     return ATTN_OK;
 }
@@ -195,6 +208,7 @@ static attn_status plan_cpu(attn_plan *plan) {
     if (plan->problem.op == ATTN_KV_APPEND) return ATTN_OK;
     choose_split(plan);
     choose_strip(plan);
+    choose_strip_keys(plan);
     limit_threads(plan);
     attn__plan_say(plan, "threads: %d\n", plan->slots);
     attn__plan_say(plan, "tiles: %d rows x %d keys\n", plan->kernel->rows, plan->kernel->cols);

@@ -117,7 +117,7 @@ int64_t REAL(bwd_scratch)(const attn_problem *p);
 /* The same for a problem that has sequences in both number types; and bytes of one row's partial result, or unfinished d_q. */
 int64_t attn__fwd_scratch(const attn_plan *plan);
 int64_t attn__bwd_scratch(const attn_plan *plan);
-int64_t attn__bwd_d_q(const attn_problem *p);
+int64_t attn__bwd_d_q(const attn_plan *plan);
 int64_t attn__fwd_partial(const attn_problem *p);
 
 /* The kernels. A forward runs fwd_unit for each unit and head; if it is split, then fwd_fold for each sequence and head. */
@@ -152,6 +152,8 @@ void REAL(bwd_begin_turn)(const attn_rows *t, int32_t before);
 void REAL(bwd_end_turn)(const attn_rows *t, int32_t before);
 void REAL(bwd_take_row)(const attn_rows *t, int32_t r, real *mine, bool is_first);
 void REAL(bwd_give_row)(const attn_rows *t, int32_t r, real *mine, bool is_last);
+real *REAL(bwd_unfinished)(const attn_rows *t, int32_t r); /* where strips leave row r for each other */
+attn_row *REAL(bwd_row_of)(const attn_rows *t, int32_t r); /* what is known of it */
 
 static inline int32_t attn__pad(int32_t n) { return (n + ATTN_LANES - 1) / ATTN_LANES * ATTN_LANES; }
 

@@ -91,8 +91,9 @@ static void rows_of_sequence(sorter *to, const attn_seq *s) {
 
 /* Strips of keys of one sequence. They take turns at d_q, so each comes after those that it waits for. */
 static void keys_of_sequence(sorter *to, const attn_seq *s) {
-    for (int32_t key = 0; key < s->sk; key += ATTN_STRIP_KEYS)
-        add(to, (attn_unit){s->b, key, attn__min32(ATTN_STRIP_KEYS, s->sk - key), -1}, s->sk - key);
+    const int32_t strip = to->plan->strip_keys;
+    for (int32_t key = 0; key < s->sk; key += strip)
+        add(to, (attn_unit){s->b, key, attn__min32(strip, s->sk - key), -1}, s->sk - key);
 }
 
 static int64_t make_list(const attn_plan *plan, const attn_buffers *f, attn_unit *units,
@@ -131,9 +132,9 @@ int64_t attn__work_rows_most(const attn_plan *plan) {
 
 int64_t attn__work_keys_most(const attn_plan *plan) {
     const attn_problem *p = &plan->problem;
-    int64_t most = p->batch * attn__ceil_div(p->max_kv, ATTN_STRIP_KEYS);
+    int64_t most = p->batch * attn__ceil_div(p->max_kv, plan->strip_keys);
     if (p->flags & ATTN_VARLEN_KV) {
-        int64_t packed = p->total_kv / ATTN_STRIP_KEYS + p->batch;
+        int64_t packed = p->total_kv / plan->strip_keys + p->batch;
         most = most < packed ? most : packed;
     }
     return most;

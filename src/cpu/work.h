@@ -21,7 +21,7 @@
 enum {
     ATTN_TILE_ROWS = 64,   /* query rows of a tile, of every kernel */
     ATTN_TILE_COLS = 64,   /* keys of a tile */
-    ATTN_STRIP_KEYS = 512, /* keys of a unit of the backward; a multiple of ATTN_TILE_COLS */
+    ATTN_STRIP_KEYS = 512, /* keys of a unit of the backward, at most (plan->strip_keys); a multiple of ATTN_TILE_COLS */
     ATTN_BF16_ROWS = 32,   /* query rows of a tile of fwd_bf16.c and bwd_bf16.c */
     ATTN_BF16_KEYS = 256,  /* keys that fwd_bf16.c works at once; a multiple of ATTN_TILE_COLS */
     ATTN_STRIP = 16,       /* the most query tiles that share a load of keys */
@@ -43,7 +43,7 @@ enum {
     CPU_SCRATCH,  /* [slots]: tiles of the threads */
     CPU_PARTIAL,  /* forward, split: [batch * heads_q * max_q][chunks][dim_v + 2] */
     CPU_ROWS,     /* backward: attn_row, as lse */
-    CPU_D_Q       /* backward of more keys than a strip: d_q, unfinished, [as lse][dim_qk] */
+    CPU_D_Q       /* backward of more keys than a strip: d_q, unfinished, [as lse][dim_qk], of float32 in parts [2 dim_qk] */
 };
 
 /* What the backward knows of a row, whatever its number type. */
@@ -52,6 +52,7 @@ typedef struct attn_row {
     double wide;          /* the same for those of double */
     double delta;         /* rowsum(d_o * o) - d_lse */
     _Atomic int32_t turn; /* the first row of a tile: strips of keys that have added to d_q */
+    int32_t odd;          /* and: has the unfinished d_q of its rows a second part? See bwd_bf16.c. */
 } attn_row;
 
 /* One piece of work: rows [row, row + rows) of sequence b (or keys, in the backward: a strip), for every head. */
