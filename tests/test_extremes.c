@@ -561,6 +561,27 @@ TEST(c5_threads_1_to_16_infinity_in_sums_past_all_numbers) {
     }
 }
 
+/* Numbers that bf16's parts do not have, in rows and keys of several strips: what they give to d_q goes from strip to strip. */
+static void make_numbers_far_from_one(rig *r) {
+    const int64_t dim = r->p.dim_qk;
+    CHECK(rig_make(r, 7));
+    const struct {
+        const void *data;
+        int64_t row;
+        double x;
+    } numbers[] = {{r->f.v.data, 100, 1e30},   {r->f.v.data, 300, -1e9},  {r->f.v.data, 800, INFINITY},
+                   {r->f.k.data, 520, 4e6},    {r->f.k.data, 1030, -5e9}, {r->f.q.data, 900, 3e10},
+                   {r->f.d_o.data, 600, 1e25}, {r->f.d_o.data, 50, NAN},  {r->f.d_o.data, 1099, 1e8}};
+    for (size_t n = 0; n < sizeof numbers / sizeof *numbers; n++)
+        attn__store(r->p.dtype, (void *)(uintptr_t)numbers[n].data, numbers[n].row * dim + 3, numbers[n].x);
+}
+
+TEST(c5_threads_1_to_16_numbers_far_from_one) {
+    rig r = {.p = problem(ATTN_F32, 1, 1, 1, 1100, 1100, 40), .backward = true};
+    r.p.flags = ATTN_CAUSAL;
+    check_on_threads(&r, make_numbers_far_from_one);
+}
+
 static void make_plainly(rig *r) { CHECK(rig_make(r, 6)); }
 
 /* Rows 30 to 230 of the first 64 keys and 100 to 500 of the last: holes within and across tiles of 128 and of 256 rows. */

@@ -96,8 +96,8 @@ static int64_t lay_out(scratch *m, char *at, const attn_plan *plan) {
         {&m->lse, rows * whole},
         {&m->low, rows * whole},
         {&m->delta, rows * whole},
-        {&m->sum_p, STRIP * whole},
-        {&m->most_p, STRIP * whole},
+        {&m->sum_p, splits ? STRIP * whole : 0},
+        {&m->most_p, splits ? STRIP * whole : 0},
         {&m->odd_q, splits ? rows * qk * whole : 0},
         {&m->odd_k, splits ? STRIP * qk * whole : 0},
         {&m->odd_v, splits ? STRIP * v * whole : 0},
@@ -716,8 +716,7 @@ void attn__bf16_keys(const attn_plan *plan, const attn_buffers *f, const attn_un
     attn__tile_make_f32(s.panel, plan, f, &(attn_unit){unit->b, 0, 1, -1}, kv_head * group, false);
     memset(s.m.d_k, 0, (size_t)(STRIP * s.qk) * sizeof *s.m.d_k);
     memset(s.m.d_v, 0, (size_t)(STRIP * s.v) * sizeof *s.m.d_v);
-    memset(s.m.sum_p, 0, STRIP * sizeof *s.m.sum_p);
-    memset(s.m.most_p, 0, STRIP * sizeof *s.m.most_p);
+    for (int32_t j = 0; s.splits && j < STRIP; j++) s.m.sum_p[j] = s.m.most_p[j] = 0;
     attn__mask_cols(&s.panel->mask, s.j0, s.j0 + s.keys, &first, &end);
     if (first < end) load_keys(&s);
     attn__bf16_begin(attn__by_vectors(plan));
