@@ -73,9 +73,10 @@ TEST(amx_parts_of_a_float_add_up_to_it_each_in_its_place) {
         const int64_t part = part_of(rows, dim);
         uint16_t *out[4];
         for (int i = 0; i < 4; i++) out[i] = room(2 * 3 * part);
-        CHECK(attn__bf16_split_rows(out[0], part, m.data, m.row, rows, dim, 1) == 0);
-        CHECK(attn__bf16_split_columns(out[1], part, m.data, m.row, rows, dim, 1) == 0);
-        CHECK(attn__bf16_split_dims(out[2], part, m.data, m.row, rows, dim, 1) == 0);
+        CHECK((attn__bf16_split_rows(out[0], part, m.data, m.row, rows, dim, 1) & (ATTN_SPLIT_OUT | ATTN_SPLIT_TINY)) == 0);
+        CHECK((attn__bf16_split_columns(out[1], part, m.data, m.row, rows, dim, 1) & (ATTN_SPLIT_OUT | ATTN_SPLIT_TINY)) ==
+              0);
+        CHECK((attn__bf16_split_dims(out[2], part, m.data, m.row, rows, dim, 1) & (ATTN_SPLIT_OUT | ATTN_SPLIT_TINY)) == 0);
         attn__bf16_split_pairs(out[3], part, m.data, m.row, rows, dim, 0x1p5f);
         int wrong = 0;
         for (int32_t i = 0; i < all_rows; i++)
@@ -112,6 +113,8 @@ TEST(amx_splitting_finds_what_is_odd) {
                  {0x1.00fffep56f, 0},
                  {-0x1p56f, 0},
                  {1, 0},
+                 {65000, 0},
+                 {-70000, 0},
                  {0, 0},
                  {-0.0f, 0},
                  {0x1p-102f, 0},
@@ -129,9 +132,12 @@ TEST(amx_splitting_finds_what_is_odd) {
         for (int32_t at = 0; at < 45 * 40; at += 37) {
             float *place = m.data + at / 40 * m.row + at % 40, before = *place;
             *place = cases[n].x;
-            const int found[] = {attn__bf16_split_rows(a, part, m.data, m.row, 45, 40, 1),
-                                 attn__bf16_split_columns(a, part, m.data, m.row, 45, 40, 1),
-                                 attn__bf16_split_dims(a, part, m.data, m.row, 45, 40, 1)};
+            const int mask = ATTN_SPLIT_OUT | ATTN_SPLIT_TINY,
+                      found[] = {attn__bf16_split_rows(a, part, m.data, m.row, 45, 40, 1) & mask,
+                                 attn__bf16_split_columns(a, part, m.data, m.row, 45, 40, 1) & mask,
+                                 attn__bf16_split_dims(a, part, m.data, m.row, 45, 40, 1) & mask};
+            CHECK(!!(attn__bf16_split_rows(a, part, m.data, m.row, 45, 40, 1) & ATTN_SPLIT_IS_LARGE) ==
+                  !(fabsf(cases[n].x) < 0x1.ffp15f));
             for (int i = 0; i < 3; i++) {
                 CHECK_SAY((found[i] & ATTN_SPLIT_OUT) == (cases[n].odd & ATTN_SPLIT_OUT) &&
                               (cases[n].odd == 0 ? found[i] == 0 : (found[i] & cases[n].odd) != 0),

@@ -124,16 +124,18 @@ const uint16_t *attn__bf16_clean(uint16_t *to, const uint16_t *from, int64_t row
  * numbers as zero, so the parts of x are off by up to 2^-126 where it is tiny; and where it is out, its parts cannot be used. Either is
  * decided by the first part: tiny below ATTN_SPLIT_LEAST, 2^-102, but for 0; out beyond ATTN_SPLIT_MOST, 2^56, or where x is no number.
  *
- * The backward multiplies and adds up where there is the most room: its operands and sums are larger than what they stand for, by powers of two. Then nothing is tiny that
- * float has as a normal number, but for the last 16 powers, and what is beyond ATTN_LIFTED_MOST is out: three such factors and a sum of 2^13 of them are
- * still a number.
+ * Scores are made of the same parts in the backward. The rest of it is products of products, so what they are made of is lifted to where there is the most room, by
+ * powers of two: then nothing is tiny that float has as a normal number, but for the last 20 powers. Beyond ATTN_SPLIT_MOST when lifted are q, k and v from
+ * 2^16 on, and d_o from 2^28. Below, a sum of 2^13 of the largest products, 2^24 2^16 2^28 2^9 2^15 (of dropout) 2^16 2^5, is a number.
  */
 enum { ATTN_SPLIT_MOST = (127 + 56) << 7, ATTN_SPLIT_LEAST = (127 - 102) << 7 }; /* as bits of bf16 */
-#define ATTN_LIFT_FACTORS 0x1p36f /* q, k, v and d_o of scores and d_p, which are as much squared larger */
-#define ATTN_LIFT_P 0x1p24f       /* p and d_s */
-#define ATTN_LIFT_OTHERS 0x1p16f  /* q, k and d_o that are multiplied with them */
-#define ATTN_LIFTED_MOST 0x1p20f  /* ATTN_SPLIT_MOST / ATTN_LIFT_FACTORS */
-enum { ATTN_SPLIT_OUT = 1, ATTN_SPLIT_TINY = 2 };
+enum { ATTN_SPLIT_LARGE = (127 + 16) << 7 };                                     /* from here on ATTN_LIFT_V is too much */
+#define ATTN_LIFT_V 0x1p40f                                                      /* v of d_p, which is larger by this */
+#define ATTN_LIFT_D_O 0x1p28f                                                    /* and this, of d_o */
+#define ATTN_LIFT_P 0x1p24f                                                      /* p and d_s */
+#define ATTN_LIFT_OTHERS 0x1p5f /* q, k and d_o that are multiplied with them */
+#define ATTN_DELTA_MOST 0x1p63f /* beyond it delta is larger than any d_p of theirs */
+enum { ATTN_SPLIT_OUT = 1, ATTN_SPLIT_TINY = 2, ATTN_SPLIT_IS_LARGE = 4 };
 
 /* Which of them x is. */
 static inline int attn__bf16_odd(float x) {

@@ -397,6 +397,7 @@ INLINE int what_is_odd(const finds *f) {
     int odd = _mm512_cmpgt_epu16_mask(f->most, out) ? ATTN_SPLIT_OUT : 0;
     if (_mm512_cmplt_epu16_mask(f->least, tiny) || _mm512_test_epi32_mask(f->rest, _mm512_set1_epi32(0xffff)))
         odd |= ATTN_SPLIT_TINY;
+    if (_mm512_cmpge_epu16_mask(f->most, _mm512_set1_epi16((short)ATTN_SPLIT_LARGE))) odd |= ATTN_SPLIT_IS_LARGE;
     return odd;
 }
 

@@ -15,8 +15,8 @@
  * Masked pairs have p = d_s = 0, which must not meet NaN or infinity (C2). The operands of the last three products have zeros in
  * their place; what that leaves out is added one by one, for the pairs that are allowed.
  *
- * float32: of rows and keys with numbers beyond ATTN_LIFTED_MOST, or that are none, every pair that is allowed is worked by itself, in double (odd_pairs).
- * The operands of its row or key are zeros, and so are its p and d_s, so that nobody else's bits change; what it gives is summed up by itself, too.
+ * float32: of rows and keys with numbers that are too large to be lifted (bf16.h), or none, every pair that is allowed is worked by itself, in double
+ * (work_pair), from the score that the forward had, for lse is of that: of tiles or, where there are no parts, of fwd.c. The operands of its row or key are zeros, and so are its p and d_s, so that nobody else's bits change; what it gives is summed up by itself, too.
  */
 #include "bf16.h"
 
@@ -124,14 +124,15 @@ typedef struct strip {
     int32_t block;    /* keys of a block; fewer in parts, of which more would not stay in the second cache */
     float scale;      /* of the dot products, unless they are scaled already */
     bool scaled;      /* are they before p is made? */
-    float lifted;     /* dot products are so many times too large, */
+    float lifted;     /* d_p is so many times too large, */
     float sum_lifted; /* and sums of d_q, d_k and d_v */
     attn_rows panel[ROWS / 16];
-    int32_t rows, parts;                           /* of the tile */
-    bool bad_k[STRIP], bad_q[ROWS], bad_d_o[ROWS]; /* rows of which the operands leave something out */
-    bool any_k, any_q, any_d_o;                    /* are there such? */
-    bool odd_key[STRIP], odd_row[ROWS];            /* float32: those of which pairs are worked by themselves */
-    bool any_odd_key, any_odd_row;                 /* are there such? */
+    int32_t rows, parts;                                     /* of the tile */
+    bool bad_k[STRIP], bad_q[ROWS], bad_d_o[ROWS];           /* rows of which the operands leave something out */
+    bool any_k, any_q, any_d_o;                              /* are there such? */
+    bool odd_key[STRIP], odd_row[ROWS];                      /* float32: those of which pairs are worked by themselves */
+    bool far_key[STRIP], far_row[ROWS];                      /* and of which k or q has no parts either */
+    bool any_odd_key, any_odd_row, any_far_key, any_far_row; /* are there such? */
     bool had_odd;   /* have there been, in this strip? Then m.odd_k and m.odd_v have something, */
     bool has_odd_q; /* and, of this tile, m.odd_q. */
 } strip;
@@ -165,28 +166,36 @@ static const void *q_row(const strip *s, const attn_tensor *of, int32_t r) {
     return (const char *)of->data + at * (int64_t)attn_dtype_size(s->p->dtype);
 }
 
-/* A copy without gaps, which is returned, of which odd rows are zeros; they are marked. */
-static const float *without_odd(float *to, const float *from, int64_t row, int32_t rows, int32_t dim, bool *odd,
-                                bool *any) {
+/* Marks rows with a number that is too large, times the lift, to have parts, or none. True: there are such. */
+static bool mark(const float *from, int64_t row, int32_t rows, int32_t dim, float lift, bool *marked) {
+    bool any = false;
     for (int32_t r = 0; r < rows; r++) {
-        bool is = false;
-        for (int32_t n = 0; n < dim; n++) is |= attn__bf16_odd(from[r * row + n] * ATTN_LIFT_FACTORS) == ATTN_SPLIT_OUT;
-        for (int32_t n = 0; n < dim; n++) to[(int64_t)r * dim + n] = is ? 0 : from[r * row + n];
-        odd[r] |= is;
-        *any |= is;
+        for (int32_t n = 0; n < dim; n++) marked[r] |= attn__bf16_odd(from[r * row + n] * lift) == ATTN_SPLIT_OUT;
+        any |= marked[r];
     }
+    return any;
+}
+
+/* A copy without gaps, which is returned, with zeros in the place of marked rows. */
+static const float *without(float *to, const float *from, int64_t row, int32_t rows, int32_t dim, const bool *marked) {
+    for (int32_t r = 0; r < rows; r++)
+        for (int32_t n = 0; n < dim; n++) to[(int64_t)r * dim + n] = marked[r] ? 0 : from[r * row + n];
     return to;
 }
 
-/* k, or v, of which k_t is NULL. */
+/* k; or v, of which k_t is NULL. */
 static void split_keys(strip *s, const attn_tensor *of, int32_t dim, uint16_t *a, uint16_t *k_t) {
-    const float *from = kv_row(s, of, s->j0);
+    const float *from = kv_row(s, of, s->j0), lift = k_t ? 1 : ATTN_LIFT_V;
     const int64_t part = part_of(s, STRIP, attn__bf16_pad(dim));
     int64_t row = of->stride[1];
-    if (attn__bf16_split_rows(a, part, from, row, s->keys, dim, ATTN_LIFT_FACTORS) & ATTN_SPLIT_OUT) {
-        from = without_odd(s->m.rows, from, row, s->keys, dim, s->odd_key, &s->any_odd_key);
+    const int found = attn__bf16_split_rows(a, part, from, row, s->keys, dim, lift);
+    if (found & (k_t ? ATTN_SPLIT_IS_LARGE : ATTN_SPLIT_OUT)) {
+        s->any_odd_key |= mark(from, row, s->keys, dim, ATTN_LIFT_V, s->odd_key);
+        if (k_t) s->any_far_key = mark(from, row, s->keys, dim, 1, s->far_key);
+        const float *clean = without(s->m.rows, from, row, s->keys, dim, k_t ? s->far_key : s->odd_key);
+        if (found & ATTN_SPLIT_OUT) attn__bf16_split_rows(a, part, clean, dim, s->keys, dim, lift);
+        from = without(s->m.rows, from, row, s->keys, dim, s->odd_key);
         row = dim;
-        attn__bf16_split_rows(a, part, from, row, s->keys, dim, ATTN_LIFT_FACTORS);
     }
     if (k_t) attn__bf16_split_columns(k_t, part, from, row, s->keys, dim, ATTN_LIFT_OTHERS);
 }
@@ -227,10 +236,18 @@ static bool load_operands(strip *s, const attn_tensor *of, int32_t dim, uint16_t
     for (int n = 0; s->rows % 32 != 0 && n < (s->splits ? 3 : 1); n++)
         memset(b + n * part, 0, (size_t)(attn__bf16_pad(s->rows) * padded) * sizeof *b);
     if (s->splits) {
-        if (attn__bf16_split_dims(b, part, from, row, s->rows, dim, ATTN_LIFT_FACTORS) & ATTN_SPLIT_OUT) {
-            from = without_odd(s->m.rows, from, row, s->rows, dim, s->odd_row, &s->any_odd_row);
+        const bool is_q = of == &s->f->q;
+        const float lift = is_q ? 1 : ATTN_LIFT_D_O;
+        const int found = attn__bf16_split_dims(b, part, from, row, s->rows, dim, lift);
+        if (found & (is_q ? ATTN_SPLIT_IS_LARGE : ATTN_SPLIT_OUT)) {
+            s->any_odd_row |= mark(from, row, s->rows, dim, is_q ? ATTN_LIFT_V : ATTN_LIFT_D_O, s->odd_row);
+            if (is_q) s->any_far_row = mark(from, row, s->rows, dim, 1, s->far_row);
+            float *copy = s->m.rows;
+            if (found & ATTN_SPLIT_OUT)
+                attn__bf16_split_dims(b, part, without(copy, from, row, s->rows, dim, is_q ? s->far_row : s->odd_row), dim,
+                                      s->rows, dim, lift);
+            from = without(copy, from, row, s->rows, dim, s->odd_row);
             row = dim;
-            attn__bf16_split_dims(b, part, from, row, s->rows, dim, ATTN_LIFT_FACTORS);
         }
         attn__bf16_split_pairs(b_t, part, from, row, s->rows, dim, ATTN_LIFT_OTHERS);
         return false;
@@ -263,7 +280,12 @@ static void load_tile(strip *s, int32_t b, int32_t h, int32_t i0, int32_t rows) 
         s->m.delta[r] = (float)row->delta;
     }
     memset(s->odd_row, 0, sizeof s->odd_row);
-    s->any_odd_row = false;
+    memset(s->far_row, 0, sizeof s->far_row);
+    s->any_odd_row = s->any_far_row = false;
+    for (int32_t r = 0; s->splits && r < rows; r++) {
+        s->odd_row[r] = fabsf(s->m.delta[r]) > ATTN_DELTA_MOST; /* NaN makes NaN by itself */
+        s->any_odd_row |= s->odd_row[r];
+    }
     s->any_q = load_operands(s, &s->f->q, s->p->dim_qk, s->m.q, s->m.q_t, s->bad_q);
     s->any_d_o = load_operands(s, &s->f->d_o, s->p->dim_v, s->m.d_o, s->m.d_o_t, s->bad_d_o);
     memset(s->m.d_q, 0, (size_t)(32 * s->parts * s->qk) * sizeof *s->m.d_q);
@@ -316,8 +338,10 @@ static void score_product(const strip *s, const item *w, float *c, const uint16_
                                         .by_vectors = attn__by_vectors(s->plan)});
 }
 
-/* Are scores scaled before p is made? To the same bits; a dot product of an odd row or key need not be a number that is not scaled yet. */
-static bool is_scaled(const strip *s) { return s->scaled || any_odd(s); }
+static bool any_far(const strip *s) { return s->any_far_key || s->any_far_row; }
+
+/* Are scores scaled before p is made? To the same bits; those of fwd.c are. */
+static bool is_scaled(const strip *s) { return s->scaled || any_far(s); }
 
 static void fill(float *x, float value, int64_t count) {
     for (int64_t n = 0; n < count; n++) x[n] = value;
@@ -326,10 +350,22 @@ static void fill(float *x, float value, int64_t count) {
 /* Where p or d_s of row r and key j of the block is in operand a. */
 static int64_t place(const strip *s, int32_t r, int32_t j) { return attn__bf16_place_a(s->down, j, r); }
 
+/* In eight chains: one would wait for each addition. */
 static double dot(const float *a, const float *b, int32_t dim) {
-    double sum = 0;
-    for (int32_t n = 0; n < dim; n++) sum += (double)a[n] * (double)b[n];
+    enum { CHAINS = 8 };
+    double part[CHAINS] = {0}, sum = 0;
+    const int32_t whole = dim / CHAINS * CHAINS;
+    for (int32_t n = 0; n < whole; n += CHAINS)
+        for (int32_t c = 0; c < CHAINS; c++) part[c] += (double)a[n + c] * (double)b[n + c];
+    for (int32_t n = whole; n < dim; n++) sum += (double)a[n] * (double)b[n];
+    for (int32_t c = 0; c < CHAINS; c++) sum += part[c];
     return sum;
+}
+
+static bool allowed(const strip *s, int32_t r, int32_t j) {
+    const attn_rows *t = s->panel;
+    const int32_t *flash = t->mask.vectors ? attn__flash_at(s->p, s->f, t->s.b, t->kv_head, j) : NULL;
+    return attn__mask_allowed(&t->mask, t->i0 + r, j, flash);
 }
 
 /* Does dropout drop row r of the tile and key j of the strip? */
@@ -348,7 +384,7 @@ static void work_pair(const strip *s, int32_t r, int32_t j, double p, double slo
                 *v = kv_row(s, &s->f->v, s->j0 + j);
     const bool dropped = s->p->dropout > 0 && is_dropped(s, r, j);
     const double keep = dropped ? 0 : 1 / (1 - s->p->dropout), d_p = dropped ? 0 : keep * dot(d_o, v, dim_v);
-    const double d_s = p * (d_p - (double)s->m.delta[r]) * slope;
+    const double d_s = p == 0 ? 0 : p * (d_p - attn__bwd_row_of_f32(&s->panel[r / 16], r % 16)->delta) * slope;
     float *d_q = s->m.odd_q + r * s->qk, *d_k = s->m.odd_k + j * s->qk, *d_v = s->m.odd_v + j * s->v;
     for (int32_t x = 0; x < dim_qk; x++) {
         d_q[x] += (float)(d_s * (double)k[x]);
@@ -357,33 +393,37 @@ static void work_pair(const strip *s, int32_t r, int32_t j, double p, double slo
     for (int32_t x = 0; !dropped && x < dim_v; x++) d_v[x] += (float)(p * (double)d_o[x]);
 }
 
-/*
- * The pairs of one panel and keys [first, first + keys) of the block that have an odd row or key. Before the scores are adjusted: theirs, scaled. And
- * afterwards: all that comes of them, and -inf, so that they do not meet the operands.
- */
-static void odd_pairs(const strip *s, const item *w, int32_t n, int32_t first, int32_t keys, bool adjusted) {
-    const int64_t panel = n * attn__bf16_pad(w->end - w->first);
-    const int32_t rows = attn__min32(16, s->rows - 32 * w->n - 16 * n);
+/* Scores of one panel and keys [first, first + keys) of the block whose row or key has no parts: scaled, as fwd.c has them. */
+static void far_scores(const strip *s, const item *w, int32_t n, int32_t first, int32_t keys) {
+    const attn_rows *t = &s->panel[2 * w->n + n];
+    float scores[ATTN_TILE_COLS * 16], *to = s->m.s + 16 * (n * attn__bf16_pad(w->end - w->first) - w->first);
+    const int32_t j0 = s->j0 + w->at + first;
+    attn__tile_load_q_f32(t, s->m.out);
+    attn__tile_load_k_f32(t, s->m.rows, j0, keys);
+    attn__tile_dots_f32(t, scores, s->m.rows, t->dim_qk, s->m.out, s->p->dim_qk, j0, keys,
+                        w->class[first / ATTN_TILE_COLS]);
+    for (int32_t j = first; j < first + keys; j++)
+        for (int32_t c = 0; c < t->rows; c++)
+            if (s->far_key[w->at + j] || s->far_row[32 * w->n + 16 * n + c]) to[16 * j + c] = scores[16 * (j - first) + c];
+}
+
+/* The pairs of them that have an odd row or key: all that comes of them; and then -inf, so that they do not meet the operands. */
+static void odd_pairs(const strip *s, const item *w, int32_t n, int32_t first, int32_t keys) {
+    const attn_rows *t = &s->panel[2 * w->n + n];
     for (int32_t j = first; j < first + keys; j++) {
         const int32_t in_strip = w->at + j;
-        const float *k = kv_row(s, &s->f->k, s->j0 + in_strip);
-        if (!s->odd_key[in_strip] && !s->any_odd_row) continue;
-        for (int32_t c = 0; c < rows; c++) {
+        for (int32_t c = 0; c < t->rows && (s->odd_key[in_strip] || s->any_odd_row); c++) {
             const int32_t r = 32 * w->n + 16 * n + c;
-            const int64_t at = 16 * (panel + j - w->first) + c;
-            float *score = &s->m.s[at];
+            const int64_t at = 16 * (n * attn__bf16_pad(w->end - w->first) + j - w->first) + c;
             if (!s->odd_key[in_strip] && !s->odd_row[r]) continue;
-            if (!adjusted) {
-                *score = (float)(s->p->scale * dot(q_row(s, &s->f->q, r), k, s->p->dim_qk));
-                continue;
-            }
+            const float score = is_scaled(s) ? s->m.s[at] : s->m.s[at] * s->scale;
             const double rest = s->p->flags & ATTN_ALIBI ? (double)s->m.rest[at] : 0,
                          slope = s->p->softcap > 0 ? (double)s->m.slope[at] : 1;
-            if (*score == -INFINITY || s->m.lse[r] == INFINITY) continue;
-            const double p = exp((double)*score + rest - (double)s->m.lse[r] - (double)s->m.low[r]);
+            s->m.s[at] = -INFINITY;
+            if (s->m.lse[r] == INFINITY || !allowed(s, r, s->j0 + in_strip)) continue;
+            const double p = score == -INFINITY ? 0 : exp((double)score + rest - (double)s->m.lse[r] - (double)s->m.low[r]);
             const float lifted = (float)(p * (double)ATTN_LIFT_P);
-            *score = -INFINITY;
-            if (p != 0) work_pair(s, r, in_strip, p, slope);
+            work_pair(s, r, in_strip, p, slope);
             s->m.sum_p[in_strip] += lifted;
             s->m.most_p[in_strip] = fmaxf(s->m.most_p[in_strip], lifted);
         }
@@ -398,14 +438,13 @@ static void prepare_tile(const strip *s, const item *w, int32_t n, int32_t first
     float *slope = s->p->softcap > 0 ? s->m.slope + at : NULL, *rest = s->p->flags & ATTN_ALIBI ? s->m.rest + at : NULL;
     const bool has_odd = any_odd(s), in_tile = class != ATTN_TILE_SKIP;
     if (!in_tile) fill(s->m.s + at, -INFINITY, keys * 16);
-    if (in_tile && is_scaled(s) && s->splits) t->micro->scale(s->m.s + at, keys * 16, 1 / s->lifted);
     if (in_tile && is_scaled(s)) t->micro->scale(s->m.s + at, keys * 16, (float)s->p->scale);
-    if (in_tile && has_odd) odd_pairs(s, w, n, first, keys, false);
+    if (in_tile && any_far(s)) far_scores(s, w, n, first, keys);
     if (in_tile && s->scaled)
         attn__tile_adjust_f32(t, s->m.s + at, slope, rest, s->j0 + w->at + first, keys, class, s->m.row);
     else if (class == ATTN_TILE_PARTIAL)
         attn__tile_mask_f32(t, s->m.s + at, s->j0 + w->at + first, keys);
-    if (in_tile && has_odd) odd_pairs(s, w, n, first, keys, true);
+    if (in_tile && has_odd) odd_pairs(s, w, n, first, keys);
     if (s->p->dropout > 0) attn__tile_drop_f32(t, s->m.d_p + at, s->j0 + w->at + first, keys);
 }
 
@@ -472,7 +511,7 @@ static void work_part(const strip *s, const item *w) {
                                                 .rest = s->p->flags & ATTN_ALIBI ? s->m.rest : NULL,
                                                 .panel = 16 * attn__bf16_pad(w->end - w->first),
                                                 .keys = (int32_t)attn__bf16_pad(w->end - w->first),
-                                                .scale = is_scaled(s) ? 1 : s->scale / s->lifted,
+                                                .scale = is_scaled(s) ? 1 : s->scale,
                                                 .keep = (float)(1 / (1 - s->p->dropout)) / s->lifted,
                                                 .lse = s->m.lse + 32 * w->n,
                                                 .low = s->m.low + 32 * w->n,
@@ -538,12 +577,6 @@ static void add_to_keys(const strip *s, const item *part, int32_t from, int32_t 
         if (run.n >= 0 && s->f->d_k.data) add_product(s, s->m.d_k, s->m.d_s, s->m.q_t, s->p->dim_qk, &run, n_end);
         if (!is_last) run.n = next, n_end = next_end, run.first = run.end;
     }
-}
-
-static bool allowed(const strip *s, int32_t r, int32_t j) {
-    const attn_rows *t = s->panel;
-    const int32_t *flash = t->mask.vectors ? attn__flash_at(s->p, s->f, t->s.b, t->kv_head, j) : NULL;
-    return attn__mask_allowed(&t->mask, t->i0 + r, j, flash);
 }
 
 /* to[x] += weight * from[x] where that is NaN or infinity; elements of `to` are in panels of 16, `panel` apart. */
@@ -709,13 +742,13 @@ void attn__bf16_keys(const attn_plan *plan, const attn_buffers *f, const attn_un
     s.part = part_of(&s, KEYS, step);
     s.block = s.splits ? KEYS / 2 : KEYS;
     s.scale = (float)p->scale;
-    s.lifted = s.splits ? ATTN_LIFT_FACTORS * ATTN_LIFT_FACTORS : 1;
+    s.lifted = s.splits ? ATTN_LIFT_V * ATTN_LIFT_D_O : 1;
     s.sum_lifted = s.splits ? ATTN_LIFT_P * ATTN_LIFT_OTHERS : 1;
-    const float least = s.splits ? 0x1p-40f : 1e-30f;
-    s.scaled = p->softcap > 0 || (p->flags & (ATTN_ALIBI | ATTN_BIAS)) || !(s.scale > least && s.scale < 1 / least);
+    s.scaled = p->softcap > 0 || (p->flags & (ATTN_ALIBI | ATTN_BIAS)) || !(s.scale > 1e-30f && s.scale < 1e30f);
     attn__tile_make_f32(s.panel, plan, f, &(attn_unit){unit->b, 0, 1, -1}, kv_head * group, false);
-    memset(s.m.d_k, 0, (size_t)(STRIP * s.qk) * sizeof *s.m.d_k);
-    memset(s.m.d_v, 0, (size_t)(STRIP * s.v) * sizeof *s.m.d_v);
+    const size_t panel = (size_t)(16 * attn__bf16_pad(s.keys)) * sizeof(float);
+    for (int64_t x = 0; x < s.qk; x += 16) memset(s.m.d_k + x * STRIP, 0, panel);
+    for (int64_t x = 0; x < s.v; x += 16) memset(s.m.d_v + x * STRIP, 0, panel);
     for (int32_t j = 0; s.splits && j < STRIP; j++) s.m.sum_p[j] = s.m.most_p[j] = 0;
     attn__mask_cols(&s.panel->mask, s.j0, s.j0 + s.keys, &first, &end);
     if (first < end) load_keys(&s);

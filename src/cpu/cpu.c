@@ -86,6 +86,10 @@ static void choose_kernel(attn_plan *plan) {
         if (k->dtype && (p->flags & ATTN_DESCALE_PAGES)) fits = false; /* they take keys as they are */
         if (k->dtype && attn__wide_problem(p)) fits = false;
         if (k->dtype == ATTN_F32 && p->max_q <= ATTN_NARROW_ROWS) fits = false; /* attn__takes_bf16 leaves them all */
+        if (k->dtype == ATTN_F32 &&
+            p->op == ATTN_BACKWARD && /* likewise; and of few dims most is p and d_s, in three parts */
+            (p->max_q < ATTN_LEAST_SPLIT || p->max_kv < ATTN_LEAST_SPLIT || p->dim_qk < 32))
+            fits = false;
         if (is_by_vectors(k) && (plan->context->cpu & ATTN_CPU_AMX)) fits = false;
         if (fits && runs_on(k, plan->context->cpu) && is_permitted(k)) plan->kernel = k;
     }

@@ -120,7 +120,7 @@ typedef struct strip {
 enum {
     IS_OUT = ATTN_SPLIT_OUT,
     IS_TINY = ATTN_SPLIT_TINY,
-    IS_NO_NUMBER = 4
+    IS_NO_NUMBER = 8
 }; /* NaN or infinity, which is not counted as out */
 
 /* One piece of work: keys [first, first + keys) of the block at j0. */
@@ -256,7 +256,8 @@ static void need_v(strip *s, int32_t j0) {
     s->v_at = j0;
     if (s->splits) {
         const int64_t part = attn__bf16_part_of(true, ATTN_BF16_KEYS * attn__bf16_pad(dim));
-        const int odd = attn__bf16_split_columns(s->m.v, part, from, row, keys, dim, 1);
+        const int odd =
+            attn__bf16_split_columns(s->m.v, part, from, row, keys, dim, 1) & (ATTN_SPLIT_OUT | ATTN_SPLIT_TINY);
         s->v_odd = odd != 0;
         s->v_finite = true;
         if (!odd) return;

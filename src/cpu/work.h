@@ -29,7 +29,9 @@ enum {
     ATTN_NARROW_ROWS = 4,  /* at most so many: narrow, if there are more keys */
     ATTN_AHEAD =
         8, /* so many rows of k and v are asked for before they are read, as many as are worked at once; tile.c has exceptions */
-    ATTN_CHUNK = 512,    /* keys of a chunk; a multiple of ATTN_TILE_COLS */
+    ATTN_CHUNK = 512, /* keys of a chunk; a multiple of ATTN_TILE_COLS */
+    ATTN_LEAST_SPLIT =
+        64, /* backward: sequences of float32 with fewer rows or keys are worked by bwd.c; whole tiles of a mask, so of the other kernel, too */
     ATTN_LEAST_KEYS = 4, /* rows of float32 that see no more keys are worked by fwd.c, whatever kernel there is */
     ATTN_FEW_KEYS = 16,  /* a row that weighs fewer keys is done in double: attn__mixed */
     ATTN_FEW_ROWS = 8    /* d_v of a key that fewer rows weigh is done in double */
@@ -43,7 +45,7 @@ enum {
     CPU_SCRATCH,  /* [slots]: tiles of the threads */
     CPU_PARTIAL,  /* forward, split: [batch * heads_q * max_q][chunks][dim_v + 2] */
     CPU_ROWS,     /* backward: attn_row, as lse */
-    CPU_D_Q       /* backward of more keys than a strip: d_q, unfinished, [as lse][dim_qk], of float32 in parts [2 dim_qk] */
+    CPU_D_Q /* backward of more keys than a strip: d_q, unfinished, [as lse][dim_qk], of float32 in parts [2 dim_qk] */
 };
 
 /* What the backward knows of a row, whatever its number type. */
@@ -159,6 +161,8 @@ static inline int32_t attn__rows_left(const attn_plan *plan) {
 
 /* Does it take sequence s? */
 static inline bool attn__takes_bf16(const attn_plan *plan, const attn_seq *s) {
+    if (attn__splits(plan) && plan->problem.op == ATTN_BACKWARD)
+        return s->sq >= ATTN_LEAST_SPLIT && s->sk >= ATTN_LEAST_SPLIT;
     if (!attn__by_bf16(plan) || attn__is_narrow(s) || (attn__splits(plan) && s->sk <= ATTN_LEAST_KEYS)) return false;
     return !(s->sq <= attn__rows_left(plan) && s->sk > attn__rows_left(plan));
 }
