@@ -280,7 +280,7 @@ TEST(s01_numbers_far_from_one) { each_cpu_no_gpu(far_from_one); }
 
 /* The same of gradients, and of d_o: next to what they are made of, and a few multiples of 2^-149. */
 static void gradients_far_from_one(attn_context *context, attn_dtype dtype) {
-    enum { ROWS = 90, D = 40, HEADS = 14 };
+    enum { ROWS = 90, D = 72, HEADS = 14 };
     static const int of_q[HEADS] = {0, 19, 33, 21, -40, 60, 0, 0, 0, 0, -90, 0, 0, 20};
     static const int of_v[HEADS] = {0, 0, 0, 20, 0, -30, 40, -75, 20, 0, 10, -60, 21, 50};
     static const int of_o[HEADS] = {0, 0, 0, 21, 0, 0, -40, 20, -80, -110, 10, -60, 60, -60};
@@ -334,7 +334,7 @@ TEST(s01_gradients_of_numbers_far_from_one) { each_cpu_no_gpu(gradients_far_from
  * an lse whose gradient is large: d_v does not see it, and d_q and d_k are right next to it.
  */
 static void gradients_of_large_scores(attn_context *context, attn_dtype dtype) {
-    enum { ROWS = 130, D = 48 };
+    enum { ROWS = 130, D = 72 };
     static const int of_q[] = {0, 13, 17, 18, 20, 24, 30, 50, 55, 58, 80};
     if (dtype != ATTN_F32) return;
     for (size_t n = 0; n < 2 * sizeof of_q / sizeof *of_q; n++) {
@@ -395,7 +395,7 @@ static void check_gradients_of_one(const rig *r, const rig *plain, const rig *ex
 }
 
 static void one_number_far_from_one(attn_context *context, attn_dtype dtype) {
-    enum { ROWS = 120, D = 40, AT = 70 };
+    enum { ROWS = 120, D = 72, AT = 70 };
     static const double numbers[] = {1e-45, 1e-40, 1e-32, 1e5, 1e17, 1e25, 1e29, 3e37};
     if (dtype != ATTN_F32) return;
     rig plain = {.p = problem(dtype, 1, 1, 1, ROWS, ROWS, D)};
@@ -602,7 +602,7 @@ static void check_on_threads(const rig *form, void (*make)(rig *r)) {
 TEST(c5_threads_1_to_16_infinity_in_sums_past_all_numbers) {
     static const attn_dtype dtypes[] = {ATTN_F32, ATTN_BF16};
     for (size_t d = 0; d < sizeof dtypes / sizeof *dtypes; d++) {
-        rig r = {.p = problem(dtypes[d], 1, 1, 1, 600, 40, 32), .backward = true};
+        rig r = {.p = problem(dtypes[d], 1, 1, 1, 600, 70, 72), .backward = true};
         check_on_threads(&r, weigh_one_key);
     }
 }
@@ -623,7 +623,7 @@ static void make_numbers_far_from_one(rig *r) {
 }
 
 TEST(c5_threads_1_to_16_numbers_far_from_one) {
-    rig r = {.p = problem(ATTN_F32, 1, 1, 1, 1100, 1100, 40), .backward = true};
+    rig r = {.p = problem(ATTN_F32, 1, 1, 1, 1100, 1100, 72), .backward = true};
     r.p.flags = ATTN_CAUSAL;
     check_on_threads(&r, make_numbers_far_from_one);
 }
@@ -640,7 +640,7 @@ TEST(c5_threads_1_to_16_holes_across_tiles_of_rows) {
         mask[2 * j + 1] = j < 64 ? 230 : j < 200 ? 600 : 500;
     }
     for (size_t d = 0; d < sizeof dtypes / sizeof *dtypes; d++) {
-        rig r = {.p = problem(dtypes[d], 1, 1, 1, 600, KEYS, 40), .backward = true};
+        rig r = {.p = problem(dtypes[d], 1, 1, 1, 600, KEYS, 72), .backward = true};
         r.p.flags = ATTN_CAUSAL;
         r.p.flashmask_vectors = 2;
         r.p.flashmask_heads = 1;

@@ -39,12 +39,13 @@ enum {
 
 /*
  * Rows of a query tile. More are faster, as long as threads need not wait for one another: those that work on strips of one head take
- * turns at d_q, tile by tile, and there are hardly two of them where there are as many heads as threads. float32's three parts would not
- * stay in the second cache.
+ * turns at d_q, tile by tile, and there are hardly two of them where there are as many heads as threads. Float32's three parts are to stay in the
+ * second cache, or in half of it.
  */
 static int32_t tile_rows(const attn_plan *plan) {
     bool alone = plan->slots == 1 || (int64_t)plan->problem.batch * plan->problem.heads_kv >= plan->slots;
-    return (alone && !attn__splits(plan) ? PARTS : GROUP) * ATTN_BF16_ROWS;
+    const int32_t parts = !attn__splits(plan) ? (alone ? PARTS : GROUP) : plan->strip_keys < STRIP ? GROUP / 2 : GROUP;
+    return parts * ATTN_BF16_ROWS;
 }
 
 /* One thread's memory; `rows` are those of a tile. */

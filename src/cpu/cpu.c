@@ -86,9 +86,9 @@ static void choose_kernel(attn_plan *plan) {
         if (k->dtype && (p->flags & ATTN_DESCALE_PAGES)) fits = false; /* they take keys as they are */
         if (k->dtype && attn__wide_problem(p)) fits = false;
         if (k->dtype == ATTN_F32 && p->max_q <= ATTN_NARROW_ROWS) fits = false; /* attn__takes_bf16 leaves them all */
-        if (k->dtype == ATTN_F32 &&
-            p->op == ATTN_BACKWARD && /* likewise; and of few dims most is p and d_s, in three parts */
-            (p->max_q < ATTN_LEAST_SPLIT || p->max_kv < ATTN_LEAST_SPLIT || p->dim_qk < 32))
+        /* Likewise; and up to 64 dims p and d_s in three parts are too much of it. */
+        if (k->dtype == ATTN_F32 && p->op == ATTN_BACKWARD &&
+            (p->max_q < ATTN_LEAST_SPLIT || p->max_kv < ATTN_LEAST_SPLIT || p->dim_qk <= 64))
             fits = false;
         if (is_by_vectors(k) && (plan->context->cpu & ATTN_CPU_AMX)) fits = false;
         if (fits && runs_on(k, plan->context->cpu) && is_permitted(k)) plan->kernel = k;
@@ -178,14 +178,11 @@ static void choose_strip(attn_plan *plan) {
 }
 
 /*
- * Keys of a unit of the backward. Long ones share each load of a query tile; those of float32 in parts, whose operands are large, are halved where threads would
- * have few of them. No result depends on it.
+ * Keys of a unit of the backward. Long ones share each load of a query tile; those of float32 in parts, whose operands are large, are halved where threads are many, of
+ * which two may have one second cache. No result depends on it.
  */
 static void choose_strip_keys(attn_plan *plan) {
-    const attn_problem *p = &plan->problem;
-    const int64_t units = (int64_t)p->batch * p->heads_kv * attn__ceil_div(p->max_kv, ATTN_STRIP_KEYS);
-    const bool is_short = plan->slots > 1 && attn__splits(plan) && units < 4 * (int64_t)plan->slots;
-    plan->strip_keys = is_short ? ATTN_STRIP_KEYS / 2 : ATTN_STRIP_KEYS;
+    plan->strip_keys = attn__splits(plan) && plan->slots >= 4 ? ATTN_STRIP_KEYS / 2 : ATTN_STRIP_KEYS;
 }
 
 static attn_status lay_out(attn_plan *plan) {
