@@ -86,10 +86,9 @@ static void choose_kernel(attn_plan *plan) {
         if (k->dtype && (p->flags & ATTN_DESCALE_PAGES)) fits = false; /* they take keys as they are */
         if (k->dtype && attn__wide_problem(p)) fits = false;
         if (k->dtype == ATTN_F32 && p->max_q <= ATTN_NARROW_ROWS) fits = false; /* attn__takes_bf16 leaves them all */
-        /* Likewise; and up to 64 dims p and d_s in three parts are too much of it. */
-        if (k->dtype == ATTN_F32 && p->op == ATTN_BACKWARD &&
-            (p->max_q < ATTN_LEAST_SPLIT || p->max_kv < ATTN_LEAST_SPLIT || p->dim_qk <= 64))
-            fits = false;
+        if (k->dtype == ATTN_F32 && p->op == ATTN_BACKWARD && !(plan->context->cpu & ATTN_CPU_ASKED) &&
+            (p->max_q < ATTN_LEAST_SPLIT || p->max_kv < ATTN_LEAST_SPLIT || p->dim_qk <= ATTN_LEAST_SPLIT))
+            fits = false; /* where p and d_s in three parts are too much of it; ATTN_CPU=amx takes it all the same */
         if (is_by_vectors(k) && (plan->context->cpu & ATTN_CPU_AMX)) fits = false;
         if (fits && runs_on(k, plan->context->cpu) && is_permitted(k)) plan->kernel = k;
     }

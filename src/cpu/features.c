@@ -85,7 +85,7 @@ attn_status attn__cpu_allowed(uint32_t *allowed) {
         if (strcmp(wanted, isas[n].name) != 0 || (isas[n].needs & ~*allowed)) continue;
         RETURN_IF((isas[n].needs & ATTN_CPU_AMX) && !attn__amx_available(), ATTN_SYSTEM,
                   "ATTN_CPU=%s: the system does not let this process use AMX", wanted);
-        *allowed = isas[n].needs;
+        *allowed = isas[n].needs | ATTN_CPU_ASKED;
         return ATTN_OK;
     }
     return attn__fail(ATTN_UNSUPPORTED, "ATTN_CPU=%s: not an instruction set of this library and machine", wanted);

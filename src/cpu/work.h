@@ -31,7 +31,7 @@ enum {
         8, /* so many rows of k and v are asked for before they are read, as many as are worked at once; tile.c has exceptions */
     ATTN_CHUNK = 512, /* keys of a chunk; a multiple of ATTN_TILE_COLS */
     ATTN_LEAST_SPLIT =
-        64, /* backward: sequences of float32 with fewer rows or keys are worked by bwd.c; whole tiles of a mask, so of the other kernel, too */
+        64, /* backward of float32: with fewer rows or keys, or no more dims, by bwd.c; a tile, so as FlashMask's documents have it */
     ATTN_LEAST_KEYS = 4, /* rows of float32 that see no more keys are worked by fwd.c, whatever kernel there is */
     ATTN_FEW_KEYS = 16,  /* a row that weighs fewer keys is done in double: attn__mixed */
     ATTN_FEW_ROWS = 8    /* d_v of a key that fewer rows weigh is done in double */
@@ -161,7 +161,8 @@ static inline int32_t attn__rows_left(const attn_plan *plan) {
 
 /* Does it take sequence s? */
 static inline bool attn__takes_bf16(const attn_plan *plan, const attn_seq *s) {
-    if (attn__splits(plan) && plan->problem.op == ATTN_BACKWARD)
+    const bool asked = plan->context->cpu & ATTN_CPU_ASKED;
+    if (attn__splits(plan) && plan->problem.op == ATTN_BACKWARD && !asked)
         return s->sq >= ATTN_LEAST_SPLIT && s->sk >= ATTN_LEAST_SPLIT;
     if (!attn__by_bf16(plan) || attn__is_narrow(s) || (attn__splits(plan) && s->sk <= ATTN_LEAST_KEYS)) return false;
     return !(s->sq <= attn__rows_left(plan) && s->sk > attn__rows_left(plan));
