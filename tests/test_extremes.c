@@ -240,6 +240,14 @@ TEST(s01_key_of_minus_infinity_has_no_weight) { each_cpu(infinite_key); }
 
 /* ---- numbers far from 1 ---- */
 
+/* Numbers of head h times 2^(sign power[h]). */
+static void times_powers(const rig *r, const attn_tensor *of, const int *power, int sign) {
+    const attn_dtype dtype = r->p.dtype;
+    const int32_t heads = r->p.heads_q, dim = r->p.dim_qk;
+    for (int64_t x = 0; x < (int64_t)r->p.max_q * heads * dim; x++)
+        attn__store(dtype, (void *)of->data, x, ldexp(attn__load(dtype, of->data, x), sign * power[x / dim % heads]));
+}
+
 /*
  * Heads whose q, k and v are 1 times a power of two, from the smallest that float has to nearly the largest: o is as exact as ever, next to the
  * size of v; where that is next to nothing, each product may be rounded to a multiple of 2^-149.
@@ -253,14 +261,9 @@ static void far_from_one(attn_context *context, attn_dtype dtype) {
         rig r = {.p = problem(dtype, 1, HEADS, HEADS, ROWS, ROWS, D)};
         r.p.flags = causal ? ATTN_CAUSAL : 0;
         CHECK(rig_make(&r, 21));
-        for (int32_t i = 0; i < ROWS; i++)
-            for (int32_t h = 0; h < HEADS; h++)
-                for (int32_t x = 0; x < D; x++) {
-                    int64_t at = ((int64_t)i * HEADS + h) * D + x;
-                    attn__store(dtype, r.f.q.data, at, ldexp(attn__load(dtype, r.f.q.data, at), of_q[h]));
-                    attn__store(dtype, r.f.k.data, at, ldexp(attn__load(dtype, r.f.k.data, at), -of_q[h]));
-                    attn__store(dtype, r.f.v.data, at, ldexp(attn__load(dtype, r.f.v.data, at), of_v[h]));
-                }
+        times_powers(&r, &r.f.q, of_q, 1);
+        times_powers(&r, &r.f.k, of_q, -1);
+        times_powers(&r, &r.f.v, of_v, 1);
         CHECK_OK(rig_run(&r, context));
         rig expected = reference(&r, 21);
         for (int32_t h = 0; h < HEADS; h++) {
@@ -289,15 +292,10 @@ static void gradients_far_from_one(attn_context *context, attn_dtype dtype) {
         rig r = {.p = problem(dtype, 1, HEADS, HEADS, ROWS, ROWS, D), .backward = true};
         r.p.flags = causal ? ATTN_CAUSAL : 0;
         CHECK(rig_make(&r, 23));
-        for (int32_t i = 0; i < ROWS; i++)
-            for (int32_t h = 0; h < HEADS; h++)
-                for (int32_t x = 0; x < D; x++) {
-                    int64_t at = ((int64_t)i * HEADS + h) * D + x;
-                    attn__store(dtype, r.f.q.data, at, ldexp(attn__load(dtype, r.f.q.data, at), of_q[h]));
-                    attn__store(dtype, r.f.k.data, at, ldexp(attn__load(dtype, r.f.k.data, at), -of_q[h]));
-                    attn__store(dtype, r.f.v.data, at, ldexp(attn__load(dtype, r.f.v.data, at), of_v[h]));
-                    attn__store(dtype, r.f.d_o.data, at, ldexp(attn__load(dtype, r.f.d_o.data, at), of_o[h]));
-                }
+        times_powers(&r, &r.f.q, of_q, 1);
+        times_powers(&r, &r.f.k, of_q, -1);
+        times_powers(&r, &r.f.v, of_v, 1);
+        times_powers(&r, &r.f.d_o, of_o, 1);
         for (int32_t i = 0; i < ROWS * HEADS; i++) { /* a gradient of lse would be much more than the rest */
             const double old = attn__load(dtype == ATTN_F64 ? ATTN_F64 : ATTN_F32, r.f.d_lse, i);
             attn__store(dtype == ATTN_F64 ? ATTN_F64 : ATTN_F32, (void *)(uintptr_t)r.f.d_lse, i,

@@ -410,10 +410,9 @@ static void far_scores(const strip *s, const item *w, int32_t n, int32_t first, 
 
 /* The pairs of them that have an odd row or key: all that comes of them; and then -inf, so that they do not meet the operands. */
 static void odd_pairs(const strip *s, const item *w, int32_t n, int32_t first, int32_t keys) {
-    const attn_rows *t = &s->panel[2 * w->n + n];
     for (int32_t j = first; j < first + keys; j++) {
         const int32_t in_strip = w->at + j;
-        for (int32_t c = 0; c < t->rows && (s->odd_key[in_strip] || s->any_odd_row); c++) {
+        for (int32_t c = 0; c < 16 && (s->odd_key[in_strip] || s->any_odd_row); c++) {
             const int32_t r = 32 * w->n + 16 * n + c;
             const int64_t at = 16 * (n * attn__bf16_pad(w->end - w->first) + j - w->first) + c;
             if (!s->odd_key[in_strip] && !s->odd_row[r]) continue;
@@ -421,7 +420,9 @@ static void odd_pairs(const strip *s, const item *w, int32_t n, int32_t first, i
             const double rest = s->p->flags & ATTN_ALIBI ? (double)s->m.rest[at] : 0,
                          slope = s->p->softcap > 0 ? (double)s->m.slope[at] : 1;
             s->m.s[at] = -INFINITY;
-            if (s->m.lse[r] == INFINITY || !allowed(s, r, s->j0 + in_strip)) continue;
+            if (s->m.lse[r] == INFINITY || /* no key, or no row */
+                !allowed(s, r, s->j0 + in_strip))
+                continue;
             const double p = score == -INFINITY ? 0 : exp((double)score + rest - (double)s->m.lse[r] - (double)s->m.low[r]);
             const float lifted = (float)(p * (double)ATTN_LIFT_P);
             work_pair(s, r, in_strip, p, slope);
