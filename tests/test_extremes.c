@@ -328,30 +328,62 @@ static void gradients_far_from_one(attn_context *context, attn_dtype dtype) {
 TEST(s01_gradients_of_numbers_far_from_one) { each_cpu_no_gpu(gradients_far_from_one); }
 
 /*
- * Scores that are large: p of the backward are those of the forward, or nearly. With d_o of ones their sum over keys, which d_v has, is 1 for each row. Likewise
- * an lse whose gradient is large: d_v does not see it, and d_q and d_k are right next to it.
+ * Scores that are large: p of the backward are those of the forward, or nearly, whichever kernels they are worked by: causal rows that see few keys, rows that see
+ * a number that tiles do not have, and few dims have others in the one than in the other. With d_o of ones their sum over keys, which d_v has, is 1 for each
+ * row; so is that of d_bias, with d_lse of ones and d_o of zeros.
  */
+static void one_of_large_scores(attn_context *context, int32_t dim, int flags, bool has_far, int each, int power) {
+    enum { ROWS = 130, AT = 5, FAR_AT = 3 };
+    test_context("f32, dim %d, flags %d%s, each row of %d times 2^%d", dim, flags, has_far ? ", 1e18 in v" : "", each,
+                 power);
+    rig r = {.p = problem(ATTN_F32, 1, 1, 1, ROWS, ROWS, dim), .backward = true};
+    r.p.flags = (uint32_t)flags;
+    CHECK(rig_make(&r, 24));
+    const bool of_bias = flags & ATTN_BIAS;
+    float *q = r.f.q.data, *d_o = r.f.d_o.data;
+    const float *d_v = r.f.d_v.data, *d_bias = r.f.d_bias.data;
+    for (int64_t x = 0; x < (int64_t)ROWS * dim; x++) {
+        if (x / dim % each == 0) q[x] = ldexpf(q[x], power);
+        d_o[x] = of_bias || (has_far && x % dim == FAR_AT) ? 0 : 1;
+    }
+    for (int i = 0; of_bias && i < ROWS; i++) ((float *)(uintptr_t)r.f.d_lse)[i] = 1;
+    if (has_far) ((float *)r.f.v.data)[FAR_AT] = 1e18f;
+    CHECK_OK(rig_run(&r, context));
+    double sum = 0;
+    for (int64_t x = 0; x < ROWS && !of_bias; x++) sum += (double)d_v[x * dim + AT];
+    for (int64_t x = 0; of_bias && x < (int64_t)ROWS * ROWS; x++) sum += (double)d_bias[x];
+    CHECK_CLOSE(sum, ROWS, 1e-3 * ROWS);
+    rig_free(&r);
+}
+
+static void all_large_scores(attn_context *context) {
+    static const int of_q[] = {0, 13, 17, 18, 20, 24, 30, 50, 55, 58, 80};
+    for (size_t n = 0; n < 2 * sizeof of_q / sizeof *of_q; n++)
+        for (int dim = 64; dim <= 72; dim += 8) {
+            const int each = n % 2 ? 8 : 1, power = of_q[n / 2];
+            one_of_large_scores(context, dim, 0, false, each, power);
+            one_of_large_scores(context, dim, ATTN_CAUSAL, false, each, power);
+            one_of_large_scores(context, dim, ATTN_CAUSAL, true, each, power);
+            one_of_large_scores(context, dim, ATTN_BIAS, false, each, power);
+            if (power > 24) continue;
+            one_of_large_scores(context, dim, ATTN_PRECISE_FEW, false, each, power);
+        }
+}
+
+/* Kernels as they are taken by themselves: not each where it can be. */
+TEST(s01_gradients_of_large_scores_by_default) {
+    use_isa(NULL);
+    attn_context *context = make_context(ATTN_BACKEND_CPU, 2);
+    CHECK(context != NULL);
+    all_large_scores(context);
+    attn_context_destroy(context);
+}
+
+/* Likewise an lse whose gradient is large: d_v does not see it, and d_q and d_k are right next to it. */
 static void gradients_of_large_scores(attn_context *context, attn_dtype dtype) {
     enum { ROWS = 130, D = 72 };
-    static const int of_q[] = {0, 13, 17, 18, 20, 24, 30, 50, 55, 58, 80};
     if (dtype != ATTN_F32) return;
-    for (size_t n = 0; n < 2 * sizeof of_q / sizeof *of_q; n++) {
-        const int each = n % 2 ? 8 : 1, power = of_q[n / 2];
-        test_context("f32, each row of %d times 2^%d", each, power);
-        rig r = {.p = problem(dtype, 1, 1, 1, ROWS, ROWS, D), .backward = true};
-        CHECK(rig_make(&r, 24));
-        float *q = r.f.q.data, *d_o = r.f.d_o.data;
-        const float *d_v = r.f.d_v.data;
-        for (int64_t x = 0; x < (int64_t)ROWS * D; x++) {
-            if (x / D % each == 0) q[x] = ldexpf(q[x], power);
-            d_o[x] = 1;
-        }
-        CHECK_OK(rig_run(&r, context));
-        double sum = 0;
-        for (int64_t x = 0; x < ROWS; x++) sum += (double)d_v[x * D + 5];
-        CHECK_CLOSE(sum, ROWS, 1e-3 * ROWS);
-        rig_free(&r);
-    }
+    all_large_scores(context);
     for (int power = 60; power <= 110; power += 10) {
         test_context("f32, d_lse times 2^%d", power);
         rig r = {.p = problem(dtype, 1, 1, 1, ROWS, ROWS, D), .backward = true};

@@ -5,7 +5,7 @@
  *
  * Here is what the passes (passes.c) do with one sequence:
  *   rows    lse, as given, and delta of each row
- *   restore a better lse of float32 that is wanted precise
+ *   restore a better lse of float32 that is wanted precise, or large (attn__is_large)
  *   keys    d_k and d_v of a strip of keys, over the heads of its group and their query tiles, and what the strip adds to d_q
  *   bias    what one sequence and head add to a tile of d_bias
  *
@@ -177,10 +177,11 @@ static void gradients(const attn_rows *t, scratch *m, const real *k, const real 
 
 enum { RESTORE_TILES = ATTN_STRIP_KEYS / ATTN_TILE_ROWS };
 
-/* A query tile, what is known of its lse, and the sums of its p by that, and the largest. */
+/* A query tile, what is known of its lse, or what is used in its place, and the sums of its p by that, and the largest. */
 typedef struct restored {
     attn_rows t;
     const real *q_t;
+    double base[ATTN_TILE_ROWS];
     real lse[ATTN_TILE_ROWS], low[ATTN_TILE_ROWS];
     real most[ATTN_TILE_ROWS];
     double total[ATTN_TILE_ROWS];
@@ -190,12 +191,21 @@ attn_row *REAL(bwd_row_of)(const attn_rows *t, int32_t r) {
     return (attn_row *)attn__part(t->plan, t->f, CPU_ROWS) + attn__lse_index(t->p, &t->s, t->i[r], t->h[r]);
 }
 
+static bool is_large(double lse) { return REAL_DTYPE == ATTN_F32 && attn__is_large(lse); }
+
+static bool has_large(const attn_rows *t) {
+    for (int32_t r = 0; r < t->rows; r++)
+        if (is_large(*lse_of(REAL(bwd_row_of)(t, r)))) return true;
+    return false;
+}
+
 static void restore_make(restored *x, real *q_t, real *guard) {
     REAL(tile_load_q)(&x->t, q_t);
     x->q_t = q_t;
     x->t.guard = guard;
     for (int32_t r = 0; r < x->t.width; r++) {
         double lse = *lse_of(REAL(bwd_row_of)(&x->t, r));
+        x->base[r] = lse;
         x->lse[r] = (real)(lse == -INFINITY ? INFINITY : lse);
         x->low[r] = lse == -INFINITY ? 0 : (real)(lse - (double)x->lse[r]);
         x->total[r] = x->most[r] = 0;
@@ -205,6 +215,28 @@ static void restore_make(restored *x, real *q_t, real *guard) {
 /* A vector's worth: a compiler makes vectors of it. */
 static void keep_larger(real *restrict most, const real *restrict p) {
     for (int r = 0; r < ATTN_LANES; r++) most[r] = p[r] > most[r] ? p[r] : most[r];
+}
+
+/* Scores that are large can be further from an lse of others than e^x reaches: the largest one is used in its place. */
+static void restore_from_maxima(restored *x, scratch *m, int32_t first, int32_t end) {
+    const attn_rows *t = &x->t;
+    real max[ATTN_TILE_ROWS];
+    if (!has_large(t)) return;
+    for (int32_t r = 0; r < t->width; r++) max[r] = (real)-INFINITY;
+    for (int32_t j0 = first / ATTN_TILE_COLS * ATTN_TILE_COLS; j0 < end; j0 += ATTN_TILE_COLS) {
+        int32_t keys = attn__min32(ATTN_TILE_COLS, t->mask.sk - j0);
+        int class = REAL(tile_class)(t, j0, keys);
+        if (class == ATTN_TILE_SKIP) continue;
+        REAL(tile_load_k)(t, m->k, j0, keys);
+        REAL(tile_scores)(t, m->p, NULL, NULL, x->q_t, m->k, j0, keys, class, m->row);
+        for (int32_t j = 0; j < keys; j++)
+            for (int32_t r = 0; r < t->width; r += ATTN_LANES) keep_larger(max + r, m->p + j * t->width + r);
+    }
+    for (int32_t r = 0; r < t->width; r++) {
+        if (!is_large(x->base[r]) || !isfinite(max[r])) continue;
+        x->base[r] = (double)(x->lse[r] = max[r]);
+        x->low[r] = 0;
+    }
 }
 
 /* Tile x meets keys that are loaded. */
@@ -228,9 +260,12 @@ static void restore_row(const restored *x, int32_t r) {
     attn_row *row = REAL(bwd_row_of)(t, r);
     double lse = *lse_of(row);
     if (!isfinite(lse)) return; /* of +inf, too, the logarithm below would make NaN */
-    double total = x->total[r] + (t->p->flags & ATTN_SINK ? exp((double)t->f->sink[t->h[r]] - lse) : 0);
-    double off = log(total), ulp = 0x1p-23 * (fabs(lse) > 1 ? fabs(lse) : 1);
-    if (fabs(off) <= ulp) *lse_of(row) = lse + off;
+    const bool large = is_large(lse);
+    if (!large && !attn__restores_all(t->p)) return;
+    double total = x->total[r] + (t->p->flags & ATTN_SINK ? exp((double)t->f->sink[t->h[r]] - x->base[r]) : 0);
+    double sum = x->base[r] + log(total), ulp = 0x1p-23 * (fabs(lse) > 1 ? fabs(lse) : 1);
+    if (!(fabs(sum - lse) <= (large ? 8 : 1) * ulp)) return;    /* scores of another kernel are off by a few */
+    *lse_of(row) = large && ulp >= 1 ? (double)(real)sum : sum; /* exp wants to add less than 1 to what real has room for */
 }
 
 void REAL(bwd_restore_rows)(const attn_plan *plan, const attn_buffers *f, int32_t b, const attn_place *rows, int32_t count,
@@ -268,10 +303,13 @@ void REAL(bwd_restore)(const attn_plan *plan, const attn_buffers *f, int32_t b, 
         for (; row < stop && count < most; row += ATTN_TILE_ROWS) {
             attn_unit unit = {b, row, attn__min32(ATTN_TILE_ROWS, stop - row), -1};
             if (!REAL(tile_make)(&tile[count].t, plan, f, &unit, h, true)) return;
+            if (!attn__restores_all(&plan->problem) && !has_large(&tile[count].t)) continue;
             restore_make(&tile[count], m.d_k + (int64_t)count * ATTN_TILE_ROWS * tile->t.dim_qk, m.guard);
             count++;
         }
+        if (count == 0) continue;
         attn__mask_rows(&mask, from, attn__min32(row, stop), &first, &end);
+        for (int32_t n = 0; n < count; n++) restore_from_maxima(&tile[n], &m, first, end);
         for (int32_t j0 = first / ATTN_TILE_COLS * ATTN_TILE_COLS; j0 < end; j0 += ATTN_TILE_COLS) {
             int32_t keys = attn__min32(ATTN_TILE_COLS, s.sk - j0);
             REAL(tile_load_k)(&tile->t, m.k, j0, keys);

@@ -16,7 +16,7 @@
  * their place; what that leaves out is added one by one, for the pairs that are allowed.
  *
  * float32: of rows and keys with numbers that are too large to be lifted (bf16.h), or none, every pair that is allowed is worked by itself, in double
- * (work_pair), from the score that the forward had, for lse is of that: of tiles or, where there are no parts, of fwd.c. The operands of its row or key are zeros, and so are its p and d_s, so that nobody else's bits change; what it gives is summed up by itself, too.
+ * (work_pair), from the score that everybody else has: of tiles or, where there are no parts, of bwd.c. The operands of its row or key are zeros, and so are its p and d_s, so that nobody else's bits change; what it gives is summed up by itself, too.
  */
 #include "bf16.h"
 
@@ -128,11 +128,11 @@ typedef struct strip {
     float lifted;     /* d_p is so many times too large, */
     float sum_lifted; /* and sums of d_q, d_k and d_v */
     attn_rows panel[ROWS / 16];
-    int32_t rows, parts;                                     /* of the tile */
-    bool bad_k[STRIP], bad_q[ROWS], bad_d_o[ROWS];           /* rows of which the operands leave something out */
-    bool any_k, any_q, any_d_o;                              /* are there such? */
-    bool odd_key[STRIP], odd_row[ROWS];                      /* float32: those of which pairs are worked by themselves */
-    bool far_key[STRIP], far_row[ROWS];                      /* and of which k or q has no parts either */
+    int32_t rows, parts;                           /* of the tile */
+    bool bad_k[STRIP], bad_q[ROWS], bad_d_o[ROWS]; /* rows of which the operands leave something out */
+    bool any_k, any_q, any_d_o;                    /* are there such? */
+    bool odd_key[STRIP], odd_row[ROWS];            /* float32: those of which pairs are worked by themselves */
+    bool far_key[STRIP], far_row[ROWS]; /* and of which scores are bwd.c's: k or q has no parts either, or lse is large */
     bool any_odd_key, any_odd_row, any_far_key, any_far_row; /* are there such? */
     bool had_odd;   /* have there been, in this strip? Then m.odd_k and m.odd_v have something, */
     bool has_odd_q; /* and, of this tile, m.odd_q. */
@@ -242,7 +242,7 @@ static bool load_operands(strip *s, const attn_tensor *of, int32_t dim, uint16_t
         const int found = attn__bf16_split_dims(b, part, from, row, s->rows, dim, lift);
         if (found & (is_q ? ATTN_SPLIT_IS_LARGE : ATTN_SPLIT_OUT)) {
             s->any_odd_row |= mark(from, row, s->rows, dim, is_q ? ATTN_LIFT_V : ATTN_LIFT_D_O, s->odd_row);
-            if (is_q) s->any_far_row = mark(from, row, s->rows, dim, 1, s->far_row);
+            if (is_q) s->any_far_row |= mark(from, row, s->rows, dim, 1, s->far_row);
             float *copy = s->m.rows;
             if (found & ATTN_SPLIT_OUT)
                 attn__bf16_split_dims(b, part, without(copy, from, row, s->rows, dim, is_q ? s->far_row : s->odd_row), dim,
@@ -285,7 +285,9 @@ static void load_tile(strip *s, int32_t b, int32_t h, int32_t i0, int32_t rows) 
     s->any_odd_row = s->any_far_row = false;
     for (int32_t r = 0; s->splits && r < rows; r++) {
         s->odd_row[r] = fabsf(s->m.delta[r]) > ATTN_DELTA_MOST; /* NaN makes NaN by itself */
+        s->far_row[r] = attn__is_large((double)s->m.lse[r]);
         s->any_odd_row |= s->odd_row[r];
+        s->any_far_row |= s->far_row[r];
     }
     s->any_q = load_operands(s, &s->f->q, s->p->dim_qk, s->m.q, s->m.q_t, s->bad_q);
     s->any_d_o = load_operands(s, &s->f->d_o, s->p->dim_v, s->m.d_o, s->m.d_o_t, s->bad_d_o);
@@ -391,10 +393,10 @@ static void work_pair(const strip *s, int32_t r, int32_t j, double p, double slo
         d_q[x] += (float)(d_s * (double)k[x]);
         d_k[x] += (float)(d_s * (double)q[x]);
     }
-    for (int32_t x = 0; !dropped && x < dim_v; x++) d_v[x] += (float)(p * (double)d_o[x]);
+    for (int32_t x = 0; x < dim_v; x++) d_v[x] += (float)((dropped ? 0 : p) * (double)d_o[x]); /* NaN comes through */
 }
 
-/* Scores of one panel and keys [first, first + keys) of the block whose row or key has no parts: scaled, as fwd.c has them. */
+/* Scores of one panel and keys [first, first + keys) of the block whose row or key is far: scaled, as fwd.c and bwd.c have them. */
 static void far_scores(const strip *s, const item *w, int32_t n, int32_t first, int32_t keys) {
     const attn_rows *t = &s->panel[2 * w->n + n];
     float scores[ATTN_TILE_COLS * 16], *to = s->m.s + 16 * (n * attn__bf16_pad(w->end - w->first) - w->first);

@@ -85,6 +85,8 @@ static void choose_kernel(attn_plan *plan) {
         if (k->dtype && (k->dtype != p->dtype || k->dtype != p->kv_dtype || k->dtype != p->out_dtype)) fits = false;
         if (k->dtype && (p->flags & ATTN_DESCALE_PAGES)) fits = false; /* they take keys as they are */
         if (k->dtype && attn__wide_problem(p)) fits = false;
+        if (k->dtype == ATTN_F32 && p->op == ATTN_BACKWARD && !(fabs(p->scale) <= 0x1p20))
+            fits = false; /* fwd_bf16.c looks by itself: descales are a part of it there */
         if (k->dtype == ATTN_F32 && p->max_q <= ATTN_NARROW_ROWS) fits = false; /* attn__takes_bf16 leaves them all */
         if (k->dtype == ATTN_F32 && p->op == ATTN_BACKWARD && !(plan->context->cpu & ATTN_CPU_ASKED) &&
             (p->max_q < ATTN_LEAST_SPLIT || p->max_kv < ATTN_LEAST_SPLIT || p->dim_qk <= ATTN_LEAST_SPLIT))
@@ -166,7 +168,7 @@ static void choose_strip(attn_plan *plan) {
     plan->strip = p->op == ATTN_FORWARD ? ATTN_STRIP : 1;
     while (plan->strip > 1 && plan->slots > 1) {
         const int64_t units =
-            attn__splits(plan) && !is_short && plan->strip <= 4 ? 2 : units_per_thread; /* packing costs half, then */
+            is_short || plan->strip > 4 ? units_per_thread : 2; /* of shorter ones loading is a tenth or more */
         if (tiles / plan->strip >= units * plan->slots) break;
         plan->strip /= 2;
     }

@@ -74,8 +74,8 @@ INLINE void exp_all(const int n, vreal *x, const bool with_rest, const vreal *re
     EACH(f[i] = vfmsq_f64(x[i], y[i], splat(6.93147180369123816490e-01)));
     EACH(f[i] = vfmsq_f64(f[i], y[i], splat(1.90821492927058770002e-10)));
     if (with_rest) EACH(f[i] += rest[i]);
-    if (with_rest) EACH(f[i] = vmaxq_f64(f[i], splat(-1.0)));
-    if (with_rest) EACH(f[i] = vminq_f64(f[i], splat(1.0)));
+    if (with_rest) EACH(f[i] = vmaxq_f64(f[i], splat(-64.0)));
+    if (with_rest) EACH(f[i] = vminq_f64(f[i], splat(64.0)));
     EACH(y[i] = splat(1.0 / 6227020800));
     UNROLL16 for (int c = 0; c < 11; c++) {
         EACH(FRESH(x[i], coefficient[c]));
@@ -121,7 +121,7 @@ INLINE vreal softcap_vector(vreal s, real cap, real inverse) {
  * e^(x + rest) as below, of n vectors, by fewer instructions. x is held at -127 ln 2, where n = -127: 2^n, made by a shift of the low
  * bits of `shifted`, which have n + 127, is 0 there, and so is the result. The polynomial's terms are summed by pairs. 2^n (1 + r) as
  * 2^n + 2^n r is rounded once. NaN stays NaN: fmax keeps it, and every product with it is. A rest belongs to what x was: where that was far below, the
- * rest may be anything, and what is added to is held near 0, so that times 2^n it is 0.
+ * rest may be anything, and what it is added to is held where its power is a number, so that times 2^n it is 0.
  *
  * One vector after the other would wait for itself. Constants that are not added to are elements of two vectors.
  */
@@ -141,8 +141,8 @@ INLINE void exp_all(const int n, vreal *x, const bool with_rest, const vreal *re
     EACH(x[i] = vfmsq_laneq_f32(x[i], y[i], c, 1));
     EACH(x[i] = vfmaq_laneq_f32(x[i], y[i], c, 2));
     if (with_rest) EACH(x[i] += rest[i]);
-    if (with_rest) EACH(x[i] = vmaxq_f32(x[i], splat(-1.0f)));
-    if (with_rest) EACH(x[i] = vminq_f32(x[i], splat(1.0f)));
+    if (with_rest) EACH(x[i] = vmaxq_f32(x[i], splat(-64.0f)));
+    if (with_rest) EACH(x[i] = vminq_f32(x[i], splat(64.0f)));
     EACH(FRESH(y[i], coefficient[0]); y[i] = vfmaq_laneq_f32(y[i], x[i], c, 3));
     EACH(FRESH(next[i], coefficient[1]); y[i] = vfmaq_f32(next[i], y[i], x[i]));
     EACH(FRESH(next[i], coefficient[2]); y[i] = vfmaq_f32(next[i], y[i], x[i]));

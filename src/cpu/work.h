@@ -13,6 +13,7 @@
 #ifndef ATTN_CPU_WORK_H
 #define ATTN_CPU_WORK_H
 
+#include <math.h>
 #include <stdatomic.h>
 
 #include "../host.h"
@@ -32,9 +33,10 @@ enum {
     ATTN_CHUNK = 512, /* keys of a chunk; a multiple of ATTN_TILE_COLS */
     ATTN_LEAST_SPLIT =
         64, /* backward of float32: with fewer rows or keys, or no more dims, by bwd.c; a tile, so as FlashMask's documents have it */
-    ATTN_LEAST_KEYS = 4, /* rows of float32 that see no more keys are worked by fwd.c, whatever kernel there is */
-    ATTN_FEW_KEYS = 16,  /* a row that weighs fewer keys is done in double: attn__mixed */
-    ATTN_FEW_ROWS = 8    /* d_v of a key that fewer rows weigh is done in double */
+    ATTN_LEAST_KEYS = 4,   /* rows of float32 that see no more keys are worked by fwd.c, whatever kernel there is */
+    ATTN_LARGE_LSE = 1024, /* a row of float32 with a larger one, either way: see attn__is_large */
+    ATTN_FEW_KEYS = 16,    /* a row that weighs fewer keys is done in double: attn__mixed */
+    ATTN_FEW_ROWS = 8      /* d_v of a key that fewer rows weigh is done in double */
 };
 
 /* plan->part of the cpu backend: where things are in the workspace. */
@@ -122,6 +124,16 @@ static inline bool attn__sequence_in_double(const attn_plan *plan, const attn_bu
     attn_seq s = attn__seq(&plan->problem, f, b);
     return attn__in_double(&plan->problem, &s);
 }
+
+/*
+ * Is the lse of a row of float32 so large that it must be of the very scores that are met with it? Tiles of AMX, vectors and double do not round scores
+ * alike, and p = e^(s - lse) is off by e^(what they differ by). The backward works such rows with scores of bwd.c's, whatever kernel there is, and
+ * with the lse of these (restore).
+ */
+static inline bool attn__is_large(double lse) { return fabs(lse) > ATTN_LARGE_LSE && isfinite(lse); }
+
+/* Is every lse of float32 restored, not only those that are large? */
+static inline bool attn__restores_all(const attn_problem *p) { return attn__wide_problem(p) || attn__mixed(p); }
 
 static inline bool attn__few(double sum, double most, int32_t few) { return sum < few * most; }
 
