@@ -167,8 +167,8 @@ static void choose_strip(attn_plan *plan) {
     if (!is_short) tiles = (int64_t)p->batch * p->heads_q * attn__ceil_div(p->max_q, ATTN_TILE_ROWS);
     plan->strip = p->op == ATTN_FORWARD ? ATTN_STRIP : 1;
     while (plan->strip > 1 && plan->slots > 1) {
-        const int64_t units =
-            is_short || plan->strip > 4 ? units_per_thread : 2; /* of shorter ones loading is a tenth or more */
+        /* Of short ones loading is a tenth, packing half. */
+        const int64_t units = is_short || plan->strip > 4 ? units_per_thread : by_bf16 ? 2 : 4;
         if (tiles / plan->strip >= units * plan->slots) break;
         plan->strip /= 2;
     }
