@@ -99,6 +99,47 @@ TEST(amx_permission_is_asked_for_when_amx_is_used) {
     CHECK(is_permitted());
 }
 
+/* Tiles are for plans that have work for them: others do not ask, and do not wait for them to wake up. */
+TEST(amx_kernels_are_taken_by_plans_they_pay_for) {
+    static const struct {
+        attn_op op;
+        attn_dtype dtype;
+        int32_t rows, keys, dim;
+        float scale;
+        const char *by_default, *asked_for; /* with ATTN_CPU=amx */
+    } of[] = {
+        {ATTN_FORWARD, ATTN_BF16, 1, 64, 64, 0, "fwd_amx_bf16", "fwd_amx_bf16"},
+        {ATTN_FORWARD, ATTN_F32, 4, 4096, 64, 0, "fwd_avx512_f32", "fwd_avx512_f32"},
+        {ATTN_FORWARD, ATTN_F32, 5, 4096, 64, 0, "fwd_amx_f32", "fwd_amx_f32"},
+        {ATTN_FORWARD, ATTN_F16, 64, 64, 64, 0, "fwd_avx512_f32", "fwd_avx512_f32"},
+        {ATTN_BACKWARD, ATTN_BF16, 64, 64, 64, 0, "bwd_amx_bf16", "bwd_amx_bf16"},
+        {ATTN_BACKWARD, ATTN_F32, 64, 64, 72, 0, "bwd_amx_f32", "bwd_amx_f32"},
+        {ATTN_BACKWARD, ATTN_F32, 63, 64, 72, 0, "bwd_avx512_f32", "bwd_amx_f32"},
+        {ATTN_BACKWARD, ATTN_F32, 64, 63, 72, 0, "bwd_avx512_f32", "bwd_amx_f32"},
+        {ATTN_BACKWARD, ATTN_F32, 64, 64, 64, 0, "bwd_avx512_f32", "bwd_amx_f32"},
+        {ATTN_BACKWARD, ATTN_F32, 4, 64, 72, 0, "bwd_avx512_f32", "bwd_avx512_f32"},
+        {ATTN_BACKWARD, ATTN_F32, 64, 64, 72, 0x1p20f, "bwd_amx_f32", "bwd_amx_f32"},
+        {ATTN_BACKWARD, ATTN_F32, 64, 64, 72, 0x1.000002p20f, "bwd_avx512_f32", "bwd_avx512_f32"},
+    };
+    if (skip()) return;
+    for (size_t n = 0; n < 2 * sizeof of / sizeof *of; n++) {
+        const char *wanted = n % 2 ? of[n / 2].asked_for : of[n / 2].by_default;
+        use_isa(n % 2 ? "amx" : NULL);
+        attn_context *context = make_context(ATTN_BACKEND_CPU, 1);
+        attn_problem p = problem(of[n / 2].dtype, 1, 1, 1, of[n / 2].rows, of[n / 2].keys, of[n / 2].dim);
+        attn_plan *plan;
+        p.op = of[n / 2].op;
+        if (of[n / 2].scale > 0) p.flags |= ATTN_SCALE, p.scale = of[n / 2].scale;
+        if (CHECK_OK(attn_plan_create(&plan, context, &p))) {
+            CHECK_SAY(strcmp(attn_plan_kernel(plan), wanted) == 0, "case %zu: %s, not %s", n, attn_plan_kernel(plan),
+                      wanted);
+            attn_plan_destroy(plan);
+        }
+        attn_context_destroy(context);
+        use_isa(NULL);
+    }
+}
+
 #endif
 
 /* ---- inputs ---- */
