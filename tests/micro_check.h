@@ -130,6 +130,38 @@ static void check_narrow(attn_dtype dtype, int32_t rows, int32_t keys, int32_t d
     same(attn_dtype_name(dtype), rows, keys, dim);
 }
 
+/* Scores with what they round off have the bits of scores without, and with it, in float, they are right to more digits than float has. */
+static void check_alibi(uint64_t *random) {
+    enum { KEYS = 64, WIDTH = 64, OFFSET = 11, COUNT = KEYS * WIDTH };
+    static real rest[COUNT];
+    real slope[WIDTH];
+    int32_t row[WIDTH];
+    for (int r = 0; r < WIDTH; r++) {
+        slope[r] = (real)random_range(random, -1000000, 1000000) / (r % 5 ? 999983 : 9973);
+        row[r] = (int32_t)random_range(random, 0, 1000);
+    }
+    for (int n = 0; n < COUNT; n++) have[n] = (real)random_range(random, -1000000, 1000000) / (n % 7 ? 65521 : 251);
+    memcpy(a, have, sizeof a);
+    memset(want, 0, sizeof want);
+    memset(have + COUNT, 0, sizeof have - COUNT * sizeof *have);
+    for (int n = 0; n < COUNT; n++)
+        want[n] = add_product(-slope[n % WIDTH], (real)abs(row[n % WIDTH] + OFFSET - n / WIDTH), a[n]);
+    micro->alibi(have, NULL, KEYS, WIDTH, slope, row, OFFSET);
+    same("alibi", WIDTH, KEYS, 0);
+    if (sizeof(real) != 4) return;
+    memcpy(have, a, COUNT * sizeof *have);
+    micro->alibi(have, rest, KEYS, WIDTH, slope, row, OFFSET);
+    same("alibi with what it rounds off", WIDTH, KEYS, 0);
+    for (int n = 0; n < COUNT; n++) {
+        const double bias = (double)slope[n % WIDTH] * abs(row[n % WIDTH] + OFFSET - n / WIDTH),
+                     exact = (double)a[n] - bias;
+        const bool large = fabs((double)want[n]) >= 4096;
+        const double wanted = large ? 0 : exact - (double)want[n];
+        CHECK_SAY(fabs((double)rest[n] - wanted) <= (large ? 0 : 0x1p-46 * (fabs((double)a[n]) + fabs(bias))),
+                  "%s, alibi: %.9g + %.9g for %.17g", isa, (double)want[n], (double)rest[n], exact);
+    }
+}
+
 static bool same_number(real x, real y) { return memcmp(&x, &y, sizeof x) == 0 || (x != x && y != y); }
 
 /* A step of softmax over the first columns has the bits that it has among others, with scores that are not there, not finite, and far apart. */
@@ -258,6 +290,7 @@ static void check_elements(void) {
     for (int32_t keys = 1; keys <= 64; keys += keys < 21 ? 1 : 43)
         for (int32_t columns = 1; columns <= ATTN_LANES; columns++) check_softmax(columns, keys, &random);
     check_exponential(&random);
+    check_alibi(&random);
 }
 
 static void check_products(void) {

@@ -329,30 +329,31 @@ TEST(s01_gradients_of_numbers_far_from_one) { each_cpu_no_gpu(gradients_far_from
 
 /*
  * Scores that are large: p of the backward are those of the forward, or nearly, whichever kernels they are worked by: causal rows that see few keys, rows that see
- * a number that tiles do not have, and few dims have others in the one than in the other. With d_o of ones their sum over keys, which d_v has, is 1 for each
- * row; so is that of d_bias, with d_lse of ones and d_o of zeros.
+ * a number that tiles do not have, few rows and few dims have others in the one than in the other. With d_o of ones their sum over keys, which d_v has, is 1
+ * for each row; so is that of d_bias, with d_lse of ones and d_o of zeros.
  */
-static void one_of_large_scores(attn_context *context, int32_t dim, int flags, bool has_far, int each, int power) {
-    enum { ROWS = 130, AT = 5, FAR_AT = 3 };
-    test_context("f32, dim %d, flags %d%s, each row of %d times 2^%d", dim, flags, has_far ? ", 1e18 in v" : "", each,
-                 power);
-    rig r = {.p = problem(ATTN_F32, 1, 1, 1, ROWS, ROWS, dim), .backward = true};
+static void one_of_large_scores(attn_context *context, int32_t rows, int32_t dim, int flags, bool has_far, int each,
+                                int power) {
+    enum { KEYS = 130, AT = 5, FAR_AT = 3 };
+    test_context("f32, %d rows, dim %d, flags %d%s, each row of %d times 2^%d", rows, dim, flags,
+                 has_far ? ", 1e18 in v" : "", each, power);
+    rig r = {.p = problem(ATTN_F32, 1, 1, 1, rows, KEYS, dim), .backward = true};
     r.p.flags = (uint32_t)flags;
     CHECK(rig_make(&r, 24));
     const bool of_bias = flags & ATTN_BIAS;
     float *q = r.f.q.data, *d_o = r.f.d_o.data;
     const float *d_v = r.f.d_v.data, *d_bias = r.f.d_bias.data;
-    for (int64_t x = 0; x < (int64_t)ROWS * dim; x++) {
+    for (int64_t x = 0; x < (int64_t)rows * dim; x++) {
         if (x / dim % each == 0) q[x] = ldexpf(q[x], power);
         d_o[x] = of_bias || (has_far && x % dim == FAR_AT) ? 0 : 1;
     }
-    for (int i = 0; of_bias && i < ROWS; i++) ((float *)(uintptr_t)r.f.d_lse)[i] = 1;
+    for (int i = 0; of_bias && i < rows; i++) ((float *)(uintptr_t)r.f.d_lse)[i] = 1;
     if (has_far) ((float *)r.f.v.data)[FAR_AT] = 1e18f;
     CHECK_OK(rig_run(&r, context));
     double sum = 0;
-    for (int64_t x = 0; x < ROWS && !of_bias; x++) sum += (double)d_v[x * dim + AT];
-    for (int64_t x = 0; of_bias && x < (int64_t)ROWS * ROWS; x++) sum += (double)d_bias[x];
-    CHECK_CLOSE(sum, ROWS, 1e-3 * ROWS);
+    for (int64_t x = 0; x < KEYS && !of_bias; x++) sum += (double)d_v[x * dim + AT];
+    for (int64_t x = 0; of_bias && x < (int64_t)rows * KEYS; x++) sum += (double)d_bias[x];
+    CHECK_CLOSE(sum, rows, 1e-3 * rows);
     rig_free(&r);
 }
 
@@ -361,13 +362,68 @@ static void all_large_scores(attn_context *context) {
     for (size_t n = 0; n < 2 * sizeof of_q / sizeof *of_q; n++)
         for (int dim = 64; dim <= 72; dim += 8) {
             const int each = n % 2 ? 8 : 1, power = of_q[n / 2];
-            one_of_large_scores(context, dim, 0, false, each, power);
-            one_of_large_scores(context, dim, ATTN_CAUSAL, false, each, power);
-            one_of_large_scores(context, dim, ATTN_CAUSAL, true, each, power);
-            one_of_large_scores(context, dim, ATTN_BIAS, false, each, power);
-            if (power > 24) continue;
-            one_of_large_scores(context, dim, ATTN_PRECISE_FEW, false, each, power);
+            for (int32_t rows = 3; rows <= 130; rows += 127) { /* few, and many */
+                one_of_large_scores(context, rows, dim, 0, false, each, power);
+                one_of_large_scores(context, rows, dim, ATTN_ALIBI, false, each, power);
+                one_of_large_scores(context, rows, dim, ATTN_BIAS, false, each, power);
+                one_of_large_scores(context, rows, dim, ATTN_PRECISE_FEW, false, each, power);
+                one_of_large_scores(context, rows, dim, ATTN_PRECISE, false, each, power);
+            }
+            one_of_large_scores(context, 130, dim, ATTN_CAUSAL, false, each, power);
+            one_of_large_scores(context, 130, dim, ATTN_CAUSAL, true, each, power);
         }
+}
+
+/* Sums of two large terms that cancel: no score of another kernel is near the forward's then, though what is left may be as large as an lse that is restored. */
+static void scores_that_cancel(attn_context *context) {
+    enum { ROWS = 100, D = 72 };
+    for (int power = 14; power <= 24; power += 2) {
+        test_context("f32, scores of two terms of 2^%d", power);
+        rig r = {.p = problem(ATTN_F32, 1, 1, 1, ROWS, ROWS, D), .backward = true};
+        CHECK(rig_make(&r, 26));
+        float *q = r.f.q.data, *k = r.f.k.data, *d_o = r.f.d_o.data;
+        for (int i = 0; i < ROWS; i++) {
+            q[i * D] = q[i * D + 1] = ldexpf(1, power - 6);
+            k[i * D] = 1.1f * 64;
+            k[i * D + 1] = -k[i * D] * (1 - ldexpf(1.6f, 13 - power)); /* leaves 1.76 2^13 */
+        }
+        for (int x = 0; x < ROWS * D; x++) d_o[x] = 1;
+        CHECK_OK(rig_run(&r, context));
+        double sum = 0;
+        for (int j = 0; j < ROWS; j++) sum += (double)((const float *)r.f.d_v.data)[j * D];
+        CHECK_CLOSE(sum, ROWS, 1e-3 * ROWS);
+        rig_free(&r);
+    }
+}
+
+/*
+ * In one tile rows without a key, a row with a number that tiles do not have and a row whose lse is large: what the last one gives to keys is theirs on
+ * any number of threads.
+ */
+static void large_beside_far(attn_context *context) {
+    enum { ROWS = 136, KEYS = 100, D = 96, LARGE = 60, FAR = 100, TIED = 2 };
+    test_context("f32, a row that is large beside one that is far and rows without a key");
+    rig r = {.p = problem(ATTN_F32, 1, 1, 1, ROWS, KEYS, D), .backward = true};
+    r.p.flags = ATTN_CAUSAL | ATTN_SCALE;
+    r.p.scale = 1;
+    CHECK(rig_make(&r, 27));
+    float *q = r.f.q.data, *k = r.f.k.data;
+    for (int x = 0; x < ROWS * D; x++) q[x] = rintf(q[x]);
+    for (int x = 0; x < KEYS * D; x++) k[x] = x % D == 0 ? 0 : rintf(k[x]); /* so that nobody sees what is far */
+    memcpy(k + (TIED + 1) * D, k + TIED * D, D * sizeof *k);
+    for (int x = 0; x < D; x++) q[LARGE * D + x] = 512 * k[TIED * D + x];
+    q[FAR * D] = 1e18f;
+    CHECK_OK(rig_run(&r, context));
+    rig expected = reference(&r, 27);
+    CHECK(((const float *)r.f.lse)[LARGE] > 1024 && ((const float *)r.f.lse)[0] < 0);
+    for (int x = 0; x < KEYS * D; x++) {
+        const double right = (double)((float *)expected.f.d_k.data)[x];
+        if (x % D)
+            CHECK_CLOSE((double)((float *)r.f.d_k.data)[x], right,
+                        4e-3 * fmax(fabs(right), 100)); /* an lse of 2^15 is off by 2^-10 */
+    }
+    rig_free(&expected);
+    rig_free(&r);
 }
 
 /* Kernels as they are taken by themselves: not each where it can be. */
@@ -376,6 +432,8 @@ TEST(s01_gradients_of_large_scores_by_default) {
     attn_context *context = make_context(ATTN_BACKEND_CPU, 2);
     CHECK(context != NULL);
     all_large_scores(context);
+    scores_that_cancel(context);
+    large_beside_far(context);
     attn_context_destroy(context);
 }
 
@@ -384,6 +442,8 @@ static void gradients_of_large_scores(attn_context *context, attn_dtype dtype) {
     enum { ROWS = 130, D = 72 };
     if (dtype != ATTN_F32) return;
     all_large_scores(context);
+    scores_that_cancel(context);
+    large_beside_far(context);
     for (int power = 60; power <= 110; power += 10) {
         test_context("f32, d_lse times 2^%d", power);
         rig r = {.p = problem(dtype, 1, 1, 1, ROWS, ROWS, D), .backward = true};

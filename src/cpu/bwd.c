@@ -117,7 +117,7 @@ void REAL(bwd_rows)(const attn_plan *plan, const attn_buffers *f, int32_t b, int
         rows[at].lse = rows[at].wide = attn__load(lse, f->lse, at);
         rows[at].delta = sum - (f->d_lse ? attn__load(lse, f->d_lse, at) : 0);
         atomic_init(&rows[at].turn, 0);
-        rows[at].odd = 0;
+        rows[at].odd = rows[at].own = false;
         int32_t first, end;
         attn__mask_row(&mask, i, &first, &end);
         if (first < end || !f->d_q.data) continue;
@@ -150,14 +150,18 @@ static void load_rows(const attn_rows *t, scratch *m, bool with_q) {
     }
 }
 
+/*
+ * Keys far away have large scores, by ALiBi, and gradients that are small but wanted as exactly as others; what is rounded off such scores is
+ * kept, in the place of d_s, which comes later. Double has room for it.
+ */
+static real *rest_of(const attn_rows *t, const scratch *m) {
+    return (t->p->flags & ATTN_ALIBI) && REAL_DTYPE == ATTN_F32 ? m->d_s : NULL;
+}
+
 /* p of a tile against keys k, loaded; slope, if not NULL: the softcap's derivative; total, if not NULL, grows by p. */
 static void probabilities(const attn_rows *t, scratch *m, const real *q_t, const real *k, const real *lse, const real *low,
                           int32_t j0, int32_t keys, int class, real *slope, double *total) {
-    /*
-     * Keys far away have large scores, by ALiBi, and gradients that are small but wanted as exactly as others; what is rounded off such
-     * scores is kept, in the place of d_s, which comes later. Double has room for it.
-     */
-    real *rest = (t->p->flags & ATTN_ALIBI) && REAL_DTYPE == ATTN_F32 ? m->d_s : NULL;
+    real *rest = rest_of(t, m);
     REAL(tile_scores)(t, m->p, slope, rest, q_t, k, j0, keys, class, m->row);
     t->micro->exp(m->p, rest, keys, t->width, lse, low, total);
 }
@@ -191,11 +195,9 @@ attn_row *REAL(bwd_row_of)(const attn_rows *t, int32_t r) {
     return (attn_row *)attn__part(t->plan, t->f, CPU_ROWS) + attn__lse_index(t->p, &t->s, t->i[r], t->h[r]);
 }
 
-static bool is_large(double lse) { return REAL_DTYPE == ATTN_F32 && attn__is_large(lse); }
-
 static bool has_large(const attn_rows *t) {
     for (int32_t r = 0; r < t->rows; r++)
-        if (is_large(*lse_of(REAL(bwd_row_of)(t, r)))) return true;
+        if (attn__is_large(*lse_of(REAL(bwd_row_of)(t, r)))) return true;
     return false;
 }
 
@@ -228,12 +230,12 @@ static void restore_from_maxima(restored *x, scratch *m, int32_t first, int32_t 
         int class = REAL(tile_class)(t, j0, keys);
         if (class == ATTN_TILE_SKIP) continue;
         REAL(tile_load_k)(t, m->k, j0, keys);
-        REAL(tile_scores)(t, m->p, NULL, NULL, x->q_t, m->k, j0, keys, class, m->row);
+        REAL(tile_scores)(t, m->p, NULL, rest_of(t, m), x->q_t, m->k, j0, keys, class, m->row);
         for (int32_t j = 0; j < keys; j++)
             for (int32_t r = 0; r < t->width; r += ATTN_LANES) keep_larger(max + r, m->p + j * t->width + r);
     }
     for (int32_t r = 0; r < t->width; r++) {
-        if (!is_large(x->base[r]) || !isfinite(max[r])) continue;
+        if (!attn__is_large(x->base[r]) || !isfinite(max[r])) continue;
         x->base[r] = (double)(x->lse[r] = max[r]);
         x->low[r] = 0;
     }
@@ -260,11 +262,12 @@ static void restore_row(const restored *x, int32_t r) {
     attn_row *row = REAL(bwd_row_of)(t, r);
     double lse = *lse_of(row);
     if (!isfinite(lse)) return; /* of +inf, too, the logarithm below would make NaN */
-    const bool large = is_large(lse);
+    const bool large = attn__is_large(lse), wide = attn__wide_problem(t->p); /* whose forward had these scores, too */
     if (!large && !attn__restores_all(t->p)) return;
     double total = x->total[r] + (t->p->flags & ATTN_SINK ? exp((double)t->f->sink[t->h[r]] - x->base[r]) : 0);
     double sum = x->base[r] + log(total), ulp = 0x1p-23 * (fabs(lse) > 1 ? fabs(lse) : 1);
-    if (!(fabs(sum - lse) <= (large ? 8 : 1) * ulp)) return;    /* scores of another kernel are off by a few */
+    if (!(fabs(sum - lse) <= (large && !wide ? 8 : 1) * ulp)) return; /* scores of another kernel are off by a few */
+    if (REAL_DTYPE == ATTN_F32) row->own = large;
     *lse_of(row) = large && ulp >= 1 ? (double)(real)sum : sum; /* exp wants to add less than 1 to what real has room for */
 }
 
@@ -277,6 +280,7 @@ void REAL(bwd_restore_rows)(const attn_plan *plan, const attn_buffers *f, int32_
     REAL(tile_gather)(&x.t, plan, f, b, rows, count);
     restore_make(&x, m.q_t, m.guard);
     attn__mask_rows(&x.t.mask, x.t.i0, x.t.i0 + x.t.count, &first, &end);
+    restore_from_maxima(&x, &m, first, end);
     for (int32_t j0 = first / ATTN_TILE_COLS * ATTN_TILE_COLS; j0 < end; j0 += ATTN_TILE_COLS) {
         int32_t keys = attn__min32(ATTN_TILE_COLS, x.t.mask.sk - j0);
         REAL(tile_load_k)(&x.t, m.k, j0, keys);
@@ -294,9 +298,10 @@ void REAL(bwd_restore)(const attn_plan *plan, const attn_buffers *f, int32_t b, 
     attn_mask mask = attn__seq_mask(&plan->problem, &s);
     int32_t stop = attn__min32(row + ATTN_STRIP_KEYS, s.sq), most = (int32_t)strip_keys(&plan->problem) / ATTN_TILE_ROWS;
     restored tile[RESTORE_TILES];
-    attn_place again[RESTORE_TILES * ATTN_TILE_ROWS]; /* rows that weigh few keys */
+    attn_place again[RESTORE_TILES * ATTN_TILE_ROWS]; /* rows that weigh few keys, or whose lse in double is another */
     int32_t doubtful = 0;
     scratch m;
+    if (!attn__restores_all(&plan->problem) && !attn__restores_large(plan, &s)) return;
     thread_scratch(plan, f, slot, &m);
     while (row < stop) { /* once, but where there are few keys */
         int32_t count = 0, first, end, from = row;
@@ -318,8 +323,10 @@ void REAL(bwd_restore)(const attn_plan *plan, const attn_buffers *f, int32_t b, 
         for (int32_t n = 0; n < count; n++) {
             for (int32_t r = 0; r < tile[n].t.rows; r++) {
                 const attn_rows *t = &tile[n].t;
+                const bool differs = REAL_DTYPE == ATTN_F32 && attn__mixed(t->p) &&
+                                     attn__is_large(REAL(bwd_row_of)(t, r)->wide); /* as given, still */
                 restore_row(&tile[n], r);
-                if (attn__few(tile[n].total[r], (double)tile[n].most[r], ATTN_FEW_KEYS))
+                if (differs || attn__few(tile[n].total[r], (double)tile[n].most[r], ATTN_FEW_KEYS))
                     again[doubtful++] = (attn_place){t->h[r], t->i[r]}; /* that starts from lse as given */
                 else
                     REAL(bwd_row_of)(t, r)->wide = *lse_of(REAL(bwd_row_of)(t, r));

@@ -98,8 +98,7 @@ static void choose_kernel(attn_plan *plan) {
 
 /* Can a sequence of this problem be worked in double? */
 static bool may_be_in_double(const attn_problem *p) {
-    bool may_be_narrow = p->max_q <= ATTN_NARROW_ROWS || (p->flags & (ATTN_VARLEN_Q | ATTN_USED_Q)) != 0;
-    return attn__wide_problem(p) || (attn__mixed(p) && may_be_narrow);
+    return attn__wide_problem(p) || (attn__mixed(p) && attn__may_be_narrow(p));
 }
 
 /* Or a part of one? */

@@ -717,9 +717,15 @@ static void micro_softcap(real *s, real *slope, int32_t n, real cap) {
     }
 }
 
+/* Of larger scores ALiBi has no rest in the backward, as it has none in the forward: p is to be that of the forward. */
+static const real REST_MOST = 4096;
+
 #if !defined(ATTN_REAL_F64) && (defined(__FMA__) || defined(__aarch64__)) /* c too: aarch64 has no other */
 
-/* One key: s -= slope * |distance|, and what that rounds off, from the product's own rounding and that of the difference. */
+/*
+ * One key: s -= slope * |distance|, rounded once, as the compiler has it in the forward, and what that rounds off: `near` is the same rounded twice, and
+ * `off` what it is off by.
+ */
 INLINE void alibi_row(real *s, real *rest, int32_t width, const real *slope, const int32_t *i, int32_t shift) {
     for (int32_t r = 0; r < width; r += VL) {
         vint distance;
@@ -730,9 +736,10 @@ INLINE void alibi_row(real *s, real *rest, int32_t width, const real *slope, con
         KEEP(product); /* rounded, not fused with what follows */
         KEEP(factor);  /* or the compiler takes that product for the next one, and nothing is ever lost */
         vreal lost = factor * steps - product;
-        vreal before = load(s + r), x = before - product, back = x - before;
+        vreal before = load(s + r), x = before - factor * steps, near = before - product, back = near - before;
+        vreal off = (before - (near - back)) - (product + back) - lost;
         store(s + r, x);
-        store(rest + r, (before - (x - back)) - (product + back) - lost);
+        store(rest + r, (vreal)((vint)((x < REST_MOST) & (x > -REST_MOST)) & (vint)((near - x) + off)));
     }
 }
 
@@ -741,9 +748,10 @@ INLINE void alibi_row(real *s, real *rest, int32_t width, const real *slope, con
 INLINE void alibi_row(real *s, real *rest, int32_t width, const real *slope, const int32_t *i, int32_t shift) {
     for (int32_t r = 0; r < width; r++) {
         int32_t distance = i[r] + shift;
-        double exact = (double)s[r] - (double)slope[r] * (distance < 0 ? -distance : distance);
-        s[r] = (real)exact;
-        rest[r] = (real)(exact - (double)s[r]);
+        const real steps = (real)(distance < 0 ? -distance : distance), before = s[r];
+        const double exact = (double)before - (double)slope[r] * (double)steps;
+        s[r] = before - slope[r] * steps;
+        rest[r] = s[r] < REST_MOST && s[r] > -REST_MOST ? (real)(exact - (double)s[r]) : 0;
     }
 }
 

@@ -82,7 +82,7 @@ typedef struct REAL(micro) {
 
     /*
      * s[key][row] -= slope[row] * |i[row] + offset - key|, the product not rounded where the ISA can fuse it; rest, unless it is NULL,
-     * receives what the difference rounds off.
+     * receives what the difference rounds off, or 0 where s is 4096 and more.
      */
     void (*alibi)(real *s, real *rest, int32_t keys, int32_t width, const real *slope, const int32_t *i, int32_t offset);
 

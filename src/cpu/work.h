@@ -56,7 +56,8 @@ typedef struct attn_row {
     double wide;          /* the same for those of double */
     double delta;         /* rowsum(d_o * o) - d_lse */
     _Atomic int32_t turn; /* the first row of a tile: strips of keys that have added to d_q */
-    int32_t odd;          /* and: has the unfinished d_q of its rows a second part? See bwd_bf16.c. */
+    bool odd;             /* and: has the unfinished d_q of its rows a second part? See bwd_bf16.c. */
+    bool own;             /* lse is large, and of scores of bwd.c's: restored */
 } attn_row;
 
 /* One piece of work: rows [row, row + rows) of sequence b (or keys, in the backward: a strip), for every head. */
@@ -107,6 +108,11 @@ static inline bool attn__is_short(int32_t sq) { return sq <= ATTN_SPLIT_ROWS; }
  */
 static inline bool attn__is_narrow(const attn_seq *s) { return s->sq <= ATTN_NARROW_ROWS && s->sk > ATTN_NARROW_ROWS; }
 
+/* Can a sequence of this problem be? */
+static inline bool attn__may_be_narrow(const attn_problem *p) {
+    return p->max_q <= ATTN_NARROW_ROWS || (p->flags & (ATTN_VARLEN_Q | ATTN_USED_Q)) != 0;
+}
+
 /*
  * ATTN_PRECISE_FEW: float32 in general, and double where that does not do: where few rows are there or few keys count, rounding errors do not even out, and
  * the error of a row may be several times that of another computation that happens to round well. Few count where the largest
@@ -127,10 +133,14 @@ static inline bool attn__sequence_in_double(const attn_plan *plan, const attn_bu
 
 /*
  * Is the lse of a row of float32 so large that it must be of the very scores that are met with it? Tiles of AMX, vectors and double do not round scores
- * alike, and p = e^(s - lse) is off by e^(what they differ by). The backward works such rows with scores of bwd.c's, whatever kernel there is, and
- * with the lse of these (restore).
+ * alike, and p = e^(s - lse) is off by e^(what they differ by). Where the forward may have had scores of others than bwd.c's, which it has
+ * from tiles and where rows are few, the backward works such rows with scores of bwd.c's, whatever kernel there is, and with the
+ * lse of these (restore), if it is near the one that is given.
  */
 static inline bool attn__is_large(double lse) { return fabs(lse) > ATTN_LARGE_LSE && isfinite(lse); }
+static inline bool attn__restores_large(const attn_plan *plan, const attn_seq *s) {
+    return (plan->context->cpu & ATTN_CPU_AMX) || attn__is_narrow(s);
+}
 
 /* Is every lse of float32 restored, not only those that are large? */
 static inline bool attn__restores_all(const attn_problem *p) { return attn__wide_problem(p) || attn__mixed(p); }
