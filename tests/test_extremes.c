@@ -364,9 +364,10 @@ static void all_large_scores(attn_context *context) {
             const int each = n % 2 ? 8 : 1, power = of_q[n / 2];
             for (int32_t rows = 3; rows <= 130; rows += 127) { /* few, and many */
                 one_of_large_scores(context, rows, dim, 0, false, each, power);
-                one_of_large_scores(context, rows, dim, ATTN_ALIBI, false, each, power);
                 one_of_large_scores(context, rows, dim, ATTN_BIAS, false, each, power);
                 one_of_large_scores(context, rows, dim, ATTN_PRECISE_FEW, false, each, power);
+                if (dim == 64 || each > 1) continue;
+                one_of_large_scores(context, rows, dim, ATTN_ALIBI, false, each, power);
                 one_of_large_scores(context, rows, dim, ATTN_PRECISE, false, each, power);
             }
             one_of_large_scores(context, 130, dim, ATTN_CAUSAL, false, each, power);
