@@ -376,11 +376,12 @@ static void all_large_scores(attn_context *context) {
 }
 
 /* Sums of two large terms that cancel: no score of another kernel is near the forward's then, though what is left may be as large as an lse that is restored. */
-static void scores_that_cancel(attn_context *context) {
+static void scores_that_cancel(attn_context *context, int flags, int powers) {
     enum { ROWS = 100, D = 72 };
-    for (int power = 14; power <= 24; power += 2) {
-        test_context("f32, scores of two terms of 2^%d", power);
+    for (int power = 14; power <= powers; power += 2) {
+        test_context("f32, scores of two terms of 2^%d, flags %d", power, flags);
         rig r = {.p = problem(ATTN_F32, 1, 1, 1, ROWS, ROWS, D), .backward = true};
+        r.p.flags = (uint32_t)flags;
         CHECK(rig_make(&r, 26));
         float *q = r.f.q.data, *k = r.f.k.data, *d_o = r.f.d_o.data;
         for (int i = 0; i < ROWS; i++) {
@@ -433,7 +434,8 @@ TEST(s01_gradients_of_large_scores_by_default) {
     attn_context *context = make_context(ATTN_BACKEND_CPU, 2);
     CHECK(context != NULL);
     all_large_scores(context);
-    scores_that_cancel(context);
+    scores_that_cancel(context, 0, 24);
+    scores_that_cancel(context, ATTN_PRECISE_FEW, 20); /* double and tiles of AMX differ by more beyond: cpu.md */
     large_beside_far(context);
     attn_context_destroy(context);
 }
@@ -443,7 +445,8 @@ static void gradients_of_large_scores(attn_context *context, attn_dtype dtype) {
     enum { ROWS = 130, D = 72 };
     if (dtype != ATTN_F32) return;
     all_large_scores(context);
-    scores_that_cancel(context);
+    scores_that_cancel(context, 0, 24);
+    scores_that_cancel(context, ATTN_PRECISE_FEW, 20); /* double and tiles of AMX differ by more beyond: cpu.md */
     large_beside_far(context);
     for (int power = 60; power <= 110; power += 10) {
         test_context("f32, d_lse times 2^%d", power);
@@ -464,6 +467,38 @@ static void gradients_of_large_scores(attn_context *context, attn_dtype dtype) {
     }
 }
 TEST(s01_gradients_of_large_scores) { each_cpu_no_gpu(gradients_of_large_scores); }
+
+/*
+ * Few rows, and keys of which a row sees one or five: lse may be far below the terms that its scores are sums of. With values and d_o that have a 1 for
+ * each key and row d_v has p, which add up to 1.
+ */
+static void large_scores_of_few(attn_context *context, attn_dtype dtype) {
+    enum { KEYS = 5, D = 128, DV = 8 };
+    const int64_t size = (int64_t)attn_dtype_size(dtype);
+    for (int n = 0; n < 16 * 4 * 2; n++) {
+        const int seed = n / 8, rows = n / 2 % 4 + 1, powers = dtype == ATTN_F16 ? 10 : 60;
+        for (int power = 0; power <= powers; power += powers / 5) {
+            test_context("%s, %d rows, %d keys, q times 2^%d, seed %d", attn_dtype_name(dtype), rows, n % 2 ? 1 : KEYS,
+                         power, seed);
+            rig r = {.p = problem(dtype, 1, 1, 1, rows, KEYS, D), .backward = true};
+            r.p.dim_v = DV;
+            if (n % 2) r.p.flags = ATTN_WINDOW; /* of one key */
+            CHECK(rig_make(&r, (uint64_t)seed));
+            for (int64_t x = 0; x < rows * D; x++)
+                attn__store(dtype, r.f.q.data, x, ldexp(attn__load(dtype, r.f.q.data, x), power));
+            memset(r.f.d_o.data, 0, (size_t)(rows * DV * size));
+            for (int i = 0; i < rows; i++) attn__store(dtype, r.f.d_o.data, i * DV + i, 1);
+            CHECK_OK(rig_run(&r, context));
+            for (int i = 0; i < rows; i++) {
+                double sum = 0;
+                for (int j = 0; j < KEYS; j++) sum += attn__load(dtype, r.f.d_v.data, j * DV + i);
+                CHECK_CLOSE(sum, 1, 1e-2);
+            }
+            rig_free(&r);
+        }
+    }
+}
+TEST(s01_large_scores_of_few_rows_and_keys) { each_cpu_no_gpu(large_scores_of_few); }
 
 /*
  * One number of a key or of a row that is far from 1, or none: rows that do not see it have the same bits as without it, and those that do are right. So have

@@ -252,23 +252,32 @@ static void restore_keys(restored *x, scratch *m, int32_t j0, int32_t keys) {
         for (int32_t r = 0; r < t->width; r += ATTN_LANES) keep_larger(x->most + r, m->p + j * t->width + r);
 }
 
+/* The lse with which the row's p add up to 1. */
+static double restored_lse(const restored *x, int32_t r) {
+    const attn_rows *t = &x->t;
+    double total = x->total[r] + (t->p->flags & ATTN_SINK ? exp((double)t->f->sink[t->h[r]] - x->base[r]) : 0);
+    double sum = x->base[r] + log(total);
+    return attn__is_large(sum) && fabs(sum) >= 0x1p23 ? (double)(real)sum
+                                                      : sum; /* exp adds less than 1 to what real has room for */
+}
+
 /*
  * Gives lse back digits that float32 had no room for, which are worth more than all else that is rounded in p: with the right
- * lse the row's p add up to 1, and x->total says how far they are from it. Only where that can be rounding; otherwise lse
- * belongs to a softmax over more keys than are here (attn.h).
+ * lse the row's p add up to 1, and x->total says how far they are from it. Only where that can be rounding, of lse, or of
+ * a large one by tiles of its scores; otherwise it belongs to a softmax over more keys than are here (attn.h).
  */
 static void restore_row(const restored *x, int32_t r) {
     const attn_rows *t = &x->t;
     attn_row *row = REAL(bwd_row_of)(t, r);
     double lse = *lse_of(row);
-    if (!isfinite(lse)) return; /* of +inf, too, the logarithm below would make NaN */
-    const bool large = attn__is_large(lse), wide = attn__wide_problem(t->p); /* whose forward had these scores, too */
+    if (!isfinite(lse)) return; /* of +inf, too, the logarithm would make NaN */
+    const bool large = attn__is_large(lse);
     if (!large && !attn__restores_all(t->p)) return;
-    double total = x->total[r] + (t->p->flags & ATTN_SINK ? exp((double)t->f->sink[t->h[r]] - x->base[r]) : 0);
-    double sum = x->base[r] + log(total), ulp = 0x1p-23 * (fabs(lse) > 1 ? fabs(lse) : 1);
-    if (!(fabs(sum - lse) <= (large && !wide ? 8 : 1) * ulp)) return; /* scores of another kernel are off by a few */
-    if (REAL_DTYPE == ATTN_F32) row->own = large;
-    *lse_of(row) = large && ulp >= 1 ? (double)(real)sum : sum; /* exp wants to add less than 1 to what real has room for */
+    double sum = restored_lse(x, r), ulp = 0x1p-23 * (fabs(lse) > 1 ? fabs(lse) : 1);
+    const int most = large && attn__restores_large(t->plan, &t->s) && !attn__in_double(t->p, &t->s) ? 8 : 1;
+    if (!row->own && !(fabs(sum - lse) <= most * ulp)) return;
+    row->own = large;
+    *lse_of(row) = sum;
 }
 
 void REAL(bwd_restore_rows)(const attn_plan *plan, const attn_buffers *f, int32_t b, const attn_place *rows, int32_t count,
@@ -299,6 +308,7 @@ void REAL(bwd_restore)(const attn_plan *plan, const attn_buffers *f, int32_t b, 
     int32_t stop = attn__min32(row + ATTN_STRIP_KEYS, s.sq), most = (int32_t)strip_keys(&plan->problem) / ATTN_TILE_ROWS;
     restored tile[RESTORE_TILES];
     attn_place again[RESTORE_TILES * ATTN_TILE_ROWS]; /* rows that weigh few keys, or whose lse in double is another */
+    double here[RESTORE_TILES * ATTN_TILE_ROWS];      /* and what it is of these scores */
     int32_t doubtful = 0;
     scratch m;
     if (!attn__restores_all(&plan->problem) && !attn__restores_large(plan, &s)) return;
@@ -326,16 +336,23 @@ void REAL(bwd_restore)(const attn_plan *plan, const attn_buffers *f, int32_t b, 
                 const bool differs = REAL_DTYPE == ATTN_F32 && attn__mixed(t->p) &&
                                      attn__is_large(REAL(bwd_row_of)(t, r)->wide); /* as given, still */
                 restore_row(&tile[n], r);
-                if (differs || attn__few(tile[n].total[r], (double)tile[n].most[r], ATTN_FEW_KEYS))
+                if (differs || attn__few(tile[n].total[r], (double)tile[n].most[r], ATTN_FEW_KEYS)) {
+                    here[doubtful] = restored_lse(&tile[n], r);
                     again[doubtful++] = (attn_place){t->h[r], t->i[r]}; /* that starts from lse as given */
-                else
+                } else {
                     REAL(bwd_row_of)(t, r)->wide = *lse_of(REAL(bwd_row_of)(t, r));
+                }
             }
         }
     }
     for (int32_t n = 0, count; n < doubtful; n += count) { /* the scratch is theirs now */
         count = attn__gather(&plan->problem, again + n, doubtful - n);
         attn__bwd_restore_rows_f64(plan, f, b, again + n, count, slot);
+    }
+    for (int32_t n = 0; n < doubtful; n++) { /* lse is of the keys that are here if it is so by either of the two scores */
+        attn_row *done =
+            (attn_row *)attn__part(plan, f, CPU_ROWS) + attn__lse_index(&plan->problem, &s, again[n].i, again[n].h);
+        if (done->own && isfinite(here[n])) done->lse = here[n];
     }
 }
 

@@ -301,7 +301,6 @@ static int32_t make_short(member *strip, scratch *m, const attn_plan *plan, cons
     if (groups > 0 && h % heads != 0) return 0;
     for (int32_t n = h; n < attn__min32(h + attn__max32(heads, 1), p->heads_q); n++) {
         if (!REAL(tile_make)(&strip[count].t, plan, f, unit, n, true)) continue;
-        strip[count].t.narrow = attn__is_narrow(&strip[count].t.s);
         join(strip, count++, m, slot);
     }
     return count;

@@ -118,8 +118,7 @@ attn_status attn__backward(const attn_plan *plan, const attn_buffers *f) {
     RETURN_IF_ERROR(attn__work_flash(plan, f));
     RETURN_IF_ERROR(attn__parallel(context, plan->slots, (int64_t)p->batch * p->heads_q, work_rows, &j));
     int64_t strips = attn__ceil_div(p->max_q, ATTN_STRIP_KEYS) * p->batch * p->heads_q;
-    bool restore =
-        p->dtype == ATTN_F32 && (attn__restores_all(p) || (context->cpu & ATTN_CPU_AMX) || attn__may_be_narrow(p));
+    bool restore = p->dtype == ATTN_F32 && (attn__restores_all(p) || (context->cpu & ATTN_CPU_AMX));
     if (restore) RETURN_IF_ERROR(attn__parallel(context, plan->slots, strips, work_restore, &j));
     if (f->d_sink) RETURN_IF_ERROR(attn__parallel(context, plan->slots, p->heads_q, work_sink, &j));
     if (f->d_q.data || f->d_k.data || f->d_v.data) {

@@ -31,7 +31,7 @@ bool REAL(tile_make)(attn_rows *t, const attn_plan *plan, const attn_buffers *f,
     t->heads = attn__min32(fit, group - in_group);
     t->rows = t->heads * t->count;
     t->width = attn__pad(t->rows);
-    t->narrow = false;
+    t->narrow = attn__is_narrow(&s);
     t->dim_qk = attn__pad(p->dim_qk);
     t->dim_v = attn__pad(p->dim_v);
     for (int32_t r = 0, n = 0, i = 0; r < t->width; r++) {
@@ -320,7 +320,13 @@ void REAL(tile_adjust)(const attn_rows *t, real *s, real *slope, real *rest, int
 
 void REAL(tile_scores)(const attn_rows *t, real *s, real *slope, real *rest, const real *q_t, const real *k, int32_t j0,
                        int32_t keys, int tile_class, real *scratch) {
-    REAL(tile_dots)(t, s, k, t->dim_qk, q_t, t->p->dim_qk, j0, keys, tile_class);
+    const attn_panel loaded = {k, t->dim_qk, REAL_DTYPE, 0, t->dim_qk, ATTN_AHEAD};
+    if (few_rows(t))
+        t->micro->narrow_dots(s, t->width, &loaded, q_t, t->dim_qk, t->rows, keys, t->dim_qk);
+    else if (t->narrow)
+        t->micro->chain_dots(s, t->width, k, t->dim_qk, q_t, keys, t->dim_qk);
+    else
+        REAL(tile_dots)(t, s, k, t->dim_qk, q_t, t->p->dim_qk, j0, keys, tile_class);
     REAL(tile_adjust)(t, s, slope, rest, j0, keys, tile_class, scratch);
 }
 

@@ -28,7 +28,7 @@ typedef struct REAL(tile) {
     attn_mask mask;
     int32_t kv_head, h0, heads, i0, count;
     int32_t rows, width;        /* heads * count; padded to ATTN_LANES */
-    bool narrow;                /* the forward works it by the tile_narrow functions: attn__is_narrow */
+    bool narrow;                /* dot products are summed along vectors: attn__is_narrow */
     int32_t h[ATTN_TILE_ROWS];  /* query head of each row */
     int32_t i[ATTN_TILE_ROWS];  /* query row of each row */
     real slope[ATTN_TILE_ROWS]; /* of ALiBi */
@@ -50,7 +50,7 @@ bool REAL(tile_make)(attn_rows *t, const attn_plan *plan, const attn_buffers *f,
 void REAL(tile_gather)(attn_rows *t, const attn_plan *plan, const attn_buffers *f, int32_t b, const attn_place *rows,
                        int32_t count);
 
-/* q of the tile, transposed and scaled, for tile_dots. A narrow tile's is for tile_narrow_scores. */
+/* q of the tile, scaled, for tile_scores, or what it consists of, tile_dots and tile_adjust; a narrow tile's is for tile_narrow_scores, too. */
 void REAL(tile_load_q)(const attn_rows *t, real *q);
 
 /* Rows of a tensor shaped like q into x [rows][padded], the padding zero, and transposed, for tile_dots, into x_t unless that is NULL. */
@@ -103,7 +103,7 @@ void REAL(tile_gemm)(const attn_rows *t, real *c, int64_t ldc, const real *a, co
 
 /*
  * The forward's tile_scores and tile_gemm for a narrow tile, from loading on: keys and values are read where they lie, or in
- * `room` when they must be converted. What is at `next`, if not NULL, will be wanted after them. tile_narrow_gemm has the bits of tile_gemm.
+ * `room` when they must be converted. What is at `next`, if not NULL, will be wanted after them. The bits are the same.
  */
 void REAL(tile_narrow_scores)(const attn_rows *t, real *s, const real *q, int32_t j0, int32_t keys, int tile_class,
                               const void *next, real *room, real *scratch);

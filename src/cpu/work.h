@@ -57,7 +57,7 @@ typedef struct attn_row {
     double delta;         /* rowsum(d_o * o) - d_lse */
     _Atomic int32_t turn; /* the first row of a tile: strips of keys that have added to d_q */
     bool odd;             /* and: has the unfinished d_q of its rows a second part? See bwd_bf16.c. */
-    bool own;             /* lse is large, and of scores of bwd.c's: restored */
+    bool own;             /* lse is large, and of the keys that are here: restored */
 } attn_row;
 
 /* One piece of work: rows [row, row + rows) of sequence b (or keys, in the backward: a strip), for every head. */
@@ -133,13 +133,12 @@ static inline bool attn__sequence_in_double(const attn_plan *plan, const attn_bu
 
 /*
  * Is the lse of a row of float32 so large that it must be of the very scores that are met with it? Tiles of AMX, vectors and double do not round scores
- * alike, and p = e^(s - lse) is off by e^(what they differ by). Where the forward may have had scores of others than bwd.c's, which it has
- * from tiles and where rows are few, the backward works such rows with scores of bwd.c's, whatever kernel there is, and with the
- * lse of these (restore), if it is near the one that is given.
+ * alike, and p = e^(s - lse) is off by e^(what they differ by). Where the forward may have had scores of tiles, the backward works such rows with
+ * scores of bwd.c's, whatever kernel there is, and with the lse of these (restore), if it is near the one that is given.
  */
 static inline bool attn__is_large(double lse) { return fabs(lse) > ATTN_LARGE_LSE && isfinite(lse); }
 static inline bool attn__restores_large(const attn_plan *plan, const attn_seq *s) {
-    return (plan->context->cpu & ATTN_CPU_AMX) || attn__is_narrow(s);
+    return (plan->context->cpu & ATTN_CPU_AMX) && !attn__is_narrow(s);
 }
 
 /* Is every lse of float32 restored, not only those that are large? */
