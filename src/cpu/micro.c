@@ -732,11 +732,13 @@ INLINE void alibi_row(real *s, real *rest, int32_t width, const real *slope, con
         memcpy(&distance, i + r, sizeof distance);
         distance += shift;
         distance = (distance ^ (distance >> 31)) - (distance >> 31);
-        vreal factor = load(slope + r), steps = __builtin_convertvector(distance, vreal), product = factor * steps;
+        vreal factor = load(slope + r), steps = __builtin_convertvector(distance, vreal), product = factor * steps,
+              minus = -factor;
         KEEP(product); /* rounded, not fused with what follows */
-        KEEP(factor);  /* or the compiler takes that product for the next one, and nothing is ever lost */
-        vreal lost = factor * steps - product;
-        vreal before = load(s + r), x = before - factor * steps, near = before - product, back = near - before;
+        KEEP(factor);  /* or the compiler takes that product for the next ones, and nothing is ever lost */
+        KEEP(minus);
+        vreal lost = fused(factor, steps, -product);
+        vreal before = load(s + r), x = fused(minus, steps, before), near = before - product, back = near - before;
         vreal off = (before - (near - back)) - (product + back) - lost;
         store(s + r, x);
         store(rest + r, (vreal)((vint)((x < REST_MOST) & (x > -REST_MOST)) & (vint)((near - x) + off)));
