@@ -722,18 +722,15 @@ static const real REST_MOST = 4096;
 
 #if !defined(ATTN_REAL_F64) && (defined(__FMA__) || defined(__aarch64__)) /* c too: aarch64 has no other */
 
-/*
- * One key: s -= slope * |distance|, rounded once, as the compiler has it in the forward, and what that rounds off: `near` is the same rounded twice, and
- * `off` what it is off by.
- */
+/* One key: s -= slope * |distance|, rounded once, as in the forward, and what that rounds off. `near` is the same rounded twice, and off by `off`. */
 INLINE void alibi_row(real *s, real *rest, int32_t width, const real *slope, const int32_t *i, int32_t shift) {
     for (int32_t r = 0; r < width; r += VL) {
         vint distance;
         memcpy(&distance, i + r, sizeof distance);
         distance += shift;
         distance = (distance ^ (distance >> 31)) - (distance >> 31);
-        vreal factor = load(slope + r), steps = __builtin_convertvector(distance, vreal), product = factor * steps,
-              minus = -factor;
+        vreal factor = load(slope + r), minus = -factor, steps = __builtin_convertvector(distance, vreal);
+        vreal product = factor * steps;
         KEEP(product); /* rounded, not fused with what follows */
         KEEP(factor);  /* or the compiler takes that product for the next ones, and nothing is ever lost */
         KEEP(minus);
