@@ -50,7 +50,7 @@ bool REAL(tile_make)(attn_rows *t, const attn_plan *plan, const attn_buffers *f,
 void REAL(tile_gather)(attn_rows *t, const attn_plan *plan, const attn_buffers *f, int32_t b, const attn_place *rows,
                        int32_t count);
 
-/* q of the tile, scaled, for tile_scores, or what it consists of, tile_dots and tile_adjust; a narrow tile's is for tile_narrow_scores, too. */
+/* q of the tile, scaled, for tile_scores; a narrow tile's is for tile_narrow_scores, too, and that of others, transposed, for tile_dots. */
 void REAL(tile_load_q)(const attn_rows *t, real *q);
 
 /* Rows of a tensor shaped like q into x [rows][padded], the padding zero, and transposed, for tile_dots, into x_t unless that is NULL. */
