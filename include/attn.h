@@ -295,8 +295,9 @@ static inline attn_tensor attn_dense(void *data, int64_t rows, int64_t heads, in
  * saturating for E4M3, E5M2 and I8; when the dtypes are equal the descale cancels and the numbers are stored as they are.
  *
  * Backward: p comes from the lse that is given and delta from the given o, so they may belong to a softmax over more keys than
- * are here (ring attention); an lse of -inf is what marks a row without keys. On a CPU with AMX an lse of F32 beyond 1024 that the keys
- * here make by themselves, to within 2^-20 of it, is taken to be theirs, as forward and backward may round scores differently.
+ * are here (ring attention); an lse of -inf is what marks a row without keys. On a CPU an lse of F32 that the keys here make by themselves is
+ * taken to be theirs, not rounded: with ATTN_PRECISE or ATTN_PRECISE_FEW to within its last digit, with AMX, beyond 1024, to within 2^-20 of it, as
+ * forward and backward may round scores differently.
  *
  * FlashMask: for key j of sequence b, masked query rows are half-open intervals of flashmask[b][head][j][...]:
  *   causal, 1 vector:   rows >= v0                       full, 2 vectors: rows >= v0, or rows < v1

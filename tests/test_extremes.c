@@ -400,6 +400,26 @@ static void scores_that_cancel(attn_context *context, int flags) {
     }
 }
 
+/* ATTN_PRECISE_FEW, rows that weigh few keys and whose lse is not large: p of float adds up to 1 as p of double does. */
+static void few_keys_of_moderate_scores(attn_context *context) {
+    enum { ROWS = 64, KEYS = 2, D = 64, SEEDS = 8 };
+    for (int n = 0; n < 6 * SEEDS; n++) {
+        const int power = n / SEEDS * 4;
+        test_context("f32, rows of two keys, q times 2^%d, seed %d", power, n % SEEDS);
+        rig r = {.p = problem(ATTN_F32, 1, 1, 1, ROWS, KEYS, D), .backward = true};
+        r.p.flags = ATTN_PRECISE_FEW;
+        CHECK(rig_make(&r, (uint64_t)(n % SEEDS)));
+        float *q = r.f.q.data, *d_o = r.f.d_o.data;
+        for (int x = 0; x < ROWS * D; x++) q[x] = ldexpf(q[x], power), d_o[x] = x / D == x % D;
+        CHECK_OK(rig_run(&r, context));
+        for (int i = 0; i < ROWS; i++) { /* of d_v a column is p of a row */
+            const float *p = (const float *)r.f.d_v.data + i;
+            if (fabsf(((const float *)r.f.lse)[i]) <= 1024) CHECK_CLOSE((double)(p[0] + p[D]), 1, 5e-7);
+        }
+        rig_free(&r);
+    }
+}
+
 /*
  * In one tile rows without a key, a row with a number that tiles do not have and a row whose lse is large: what the last one gives to keys is theirs on
  * any number of threads.
@@ -438,6 +458,7 @@ TEST(s01_gradients_of_large_scores_by_default) {
     all_large_scores(context);
     scores_that_cancel(context, 0);
     scores_that_cancel(context, ATTN_PRECISE_FEW);
+    few_keys_of_moderate_scores(context);
     large_beside_far(context);
     attn_context_destroy(context);
 }
@@ -449,6 +470,7 @@ static void gradients_of_large_scores(attn_context *context, attn_dtype dtype) {
     all_large_scores(context);
     scores_that_cancel(context, 0);
     scores_that_cancel(context, ATTN_PRECISE_FEW);
+    few_keys_of_moderate_scores(context);
     large_beside_far(context);
     for (int power = 60; power <= 110; power += 10) {
         test_context("f32, d_lse times 2^%d", power);
@@ -488,6 +510,8 @@ static void large_scores_of_few(attn_context *context, attn_dtype dtype) {
             CHECK(rig_make(&r, (uint64_t)seed));
             for (int64_t x = 0; x < rows * D; x++)
                 attn__store(dtype, r.f.q.data, x, ldexp(attn__load(dtype, r.f.q.data, x), power));
+            for (int64_t x = 0; dtype == ATTN_F16 && x < KEYS * D; x++) /* of which q has not the range */
+                attn__store(dtype, r.f.k.data, x, ldexp(attn__load(dtype, r.f.k.data, x), power));
             memset(r.f.d_o.data, 0, (size_t)(rows * DV * size));
             for (int i = 0; i < rows; i++) attn__store(dtype, r.f.d_o.data, i * DV + i, 1);
             CHECK_OK(rig_run(&r, context));

@@ -276,7 +276,7 @@ static void restore_row(const restored *x, int32_t r) {
     double sum = restored_lse(x, r), ulp = 0x1p-23 * (fabs(lse) > 1 ? fabs(lse) : 1);
     const int most = large && attn__restores_large(t->plan, &t->s) && !attn__in_double(t->p, &t->s) ? 8 : 1;
     if (!row->own && !(fabs(sum - lse) <= most * ulp)) return;
-    row->own = large;
+    row->own = true;
     *lse_of(row) = sum;
 }
 

@@ -289,7 +289,8 @@ static void load_tile(strip *s, int32_t b, int32_t h, int32_t i0, int32_t rows) 
     }
     s->any_q = load_operands(s, &s->f->q, s->p->dim_qk, s->m.q, s->m.q_t, s->bad_q);
     for (int32_t r = 0; s->splits && r < rows; r++) { /* only now: what is far before is left out of q */
-        s->far_row[r] |= of[attn__lse_index(s->p, &s->panel->s, i0 + r, h)].own;
+        const attn_row *row = &of[attn__lse_index(s->p, &s->panel->s, i0 + r, h)];
+        s->far_row[r] |= row->own && attn__is_large(row->lse);
         s->any_far_row |= s->far_row[r];
     }
     s->any_d_o = load_operands(s, &s->f->d_o, s->p->dim_v, s->m.d_o, s->m.d_o_t, s->bad_d_o);

@@ -43,7 +43,7 @@ typedef struct REAL(micro) {
 
     /*
      * For few rows. s[key][row] = dot product of a key's row and q[row][ldq], dim a multiple of ATTN_LANES; 0 in the rest of
-     * the last vector, as softmax counts them, if not in all padding. Dims lie in lanes: nothing is spent on rows that are not there. The order of a sum depends on dim alone.
+     * the last vector, as softmax may count them; what is in other padding is no part of a result. Dims lie in lanes: nothing is spent on rows that are not there. The order of a sum depends on dim alone.
      */
     void (*narrow_dots)(real *s, int32_t width, const attn_panel *k, const real *q, int64_t ldq, int32_t rows, int32_t keys,
                         int32_t dim);

@@ -57,7 +57,7 @@ typedef struct attn_row {
     double delta;         /* rowsum(d_o * o) - d_lse */
     _Atomic int32_t turn; /* the first row of a tile: strips of keys that have added to d_q */
     bool odd;             /* and: has the unfinished d_q of its rows a second part? See bwd_bf16.c. */
-    bool own;             /* lse is large, and of the keys that are here: restored */
+    bool own;             /* lse is of the keys that are here: restored */
 } attn_row;
 
 /* One piece of work: rows [row, row + rows) of sequence b (or keys, in the backward: a strip), for every head. */
