@@ -19,25 +19,76 @@ began=$SECONDS
 # stage NAME COMMAND...: a command that says "N passed" counts as so many, any other as one. On failure the lines around
 # FAILED and the last ones are shown. A command that ends with 77 could not be run; its last line says why.
 stage() {
-    local name=$1 start=$SECONDS log status
+    collect
+    printf '%-58s ' "$1 ..."
+    perform "$@"
+    report "$1"
+}
+
+# beside NAME COMMAND...: a long stage that keeps one core busy. It runs beside those after it, and is told of when it has ended.
+besides=()
+beside() {
+    if [ "$jobs" = 1 ]; then
+        stage "$@"
+        return
+    fi
+    printf '%-58s begun, beside those that follow\n' "$1 ..."
+    set -m # a process group of its own, all of which ends if this script does
+    perform "$@" &
+    set +m
+    besides+=("$!=$1")
+}
+
+end_besides() {
+    local each
+    for each in ${besides[@]+"${besides[@]}"}; do kill -- "-${each%%=*}" 2>/dev/null; done
+}
+trap end_besides EXIT
+
+# collect [all]: tells of what ran beside and has ended, or waits for it.
+collect() {
+    local each still=()
+    for each in ${besides[@]+"${besides[@]}"}; do
+        if [ $# = 0 ] && kill -0 "${each%%=*}" 2>/dev/null; then
+            still+=("$each")
+            continue
+        fi
+        wait "${each%%=*}" 2>/dev/null
+        printf '%-58s ' "${each#*=} ..."
+        report "${each#*=}"
+    done
+    besides=(${still[@]+"${still[@]}"})
+}
+
+log_of() { echo "$logs/$(tr -cs 'A-Za-z0-9\n' - <<<"$1").$2"; }
+
+# perform NAME COMMAND...: its output, its status and the seconds that it took, into files.
+perform() {
+    local start=$SECONDS log end
+    log=$(log_of "$1" log) end=$(log_of "$1" end)
+    rm -f "$end"
     shift
-    log=$logs/$(tr -cs 'A-Za-z0-9\n' - <<<"$name").log
-    printf '%-58s ' "$name ..."
-    "$@" >"$log" 2>&1
-    status=$?
-    if [ $status = 77 ]; then
+    "$@" >"$log" 2>&1 </dev/null
+    echo "$? $((SECONDS - start))" >"$end"
+}
+
+report() {
+    local name=$1 log status took
+    log=$(log_of "$name" log)
+    read -r status took <"$(log_of "$name" end)" || status=1 took=0
+    if [ "$status" = 77 ]; then
         printf 'not run: %s\n' "$(tail -n 1 "$log")"
         not_run+=("$name")
         return
-    elif [ $status = 0 ]; then
+    elif [ "$status" = 0 ]; then
         local count without
         count=$(sed -n 's/.*\b\([0-9]\+\) passed.*/\1/p' "$log" | tail -n 1)
         passed=$((passed + ${count:-1}))
         without=$(sed -n 's/.*\b\([0-9]\+\) \(skipped\|not run\).*/, \1 of its tests not run here/p' "$log" | tail -n 1)
-        printf '%6s passed %5d s%s\n' "${count:-1}" $((SECONDS - start)) "$without"
+        printf '%6s passed %5d s%s\n' "${count:-1}" "$took" "$without"
         return
     fi
-    printf 'FAILED %5d s\n\n' $((SECONDS - start))
+    printf 'FAILED %5d s\n\n' "$took"
     grep -B 10 FAILED "$log" | tail -n 60
     echo ...
     tail -n 20 "$log"
@@ -86,6 +137,16 @@ if grep -q '^ATTN_KERNELS:.*=compiled' build/CMakeCache.txt; then
 else
     skip "GPU kernels: registers, shared memory, spills" "nvcc is missing"
 fi
+stage "examples" examples/check.sh build
+stage "exported symbols" tests/abi/check.sh build
+stage "installed library, README example" tests/install/check.sh build
+stage "Python tests" .venv/bin/python -m pytest -q tests/python
+stage "Python package, built and installed" scripts/test_package.sh install
+if [ -e build/package-deps/requirements.txt ]; then
+    beside "Python package, tests" scripts/test_package.sh tests
+else
+    skip "Python package, tests" "torch and transformers are missing"
+fi
 if grep -q '^ATTN_KERNELS:.*=none' build/CMakeCache.txt; then # the library refuses the cuda backend
     skip "CUDA: kernels on an emulated GPU" "the library has no GPU kernels: nvcc is missing"
 elif ! command -v c++ >/dev/null; then
@@ -93,15 +154,7 @@ elif ! command -v c++ >/dev/null; then
 else
     stage "CUDA: kernels on an emulated GPU" tests/emulate/check.sh build
 fi
-stage "examples" examples/check.sh build
-stage "exported symbols" tests/abi/check.sh build
-stage "installed library, README example" tests/install/check.sh build
-stage "Python tests" .venv/bin/python -m pytest -q tests/python
-
-stage "Python package, in a fresh environment" scripts/test_package.sh
-
-stage "the other architecture, under qemu-user" env JOBS="$jobs" scripts/cross.sh
-
+beside "the other architecture, under qemu-user" env JOBS="$jobs" scripts/cross.sh
 stage "AMX and AVX-512 BF16, as functions" env JOBS="$jobs" tests/emulate/tiles.sh
 
 stage "build, Address- and UndefinedBehaviorSanitizer" build asan attn-tests
@@ -116,6 +169,7 @@ if command -v clang >/dev/null; then
 else
     skip "build and tests, clang" "clang is missing"
 fi
+collect all
 if scripts/setup.sh fuzz >/dev/null 2>&1; then
     stage "fuzz targets, $fuzz_seconds s each" env JOBS="$jobs" scripts/fuzz.sh "$fuzz_seconds"
 else

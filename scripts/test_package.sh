@@ -1,6 +1,8 @@
 #!/bin/bash
 # Builds the Python wheel, installs it into a fresh virtual environment with CPU torch and transformers, and runs
-# tests/package there. Arguments go to pytest.
+# tests/package there.
+#
+#   scripts/test_package.sh [install | tests] [options of pytest]     one half of it; tests: in the environment that is there
 #
 # What the tests need besides is large, so it is kept in build/package-deps until tests/package/requirements.txt changes; the
 # environment itself, build/package-venv, is made anew each time. A torch for the CPU is enough, but on x86-64 Linux pip's
@@ -16,6 +18,18 @@ seconds_allowed=60
 deps_seconds=${DEPS_SECONDS:-300}
 bytes_allowed=$((20 << 20))
 export PIP_DISABLE_PIP_VERSION_CHECK=1
+
+half=both
+case ${1:-} in install | tests)
+    half=$1
+    shift
+    ;;
+esac
+run_tests() {
+    cd tests/package
+    exec "$venv/bin/python" -m pytest -q -rs "$@" # -rs: what was skipped, and why
+}
+[ $half != tests ] || run_tests "$@"
 
 rm -rf "$venv" "$wheels"
 mkdir -p build
@@ -64,5 +78,4 @@ echo "the wheel has $size bytes"
     exit 1
 }
 
-cd tests/package
-"$venv/bin/python" -m pytest -q -rs "$@" # -rs: what was skipped, and why
+[ $half = install ] || run_tests "$@"
