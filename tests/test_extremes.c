@@ -287,11 +287,15 @@ static void gradients_far_from_one(attn_context *context, attn_dtype dtype) {
     static const int of_q[HEADS] = {0, 19, 33, 21, -40, 60, 0, 0, 0, 0, -90, 0, 0, 20};
     static const int of_v[HEADS] = {0, 0, 0, 20, 0, -30, 40, -75, 20, 0, 10, -60, 21, 50};
     static const int of_o[HEADS] = {0, 0, 0, 21, 0, 0, -40, 20, -80, -110, 10, -60, 60, -60};
+    static const uint32_t flags[] = {0, ATTN_CAUSAL, ATTN_ALIBI, ATTN_PRECISE_FEW, 0, ATTN_CAUSAL};
     if (dtype != ATTN_F32 && dtype != ATTN_F64) return; /* the others have no such numbers */
-    for (int causal = 0; causal < 2; causal++) {
+    for (int n = 0; n < 6; n++) {
         rig r = {.p = problem(dtype, 1, HEADS, HEADS, ROWS, ROWS, D), .backward = true};
-        r.p.flags = causal ? ATTN_CAUSAL : 0;
+        r.p.flags = flags[n];
+        r.p.softcap = n == 4 ? 2 : 0;
+        r.p.dropout = n == 5 ? 0.25 : 0;
         CHECK(rig_make(&r, 23));
+        for (int h = 0; r.f.alibi && h < HEADS; h++) ((float *)(uintptr_t)r.f.alibi)[h] = 0.03f; /* else few keys count */
         times_powers(&r, &r.f.q, of_q, 1);
         times_powers(&r, &r.f.k, of_q, -1);
         times_powers(&r, &r.f.v, of_v, 1);
@@ -304,20 +308,21 @@ static void gradients_far_from_one(attn_context *context, attn_dtype dtype) {
         CHECK_OK(rig_run(&r, context));
         rig expected = reference(&r, 23);
         for (int32_t h = 0; h < HEADS; h++) {
-            test_context("q times 2^%d, v times 2^%d, d_o times 2^%d%s", of_q[h], of_v[h], of_o[h],
-                         causal ? ", causal" : "");
+            test_context("q times 2^%d, v times 2^%d, d_o times 2^%d, flags %u, softcap %g, dropout %g", of_q[h], of_v[h],
+                         of_o[h], r.p.flags, (double)r.p.softcap, (double)r.p.dropout);
             const int size[] = {of_o[h] + of_v[h] - of_q[h], of_o[h] + of_v[h] + of_q[h], of_o[h]};
             for (int32_t i = 0; i < ROWS; i++)
                 for (int32_t x = 0; x < D; x++) {
                     const attn_tensor *mine[] = {&r.f.d_q, &r.f.d_k, &r.f.d_v},
                                       *right[] = {&expected.f.d_q, &expected.f.d_k, &expected.f.d_v};
-                    for (int n = 0; n < 3; n++) {
+                    for (int of = 0; of < 3; of++) {
                         int64_t at = ((int64_t)i * HEADS + h) * D + x;
-                        CHECK_CLOSE(attn__load(dtype, mine[n]->data, at), attn__load(dtype, right[n]->data, at),
-                                    ldexp(rounding_of(dtype), size[n]) +
-                                        (dtype == ATTN_F32 ? ROWS * ldexp(1, -149 + (n == 0 && of_q[h] < 0 ? -of_q[h] : 0) +
-                                                                                 (n == 1 && of_q[h] > 0 ? of_q[h] : 0))
-                                                           : 0));
+                        CHECK_CLOSE(attn__load(dtype, mine[of]->data, at), attn__load(dtype, right[of]->data, at),
+                                    ldexp(rounding_of(dtype), size[of]) +
+                                        (dtype == ATTN_F32
+                                             ? ROWS * ldexp(1, -149 + (of == 0 && of_q[h] < 0 ? -of_q[h] : 0) +
+                                                                   (of == 1 && of_q[h] > 0 ? of_q[h] : 0))
+                                             : 0));
                     }
                 }
         }
@@ -420,6 +425,61 @@ static void few_keys_of_moderate_scores(attn_context *context) {
     }
 }
 
+/* Row i of d_o has a 1 in column i: so column i of d_v is p of row i. Its sum over keys. */
+static void make_one_hot(rig *r, int rows, int dim) {
+    for (int x = 0; x < rows * dim; x++) ((float *)r->f.d_o.data)[x] = x / dim == x % dim;
+}
+static double sum_of_p(const rig *r, int row, int keys, int dim) {
+    double sum = 0;
+    for (int j = 0; j < keys; j++) sum += (double)((const float *)r->f.d_v.data)[j * dim + row];
+    return sum;
+}
+
+/*
+ * Rows that see at most four keys have scores of fwd.c in the forward, whatever kernel there is. Where terms cancel these are not those of tiles, though
+ * no lse is large: p of the backward are of the forward's all the same.
+ */
+static void few_keys_of_scores_that_cancel(attn_context *context) {
+    enum { N = 72, KINDS = 3 };
+    static const uint32_t flags[KINDS] = {ATTN_CAUSAL, ATTN_WINDOW, ATTN_CAUSAL};
+    static const char *const name[KINDS] = {"causal", "windows of four keys", "FlashMask of two keys"};
+    for (int power = 8; power <= 20; power += 4)
+        for (int kind = 0; kind < KINDS; kind++) {
+            test_context("f32, scores of two terms of 2^%d, %s", power, name[kind]);
+            rig r = {.p = problem(ATTN_F32, 1, 1, 1, N, N, N), .backward = true};
+            r.p.flags = flags[kind];
+            r.p.window_left = kind == 1 ? 3 : 0;
+            r.p.flashmask_vectors = r.p.flashmask_heads = kind == 2;
+            CHECK(rig_make(&r, 28));
+            float *q = r.f.q.data, *k = r.f.k.data;
+            for (int i = 0; i < N; i++) {
+                q[i * N] = q[i * N + 1] = ldexpf(1, power - 6);
+                k[i * N] = 1.1f * 64;
+                k[i * N + 1] = -k[i * N] * (1 - ldexpf(1.6f, 4 - power));
+                if (kind == 2) ((int32_t *)(uintptr_t)r.f.flashmask)[i] = i + 2;
+            }
+            make_one_hot(&r, N, N);
+            CHECK_OK(rig_run(&r, context));
+            for (int i = 0; i < (kind ? N : 4); i++) CHECK_CLOSE(sum_of_p(&r, i, N, N), 1, 2e-6);
+            rig_free(&r);
+        }
+}
+
+/* ATTN_PRECISE_FEW: scores that are exact, and an lse that float has no room for, 512 + log(72): p add up to 1 by what it rounds off. */
+static void lost_digits_of_lse(attn_context *context) {
+    enum { N = 72 };
+    test_context("f32, an lse of 516.3, ATTN_PRECISE_FEW");
+    rig r = {.p = problem(ATTN_F32, 1, 1, 1, N, N, N), .backward = true};
+    r.p.flags = ATTN_PRECISE_FEW | ATTN_SCALE;
+    r.p.scale = 1;
+    CHECK(rig_make(&r, 29));
+    for (int x = 0; x < N * N; x++) ((float *)r.f.q.data)[x] = ((float *)r.f.k.data)[x] = x % N < 8 ? 8 : 0;
+    make_one_hot(&r, N, N);
+    CHECK_OK(rig_run(&r, context));
+    for (int i = 0; i < N; i++) CHECK_CLOSE(sum_of_p(&r, i, N, N), 1, 2e-6);
+    rig_free(&r);
+}
+
 /*
  * In one tile rows without a key, a row with a number that tiles do not have and a row whose lse is large: what the last one gives to keys is theirs on
  * any number of threads.
@@ -459,6 +519,8 @@ TEST(s01_gradients_of_large_scores_by_default) {
     scores_that_cancel(context, 0);
     scores_that_cancel(context, ATTN_PRECISE_FEW);
     few_keys_of_moderate_scores(context);
+    few_keys_of_scores_that_cancel(context);
+    lost_digits_of_lse(context);
     large_beside_far(context);
     attn_context_destroy(context);
 }
@@ -471,6 +533,8 @@ static void gradients_of_large_scores(attn_context *context, attn_dtype dtype) {
     scores_that_cancel(context, 0);
     scores_that_cancel(context, ATTN_PRECISE_FEW);
     few_keys_of_moderate_scores(context);
+    few_keys_of_scores_that_cancel(context);
+    lost_digits_of_lse(context);
     large_beside_far(context);
     for (int power = 60; power <= 110; power += 10) {
         test_context("f32, d_lse times 2^%d", power);

@@ -98,6 +98,23 @@ static double dot(const real *a, const real *b, int32_t n) {
     return sum;
 }
 
+/* Does row i of query head h see at most ATTN_LEAST_KEYS keys? As fwd_bf16.c counts them. */
+static bool sees_few(const attn_plan *plan, const attn_buffers *f, const attn_seq *s, const attn_mask *mask, int32_t i,
+                     int32_t h) {
+    const int32_t kv_head = h / (plan->problem.heads_q / plan->problem.heads_kv);
+    int32_t first, end, seen = 0;
+    attn__mask_row(mask, i, &first, &end);
+    if (!mask->vectors) return end - first <= ATTN_LEAST_KEYS;
+    for (int32_t j = first; j < end && seen <= ATTN_LEAST_KEYS;) {
+        const int32_t tile = j / ATTN_TILE_COLS, stop = attn__min32((tile + 1) * ATTN_TILE_COLS, end);
+        const attn_flash_range *range = attn__work_range(plan, f, s->b, kv_head, tile);
+        if (attn__mask_tile(mask, i, i + 1, j, stop, range) == ATTN_TILE_SKIP) j = stop;
+        for (; j < stop && seen <= ATTN_LEAST_KEYS; j++)
+            seen += attn__mask_allowed(mask, i, j, attn__flash_at(&plan->problem, f, s->b, kv_head, j));
+    }
+    return seen <= ATTN_LEAST_KEYS;
+}
+
 void REAL(bwd_rows)(const attn_plan *plan, const attn_buffers *f, int32_t b, int32_t h, int32_t slot) {
     const attn_problem *p = &plan->problem;
     const attn_micro *micro = plan->kernel->REAL_MICRO;
@@ -118,6 +135,7 @@ void REAL(bwd_rows)(const attn_plan *plan, const attn_buffers *f, int32_t b, int
         rows[at].delta = sum - (f->d_lse ? attn__load(lse, f->d_lse, at) : 0);
         atomic_init(&rows[at].turn, 0);
         rows[at].odd = rows[at].own = false;
+        rows[at].few = attn__splits(plan) && sees_few(plan, f, &s, &mask, i, h);
         int32_t first, end;
         attn__mask_row(&mask, i, &first, &end);
         if (first < end || !f->d_q.data) continue;

@@ -132,7 +132,8 @@ typedef struct strip {
     bool bad_k[STRIP], bad_q[ROWS], bad_d_o[ROWS]; /* rows of which the operands leave something out */
     bool any_k, any_q, any_d_o;                    /* are there such? */
     bool odd_key[STRIP], odd_row[ROWS];            /* float32: those of which pairs are worked by themselves */
-    bool far_key[STRIP], far_row[ROWS]; /* and of which scores are bwd.c's: k or q has no parts either, or lse is large */
+    bool far_key[STRIP],
+        far_row[ROWS]; /* and of which scores are bwd.c's: k or q has no parts either, lse is large, or of few keys */
     bool any_odd_key, any_odd_row, any_far_key, any_far_row; /* are there such? */
     bool had_odd;   /* have there been, in this strip? Then m.odd_k and m.odd_v have something, */
     bool has_odd_q; /* and, of this tile, m.odd_q. */
@@ -290,7 +291,7 @@ static void load_tile(strip *s, int32_t b, int32_t h, int32_t i0, int32_t rows) 
     s->any_q = load_operands(s, &s->f->q, s->p->dim_qk, s->m.q, s->m.q_t, s->bad_q);
     for (int32_t r = 0; s->splits && r < rows; r++) { /* only now: what is far before is left out of q */
         const attn_row *row = &of[attn__lse_index(s->p, &s->panel->s, i0 + r, h)];
-        s->far_row[r] |= row->own && attn__is_large(row->lse);
+        s->far_row[r] |= (row->own && attn__is_large(row->lse)) || (row->few && row->lse != -INFINITY);
         s->any_far_row |= s->far_row[r];
     }
     s->any_d_o = load_operands(s, &s->f->d_o, s->p->dim_v, s->m.d_o, s->m.d_o_t, s->bad_d_o);
@@ -404,6 +405,9 @@ static void far_scores(const strip *s, const item *w, int32_t n, int32_t first, 
     const attn_rows *t = &s->panel[2 * w->n + n];
     float scores[ATTN_TILE_COLS * 16], *to = s->m.s + 16 * (n * attn__bf16_pad(w->end - w->first) - w->first);
     const int32_t j0 = s->j0 + w->at + first;
+    bool any = s->any_far_key;
+    for (int32_t c = 0; c < t->rows; c++) any |= s->far_row[32 * w->n + 16 * n + c];
+    if (!any) return;
     attn__tile_load_q_f32(t, s->m.out);
     attn__tile_load_k_f32(t, s->m.rows, j0, keys);
     attn__tile_dots_f32(t, scores, s->m.rows, t->dim_qk, s->m.out, s->p->dim_qk, j0, keys,

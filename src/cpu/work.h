@@ -58,6 +58,7 @@ typedef struct attn_row {
     _Atomic int32_t turn; /* the first row of a tile: strips of keys that have added to d_q */
     bool odd;             /* and: has the unfinished d_q of its rows a second part? See bwd_bf16.c. */
     bool own;             /* lse is of the keys that are here: restored */
+    bool few; /* of float32 in parts: it sees at most ATTN_LEAST_KEYS keys, so that the forward had scores of fwd.c */
 } attn_row;
 
 /* One piece of work: rows [row, row + rows) of sequence b (or keys, in the backward: a strip), for every head. */
