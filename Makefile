@@ -57,7 +57,7 @@ clean:
 help:
 	@echo "make               build the library and the command line in build/"
 	@echo "make demo          build, draw the tiles of an attention problem, measure and check a few more"
-	@echo "make test          everything that is tested: with sanitizers, with clang, fuzzed; an hour or more on two cores with GPU kernels"
+	@echo "make test          everything that is tested: with sanitizers, with clang, fuzzed; about an hour on two cores with GPU kernels"
 	@echo "make test-cross    the other architecture, aarch64 or x86-64, cross-compiled and under qemu-user; make test does it, too"
 	@echo "make test-gpu      what wants a GPU; scripts/gpu.sh says what its parts are"
 	@echo "make install       install to PREFIX (now $(PREFIX)); DESTDIR is honoured"

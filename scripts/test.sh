@@ -1,5 +1,5 @@
 #!/bin/bash
-# Everything that is tested, in stages, with the time of each; two cores need an hour or more with GPU kernels. The first stage that
+# Everything that is tested, in stages, with the time of each; two cores need about an hour with GPU kernels. The first stage that
 # fails ends it: its output is shown, and the last line says "N passed, N failed" in any case.
 #
 #   CHECK_CASES=20000 FUZZ_SECONDS=60 JOBS=2 scripts/test.sh
