@@ -98,21 +98,27 @@ static double dot(const real *a, const real *b, int32_t n) {
     return sum;
 }
 
-/* Does row i of query head h see at most ATTN_LEAST_KEYS keys? As fwd_bf16.c counts them. */
-static bool sees_few(const attn_plan *plan, const attn_buffers *f, const attn_seq *s, const attn_mask *mask, int32_t i,
-                     int32_t h) {
+/*
+ * Keys that rows [i0, i0 + rows) of query head h see, as far as ATTN_LEAST_KEYS + 1: as fwd_bf16.c counts them. Of a whole tile of rows at once, so that
+ * FlashMask's tiles that none of them sees are passed over together.
+ */
+static void count_keys(const attn_plan *plan, const attn_buffers *f, const attn_seq *s, const attn_mask *mask, int32_t i0,
+                       int32_t rows, int32_t h, int32_t *seen) {
     const int32_t kv_head = h / (plan->problem.heads_q / plan->problem.heads_kv);
-    int32_t first, end, seen = 0;
-    attn__mask_row(mask, i, &first, &end);
-    if (!mask->vectors) return end - first <= ATTN_LEAST_KEYS;
-    for (int32_t j = first; j < end && seen <= ATTN_LEAST_KEYS;) {
-        const int32_t tile = j / ATTN_TILE_COLS, stop = attn__min32((tile + 1) * ATTN_TILE_COLS, end);
-        const attn_flash_range *range = attn__work_range(plan, f, s->b, kv_head, tile);
-        if (attn__mask_tile(mask, i, i + 1, j, stop, range) == ATTN_TILE_SKIP) j = stop;
-        for (; j < stop && seen <= ATTN_LEAST_KEYS; j++)
-            seen += attn__mask_allowed(mask, i, j, attn__flash_at(&plan->problem, f, s->b, kv_head, j));
+    int32_t first, end, more = rows; /* rows that have not seen enough */
+    for (int32_t r = 0; r < rows; r++) seen[r] = 0;
+    attn__mask_rows(mask, i0, i0 + rows, &first, &end);
+    for (int32_t j0 = first / ATTN_TILE_COLS * ATTN_TILE_COLS; more > 0 && j0 < end; j0 += ATTN_TILE_COLS) {
+        const int32_t stop = attn__min32(j0 + ATTN_TILE_COLS, s->sk);
+        const attn_flash_range *range = attn__work_range(plan, f, s->b, kv_head, j0 / ATTN_TILE_COLS);
+        if (attn__mask_tile(mask, i0, i0 + rows, j0, stop, range) == ATTN_TILE_SKIP) continue;
+        for (int32_t r = 0; r < rows; r++) {
+            for (int32_t j = j0; j < stop && seen[r] <= ATTN_LEAST_KEYS; j++) {
+                const int32_t *flash = mask->vectors ? attn__flash_at(&plan->problem, f, s->b, kv_head, j) : NULL;
+                if (attn__mask_allowed(mask, i0 + r, j, flash) && ++seen[r] > ATTN_LEAST_KEYS) more--;
+            }
+        }
     }
-    return seen <= ATTN_LEAST_KEYS;
 }
 
 void REAL(bwd_rows)(const attn_plan *plan, const attn_buffers *f, int32_t b, int32_t h, int32_t slot) {
@@ -126,6 +132,7 @@ void REAL(bwd_rows)(const attn_plan *plan, const attn_buffers *f, int32_t b, int
     real *o = m.row, *d_o = m.row + attn__pad(p->dim_v);
     int64_t size = (int64_t)attn_dtype_size(p->out_dtype);
     attn_dtype lse = attn__real_dtype(p->dtype);
+    int32_t seen[ATTN_TILE_ROWS] = {0};
     for (int32_t i = 0; i < s.sq; i++) {
         micro->load(o, (const char *)f->o.data + attn__q_offset(p, &f->o, &s, i, h) * size, p->out_dtype, p->dim_v);
         micro->load(d_o, (const char *)f->d_o.data + attn__q_offset(p, &f->d_o, &s, i, h) * size, p->out_dtype, p->dim_v);
@@ -135,7 +142,9 @@ void REAL(bwd_rows)(const attn_plan *plan, const attn_buffers *f, int32_t b, int
         rows[at].delta = sum - (f->d_lse ? attn__load(lse, f->d_lse, at) : 0);
         atomic_init(&rows[at].turn, 0);
         rows[at].odd = rows[at].own = false;
-        rows[at].few = attn__splits(plan) && sees_few(plan, f, &s, &mask, i, h);
+        if (attn__splits(plan) && i % ATTN_TILE_ROWS == 0)
+            count_keys(plan, f, &s, &mask, i, attn__min32(ATTN_TILE_ROWS, s.sq - i), h, seen);
+        rows[at].few = attn__splits(plan) && seen[i % ATTN_TILE_ROWS] <= ATTN_LEAST_KEYS;
         int32_t first, end;
         attn__mask_row(&mask, i, &first, &end);
         if (first < end || !f->d_q.data) continue;
