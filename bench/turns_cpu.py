@@ -4,8 +4,9 @@
     python bench/turns_cpu.py old=../old/build/libattn.so new=build/libattn.so
     python bench/turns_cpu.py avx512=build/libattn.so:avx512 amx=build/libattn.so:amx torch --dtype f32
     python bench/turns_cpu.py old=a/libattn.so again=a/libattn.so new=b/libattn.so --op backward --threads 16
+    python bench/turns_cpu.py f32=build/libattn.so f16=build/libattn.so::f16 bf16=build/libattn.so::bf16
 
-A variant is NAME=LIBRARY or NAME=LIBRARY:ISA, the instruction set as ATTN_CPU has it; torch is torch. The first one is what the others
+A variant is NAME=LIBRARY, NAME=LIBRARY:ISA, the instruction set as ATTN_CPU has it, or NAME=LIBRARY:ISA:DTYPE; torch is torch. The first one is what the others
 are compared with. Give one twice to see what a difference must be to count. Tensors are [batch][row][head][dim]; medians of all calls,
 in brackets the fastest, then GFLOP/s and how many times as fast as the first. bench/measure.py says how turns go. The library must fit the
 Python package of this checkout.
@@ -30,7 +31,8 @@ DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 class Library:
     """A build of the library, by a copy of the package of its own."""
 
-    def __init__(self, path, isa, threads, precision):
+    def __init__(self, path, isa, dtype, threads, precision):
+        self.dtype = dtype
         for name in [x for x in sys.modules if x == "measure" or x == "libattn" or x.startswith("libattn.")]:
             del sys.modules[name]
         os.environ["LIBATTN_LIBRARY"] = str(pathlib.Path(path).resolve())
@@ -43,6 +45,7 @@ class Library:
 
     def run(self, q, k, v, d_o, options):
         options = self.measure.Options(**options)
+        q, k, v, d_o = (None if x is None else x.to(self.dtype or x.dtype) for x in (q, k, v, d_o))
         if d_o is not None:
             return self.measure.libattn_backward_run(q, k, v, d_o, options)[0]
         return self.measure.libattn_run(q, k, v, options)[0]
@@ -70,7 +73,7 @@ def numbers(text):
 
 def parse(words):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("variants", nargs="+", metavar="NAME=LIBRARY[:ISA]", help="or torch")
+    parser.add_argument("variants", nargs="+", metavar="NAME=LIBRARY[:ISA[:DTYPE]]", help="or torch")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--dtype", choices=DTYPES, default="f32")
     parser.add_argument("--dim", type=numbers, default=[64, 128])
@@ -92,8 +95,12 @@ def make_variants(arguments):
     made = {}
     for word in arguments.variants:
         name, _, rest = word.partition("=")
-        path, _, isa = rest.partition(":")
-        made[name] = torch_run if word == "torch" else Library(path, isa, arguments.threads, arguments.precision).run
+        path, isa, dtype = (rest.split(":") + ["", ""])[:3]
+        made[name] = (
+            torch_run
+            if word == "torch"
+            else Library(path, isa, DTYPES.get(dtype), arguments.threads, arguments.precision).run
+        )
     return made
 
 

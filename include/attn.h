@@ -296,7 +296,7 @@ static inline attn_tensor attn_dense(void *data, int64_t rows, int64_t heads, in
  *
  * Backward: p comes from the lse that is given and delta from the given o, so they may belong to a softmax over more keys than
  * are here (ring attention); an lse of -inf is what marks a row without keys. On a CPU an lse of F32 that the keys here make by themselves is
- * taken to be theirs, not rounded: with ATTN_PRECISE or ATTN_PRECISE_FEW to within its last digit, with AMX, beyond 1024, to within 2^-20 of it, as
+ * taken to be theirs, not rounded: with ATTN_PRECISE or ATTN_PRECISE_FEW to within its last digit, with AMX, of F16 too, beyond 1024, to within 2^-20 of it, as
  * forward and backward may round scores differently. So a part of a softmax of which the other keys add no more than that to lse counts as the
  * whole: by one digit p are up to e^(|lse| 2^-23) times as large, by 2^-20 e^(|lse| 2^-20) times.
  *

@@ -93,7 +93,7 @@ TEST(amx_permission_is_asked_for_when_amx_is_used) {
     make_plan("avx512", ATTN_BF16);
     make_plan("avx512bf16", ATTN_BF16);
     make_plan("avx512", ATTN_F32);
-    make_plan(NULL, ATTN_F16);
+    make_plan(NULL, ATTN_F64);
     CHECK(!is_permitted());
     make_plan(NULL, ATTN_BF16);
     CHECK(is_permitted());
@@ -111,13 +111,17 @@ TEST(amx_kernels_are_taken_by_plans_they_pay_for) {
         {ATTN_FORWARD, ATTN_BF16, 1, 64, 64, 0, "fwd_amx_bf16", "fwd_amx_bf16"},
         {ATTN_FORWARD, ATTN_F32, 4, 4096, 64, 0, "fwd_avx512_f32", "fwd_avx512_f32"},
         {ATTN_FORWARD, ATTN_F32, 5, 4096, 64, 0, "fwd_amx_f32", "fwd_amx_f32"},
-        {ATTN_FORWARD, ATTN_F16, 64, 64, 64, 0, "fwd_avx512_f32", "fwd_avx512_f32"},
+        {ATTN_FORWARD, ATTN_F16, 4, 4096, 64, 0, "fwd_avx512_f32", "fwd_avx512_f32"},
+        {ATTN_FORWARD, ATTN_F16, 5, 4096, 64, 0, "fwd_amx_f16", "fwd_amx_f16"},
         {ATTN_BACKWARD, ATTN_BF16, 64, 64, 64, 0, "bwd_amx_bf16", "bwd_amx_bf16"},
         {ATTN_BACKWARD, ATTN_F32, 64, 64, 72, 0, "bwd_amx_f32", "bwd_amx_f32"},
         {ATTN_BACKWARD, ATTN_F32, 63, 64, 72, 0, "bwd_avx512_f32", "bwd_amx_f32"},
         {ATTN_BACKWARD, ATTN_F32, 64, 63, 72, 0, "bwd_avx512_f32", "bwd_amx_f32"},
         {ATTN_BACKWARD, ATTN_F32, 64, 64, 64, 0, "bwd_avx512_f32", "bwd_amx_f32"},
         {ATTN_BACKWARD, ATTN_F32, 4, 64, 72, 0, "bwd_avx512_f32", "bwd_avx512_f32"},
+        {ATTN_BACKWARD, ATTN_F16, 64, 64, 8, 0, "bwd_amx_f16", "bwd_amx_f16"},
+        {ATTN_BACKWARD, ATTN_F16, 63, 64, 72, 0, "bwd_avx512_f32", "bwd_amx_f16"},
+        {ATTN_BACKWARD, ATTN_F16, 64, 63, 72, 0, "bwd_avx512_f32", "bwd_amx_f16"},
         {ATTN_BACKWARD, ATTN_F32, 64, 64, 72, 0x1p20f, "bwd_amx_f32", "bwd_amx_f32"},
         {ATTN_BACKWARD, ATTN_F32, 64, 64, 72, 0x1.000002p20f, "bwd_avx512_f32", "bwd_avx512_f32"},
     };

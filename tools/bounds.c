@@ -42,7 +42,9 @@
  *
  * - Exponentials come from an instruction that is 2^-22 off, 4u.
  *
- * AMX, like AVX-512 BF16, rounds its sums like everybody else; of this only the rounding of p and d_s holds for it. Arm's BFMMLA rounds to odd, by up to 2u
+ * AMX, like AVX-512 BF16, rounds its sums like everybody else; of this only the rounding of p and d_s holds for it. Its f16 has p and d_s in two parts of 8
+ * bits: what is left of the second is 2^-16 of them at most, and the product of it and the other factor's second part, which is left out, 2^-7 2^-8:
+ * r is 1.5 2^-15. Arm's BFMMLA rounds to odd, by up to 2u
  * instead of u, but once for two products, which is 1.4 times as much in a sum: that has room in what is allowed.
  */
 #include <float.h>
@@ -78,6 +80,7 @@ arithmetic arithmetic_of(const char *backend, const char *kernel) {
     const int count = sizeof tiles / sizeof tiles[0];
     arithmetic how = {false, ATTN_DTYPE_DEFAULT, false};
     if (strcmp(backend, "cpu") == 0 && strstr(kernel, "_bf16")) how.tile = ATTN_BF16;
+    if (strcmp(backend, "cpu") == 0 && strstr(kernel, "_amx_f16")) how.tile = ATTN_F16;
     for (int n = 0; n < count && strcmp(backend, "cuda") == 0; n++)
         if (strstr(kernel, tiles[n].mark)) how = (arithmetic){true, tiles[n].tile, strstr(kernel, "bwd_sm90_f16") != NULL};
     return how;
@@ -130,7 +133,8 @@ static void measure_kv(analysis *a) {
 
 /* r of operands that are rounded for a product; 0: none are. */
 static double operand_roundoff(const analysis *a) {
-    return a->how.tile == ATTN_BF16 ? 0x1p-8 : a->how.tile == ATTN_F16 ? 0x1p-11 : 0;
+    if (a->how.tile == ATTN_F16) return a->how.tensor ? 0x1p-11 : 0x1.8p-15;
+    return a->how.tile == ATTN_BF16 ? 0x1p-8 : 0;
 }
 
 /* Errors of which each is as large as `part`: independent, or not. What they come to. */
@@ -254,7 +258,7 @@ static double product_error(const analysis *a, int64_t row, int32_t keys, const 
     if (a->how.tile == ATTN_DTYPE_DEFAULT) return 0;
     double error = a->how.tensor ? a->unit * dot_constant(a->how, keys) * weight : 0;
     if (a->how.tile == ATTN_F32) return error;
-    double roundoff = operand_roundoff(a), lost = a->how.tile == ATTN_F16 ? 0x1p-25 : 0;
+    double roundoff = operand_roundoff(a), lost = a->how.tile == ATTN_F16 && a->how.tensor ? 0x1p-25 : 0;
     double most = 0, squares = 0, sum = 0, out = 0;
     for (int j = 0; j < keys; j++) most = fmax(most, fabs(probs[j] * page_factor(a, j)));
     for (int j = 0; j < keys; j++) {

@@ -1,5 +1,5 @@
 /*
- * Products of bf16, and the softmax between them: what a bf16 kernel is made of, and one of float32, on CPUs that multiply bf16. On x86
+ * Products of bf16, and the softmax between them: what a bf16 kernel is made of, and one of float32 or f16, on CPUs that multiply bf16. On x86
  * that is AMX tiles, or vectors of AVX-512 BF16 where there are no tiles (bf16_amx.c); on Arm BFMMLA (bf16_neon.c). The loops around it are fwd_bf16.c and
  * bwd_bf16.c.
  *
@@ -81,9 +81,11 @@ typedef struct attn_bf16_product {
     int64_t ldc, c_panel;
     const uint16_t *a, *b;
     int64_t a_panel, b_panel; /* elements from panel to panel */
-    int64_t a_part, b_part;   /* elements from part to part of floats in three parts; 0: there is one */
+    int32_t parts;            /* of a number: 0 or 1, or tiles alone 2 or 3, see below */
+    int64_t a_part, b_part;   /* elements from part to part */
     int32_t m, n, k;          /* padded */
     bool accumulate;
+    bool exact;      /* two parts: all four products of them, not the three that are larger */
     bool by_vectors; /* without tiles; on Arm always */
 } attn_bf16_product;
 
@@ -116,13 +118,17 @@ static inline bool attn__bf16_is_bad(uint16_t bits) { return (bits & 0x7f80) == 
 const uint16_t *attn__bf16_clean(uint16_t *to, const uint16_t *from, int64_t row, int32_t rows, int32_t dim, bool *bad);
 
 /*
- * ---- floats as three bf16, for tiles ----
+ * ---- floats as three bf16, halves (f16) as two, for tiles ----
  *
- * Each part is what the parts before it leave, the first two rounded, so that all three add up to the float, of 24 bits. Six of the nine
+ * Each part is what the parts before it leave, the first two rounded, so that all of them add up to the number, of 24 bits or 11. Six of the nine
  * products of two floats' parts are as exact as a product of floats: of the other three the largest is 2^-25 of it (of P V 2^-23, as p's
- * parts are not rounded). Tiles take subnormal
- * numbers as zero, so the parts of x are off by up to 2^-126 where it is tiny; and where it is out, its parts cannot be used. Either is
- * decided by the first part: tiny below ATTN_SPLIT_LEAST, 2^-102, but for 0; out beyond ATTN_SPLIT_MOST, 2^56, or where x is no number.
+ * parts are not rounded). The four of two halves' parts are their product. Where p or d_s is a factor three will do: the fourth is up to 2^-15 of the product, and
+ * 2^-16 is what p's second part, which is rounded, may be off by.
+ *
+ * Tiles take subnormal
+ * numbers as zero, so the parts of a float x are off by up to 2^-126 where it is tiny; and where it is out, its parts cannot be used. Either is
+ * decided by the first part: tiny below ATTN_SPLIT_LEAST, 2^-102, but for 0; out beyond ATTN_SPLIT_MOST, 2^56, or where x is no number. A half is
+ * out where it is no number, and never tiny.
  *
  * Scores are made of the same parts in the backward. The rest of it is products of products, so what they are made of is lifted to where there is the most room, by
  * powers of two: then nothing is tiny that float has as a normal number, but for the last 20 powers. Beyond ATTN_SPLIT_MOST when lifted are q, k and v from
@@ -145,35 +151,40 @@ static inline int attn__bf16_odd(float x) {
                                                                                 : ATTN_SPLIT_TINY;
 }
 
+/* How many parts a number of this dtype has. */
+static inline int32_t attn__bf16_parts(attn_dtype dtype) { return dtype == ATTN_F32 ? 3 : dtype == ATTN_F16 ? 2 : 1; }
+
 /*
  * Elements from part to part of an operand, of which each has so many; 0: there is one. Tiles of all parts that are multiplied one after the other would
  * lie in the same sets of the first cache, were it not for a tile in between. And the elements of all parts.
  */
-static inline int64_t attn__bf16_part_of(bool splits, int64_t elements) { return splits ? elements + ATTN_BF16_TILE : 0; }
-static inline int64_t attn__bf16_whole_of(bool splits, int64_t elements) {
-    return elements + 2 * attn__bf16_part_of(splits, elements);
+static inline int64_t attn__bf16_part_of(int32_t parts, int64_t elements) {
+    return parts > 1 ? elements + ATTN_BF16_TILE : 0;
+}
+static inline int64_t attn__bf16_whole_of(int32_t parts, int64_t elements) {
+    return elements + (parts - 1) * attn__bf16_part_of(parts, elements);
 }
 
+/* Rows of numbers to be taken apart, times a power of two. */
+typedef struct attn_bf16_numbers {
+    const void *from;
+    attn_dtype dtype; /* ATTN_F32 or ATTN_F16 */
+    int64_t row;      /* elements from row to row */
+    float factor;
+} attn_bf16_numbers;
+
 #ifdef ATTN_HAVE_AMX
-/*
- * As pack_rows, pack_columns, pack_dims and pack_pairs, of floats times a power of two; the parts are `part` elements apart. Returns what some of the
- * products may be.
- */
-int attn__bf16_split_rows(uint16_t *a, int64_t part, const float *from, int64_t row, int32_t rows, int32_t dim,
-                          float factor);
-int attn__bf16_split_columns(uint16_t *a, int64_t part, const float *from, int64_t row, int32_t rows, int32_t dim,
-                             float factor);
-int attn__bf16_split_dims(uint16_t *b, int64_t part, const float *from, int64_t row, int32_t rows, int32_t dim,
-                          float factor);
-int attn__bf16_split_pairs(uint16_t *b, int64_t part, const float *from, int64_t row, int32_t rows, int32_t dim,
-                           float factor);
+/* As pack_rows, pack_columns, pack_dims and pack_pairs; the parts are `part` elements apart. Returns what some of the products may be. */
+int attn__bf16_split_rows(uint16_t *a, int64_t part, const attn_bf16_numbers *of, int32_t rows, int32_t dim);
+int attn__bf16_split_columns(uint16_t *a, int64_t part, const attn_bf16_numbers *of, int32_t rows, int32_t dim);
+int attn__bf16_split_dims(uint16_t *b, int64_t part, const attn_bf16_numbers *of, int32_t rows, int32_t dim);
+int attn__bf16_split_pairs(uint16_t *b, int64_t part, const attn_bf16_numbers *of, int32_t rows, int32_t dim);
 
 /* o[dim][16] = o times alpha[16], plus more[dim][16]. */
 void attn__bf16_take_in(float *o, int32_t dim, const float *alpha, const float *more);
 #else /* no kernel of Arm's asks for it: BFMMLA does four times what fmla does, and six products would be wanted */
-static inline int attn__bf16_no_split(uint16_t *to, int64_t part, const float *from, int64_t row, int32_t rows, int32_t dim,
-                                      float factor) {
-    (void)to, (void)part, (void)from, (void)row, (void)rows, (void)dim, (void)factor;
+static inline int attn__bf16_no_split(uint16_t *to, int64_t part, const attn_bf16_numbers *of, int32_t rows, int32_t dim) {
+    (void)to, (void)part, (void)of, (void)rows, (void)dim;
     return 0;
 }
 #define attn__bf16_split_rows attn__bf16_no_split
@@ -196,7 +207,7 @@ static inline void attn__bf16_take_in(float *o, int32_t dim, const float *alpha,
  * A column of nothing but -inf so far keeps max = -inf and sum = 0, and its p is 0. NaN comes through. What would be
  * below 2^-126 is 0. The columns have nothing to do with each other.
  *
- * With p_part (tiles alone) p comes in three parts, and with sum ATTN_SPLIT_SHIFT times as large: its parts are then normal numbers wherever float
+ * With `parts` (tiles alone) p comes in two or three parts, and with sum ATTN_SPLIT_SHIFT times as large: three are then normal numbers wherever float
  * has p. It is 2^(factor * (x - max)) there, and max the largest x: what is rounded is a difference, not what may be millions.
  */
 #define ATTN_SPLIT_SHIFT 0x1p32f
@@ -208,7 +219,8 @@ typedef struct attn_bf16_softmax {
     float scale, factor;      /* above 0; factor is log2(e) for scores in base e */
     float *max, *sum, *alpha; /* [width] */
     uint16_t *p;              /* keys padded to 32 */
-    int64_t p_panel, p_part;  /* from part to part; 0: there is one */
+    int32_t parts;            /* as in a product */
+    int64_t p_panel, p_part;  /* from part to part */
 } attn_bf16_softmax;
 
 /*
@@ -227,7 +239,7 @@ void attn__bf16_softmax(const attn_bf16_softmax *step, const attn_bf16_product *
  * both rounded to bf16 (to the nearest, half-way to even; subnormals become 0). p is 0 where s is -inf or lse is +inf, whatever else there is;
  * d_s is 0 where p is. The columns have nothing to do with each other.
  *
- * With `part` (tiles alone) p and d_s come in three parts, ATTN_LIFT_P times as large. p is as exact as that of micro.h's exp,
+ * With `parts` (tiles alone) p and d_s come in two or three parts, ATTN_LIFT_P times as large. p is as exact as that of micro.h's exp,
  * e^(scale * s + rest - lse - low); and where it is kept, it takes the place of s.
  */
 typedef struct attn_bf16_gradients {
@@ -241,7 +253,8 @@ typedef struct attn_bf16_gradients {
     const float *low;         /* [32]; in parts alone, as keep_p */
     bool keep_p;
     uint16_t *p, *d_s;  /* operands a, m over keys, k over these rows; panels are `down` apart */
-    int64_t down, part; /* from part to part; 0: there is one */
+    int32_t parts;      /* as in a product */
+    int64_t down, part; /* from part to part */
     uint16_t
         *pairs; /* d_s as operand b, k over keys, n over rows in the order of attn__bf16_row; panels are 16 * keys apart */
     int64_t pairs_part;

@@ -83,136 +83,17 @@ static void run_by_vectors(const attn_bf16_product *product) {
 
 /* ---- products by tiles ---- */
 
-/* The order in which parts of floats are multiplied: small products first, each with an operand in common with the one before. */
-static const int8_t part_a[] = {2, 1, 1, 0, 0, 0}, part_b[] = {0, 0, 1, 1, 2, 0};
+#include "block_amx.h"
 
-/*
- * The work on one block of c, 2 x 2 tiles or (single) 2 x 1: steps of four parts each, one for each tile of c. A step multiplies
- * with 32 of k, the last one stores.
- */
-typedef struct block {
-    float *c;
-    const uint16_t *a, *b;                  /* of the next step */
-    int64_t ldc, c_panel, a_panel, b_panel; /* as in attn_bf16_product, ldc in bytes */
-    int64_t a_part, b_part;
-    int32_t left; /* steps that multiply */
-    bool single;
-} block;
-
-INLINE void start_block(block *x, const attn_bf16_product *p, int32_t i, int32_t j) {
-    *x = (block){.c = p->c + 16 * i * p->ldc + j * p->c_panel,
-                 .a = p->a + i * p->a_panel,
-                 .b = p->b + j * p->b_panel,
-                 .ldc = p->ldc * (int64_t)sizeof(float),
-                 .c_panel = p->c_panel,
-                 .a_panel = p->a_panel,
-                 .b_panel = p->b_panel,
-                 .a_part = p->a_part,
-                 .b_part = p->b_part,
-                 .left = p->k / 32,
-                 .single = 16 * j + 16 >= p->n};
-    if (!p->accumulate) {
-        _tile_zero(0);
-        _tile_zero(1);
-        _tile_zero(2);
-        _tile_zero(3);
-        return;
-    }
-    _tile_loadd(0, x->c, x->ldc);
-    _tile_loadd(2, x->c + 4 * x->ldc, x->ldc);
-    if (x->single) return;
-    _tile_loadd(1, x->c + x->c_panel, x->ldc);
-    _tile_loadd(3, x->c + 4 * x->ldc + x->c_panel, x->ldc);
-}
-
-/* Tiles 0 1 / 2 3 are c, 4 and 5 a, 6 and 7 b. */
-INLINE void multiply_part(const block *x, const int part, const bool single) {
-    if (part == 0) {
-        _tile_loadd(6, x->b, 64);
-        _tile_loadd(4, x->a, 64);
-        _tile_dpbf16ps(0, 4, 6);
-    } else if (part == 1 && !single) {
-        _tile_loadd(7, x->b + x->b_panel, 64);
-        _tile_dpbf16ps(1, 4, 7);
-    } else if (part == 2) {
-        _tile_loadd(5, x->a + x->a_panel, 64);
-        _tile_dpbf16ps(2, 5, 6);
-    } else if (part == 3 && !single) {
-        _tile_dpbf16ps(3, 5, 7);
-    }
-}
-
-INLINE void store_part(const block *x, const int part, const bool single) {
-    if (part == 0) {
-        _tile_stored(0, x->c, x->ldc);
-    } else if (part == 1 && !single) {
-        _tile_stored(1, x->c + x->c_panel, x->ldc);
-    } else if (part == 2) {
-        _tile_stored(2, x->c + 4 * x->ldc, x->ldc);
-    } else if (part == 3 && !single) {
-        _tile_stored(3, x->c + 4 * x->ldc + x->c_panel, x->ldc);
-    }
-}
-
-/* The same of floats in three parts: a fourth of six products, tile after tile of c, as six of one would wait for each other. */
-INLINE void multiply_six(const block *x, const int part, const bool single) {
-    UNROLL for (int n = 6 * part; n < 6 * part + 6; n++) {
-        const int step = n / 4, tile = n % 4;
-        const bool new_a = step == 0 || part_a[step] != part_a[step - 1];
-        const bool new_b = step == 0 || part_b[step] != part_b[step - 1];
-        const uint16_t *at_a = x->a + part_a[step] * x->a_part, *at_b = x->b + part_b[step] * x->b_part;
-        if (tile == 0) {
-            if (new_b) _tile_loadd(6, at_b, 64);
-            if (new_a) _tile_loadd(4, at_a, 64);
-            _tile_dpbf16ps(0, 4, 6);
-        } else if (tile == 1 && !single) {
-            if (new_b) _tile_loadd(7, at_b + x->b_panel, 64);
-            _tile_dpbf16ps(1, 4, 7);
-        } else if (tile == 2) {
-            if (new_a) _tile_loadd(5, at_a + x->a_panel, 64);
-            _tile_dpbf16ps(2, 5, 6);
-        } else if (tile == 3 && !single) {
-            _tile_dpbf16ps(3, 5, 7);
-        }
-    }
-}
-
-/* One of four parts of a step. */
-INLINE void do_part(const block *x, const int part, const bool multiply, const bool single, const bool in_parts) {
-    if (!multiply)
-        store_part(x, part, single);
-    else if (in_parts)
-        multiply_six(x, part, single);
-    else
-        multiply_part(x, part, single);
-}
-
-INLINE void next_step(block *x) {
-    x->a += ATTN_BF16_TILE;
-    x->b += ATTN_BF16_TILE;
-    x->left--;
-}
-
-/* A step without anything in between. */
-INLINE void plain_step(block *x, const bool multiply, const bool single, const bool in_parts) {
-    UNROLL16 for (int part = 0; part < 4; part++) do_part(x, part, multiply, single, in_parts);
-    next_step(x);
-}
-
-INLINE void run_block(block *x, const bool single, const bool in_parts) {
-    while (x->left > 0) plain_step(x, true, single, in_parts);
-    plain_step(x, false, single, in_parts);
-}
-
-INLINE void run_by_tiles(const attn_bf16_product *p, const bool in_parts) {
+INLINE void run_by_tiles(const attn_bf16_product *p, const int parts) {
     for (int32_t j = 0; 16 * j < p->n; j += 2) {
         for (int32_t i = 0; 16 * i < p->m; i += 2) {
             block x;
             start_block(&x, p, i, j);
             if (x.single)
-                run_block(&x, true, in_parts);
+                run_block(&x, true, parts);
             else
-                run_block(&x, false, in_parts);
+                run_block(&x, false, parts);
         }
     }
 }
@@ -224,10 +105,12 @@ void attn__bf16_run(const attn_bf16_product *product) {
         return;
     }
     MEMORY_IS_WRITTEN;
-    if (p.a_part)
-        run_by_tiles(&p, true);
+    if (p.parts == 3)
+        run_by_tiles(&p, 3);
+    else if (p.parts == 2)
+        run_by_tiles(&p, 2);
     else
-        run_by_tiles(&p, false);
+        run_by_tiles(&p, 1);
     MEMORY_IS_WRITTEN;
 }
 
@@ -357,9 +240,9 @@ bool attn__bf16_finite(const uint16_t *from, int64_t row, int32_t rows, int32_t 
     return is_finite(most);
 }
 
-/* ---- floats in three parts ---- */
+/* ---- floats in three parts, halves in two ---- */
 
-/* What 32 columns of words have met: the largest first or third part, the smallest first, less 1, and what three parts leave. */
+/* What 32 columns of words have met: the largest first or third part, the smallest first, less 1, and what the parts leave. */
 typedef struct finds {
     words most, least, rest;
 } finds;
@@ -376,24 +259,30 @@ INLINE __m512 round_to_bf16(__m512 x) {
     return _mm512_castsi512_ps(_mm512_and_si512(bits, _mm512_set1_epi32((int)0xffff0000)));
 }
 
-/* 32 floats, in two vectors. What two roundings leave has no more than the 8 bits of a third part, unless it is subnormal. */
-INLINE void split_32(__m512i parts[3], finds *f, __m512 a, __m512 b) {
+/*
+ * 32 floats, in two vectors. What two roundings leave has no more than the 8 bits of a third part, unless it is subnormal; of halves nothing
+ * is left, but of infinities and NaN.
+ */
+INLINE void split_32(__m512i to[3], finds *f, __m512 a, __m512 b, const int parts) {
     const __m512i size = _mm512_set1_epi16(INT16_MAX);
     for (int n = 0; n < 2; n++) {
         const __m512 x = round_to_bf16(a), y = round_to_bf16(b);
-        parts[n] = high_halves(x, y);
+        to[n] = high_halves(x, y);
         a = _mm512_sub_ps(a, x);
         b = _mm512_sub_ps(b, y);
     }
-    parts[2] = high_halves(a, b);
-    const __m512i first = _mm512_and_si512(parts[0], size);
-    f->most = _mm512_max_epu16(f->most, _mm512_max_epu16(first, _mm512_and_si512(parts[2], size)));
-    f->least = _mm512_min_epu16(f->least, _mm512_sub_epi16(first, _mm512_set1_epi16(1)));
     f->rest = _mm512_or_si512(f->rest, _mm512_or_si512(_mm512_castps_si512(a), _mm512_castps_si512(b)));
+    if (parts == 2) return;
+    to[2] = high_halves(a, b);
+    const __m512i first = _mm512_and_si512(to[0], size);
+    f->most = _mm512_max_epu16(f->most, _mm512_max_epu16(first, _mm512_and_si512(to[2], size)));
+    f->least = _mm512_min_epu16(f->least, _mm512_sub_epi16(first, _mm512_set1_epi16(1)));
 }
 
-INLINE int what_is_odd(const finds *f) {
+INLINE int what_is_odd(const finds *f, const int parts) {
     const __m512i out = _mm512_set1_epi16((short)ATTN_SPLIT_MOST), tiny = _mm512_set1_epi16((short)(ATTN_SPLIT_LEAST - 1));
+    if (parts == 2) /* but for the sign: rounding down, x - x is -0 */
+        return _mm512_test_epi32_mask(f->rest, _mm512_set1_epi32(INT32_MAX)) ? ATTN_SPLIT_OUT | ATTN_SPLIT_IS_LARGE : 0;
     int odd = _mm512_cmpgt_epu16_mask(f->most, out) ? ATTN_SPLIT_OUT : 0;
     if (_mm512_cmplt_epu16_mask(f->least, tiny) || _mm512_test_epi32_mask(f->rest, _mm512_set1_epi32(0xffff)))
         odd |= ATTN_SPLIT_TINY;
@@ -401,45 +290,54 @@ INLINE int what_is_odd(const finds *f) {
     return odd;
 }
 
+/* Of 16 numbers at `from`, those that are there. */
+INLINE __m512 numbers(const char *from, __mmask16 there, const int parts) {
+    if (parts == 2) return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(there, from));
+    return _mm512_maskz_loadu_ps(there, from);
+}
+
 /*
- * The parts of a square of 32 x 32 floats, times the factor, of which so many rows and dims are there; row i of part n is at to[n] + 32 i, and the second
- * half of the rows `half` further on. The square at `next`, if that is not NULL, is asked for.
+ * The parts of a square of 32 x 32 numbers, times the factor, of which so many rows and dims are there; row i of part n is at to[n] + 32 i, and the second
+ * half of the rows `half` further on. Rows of numbers are `row` bytes apart. The square at `next`, if that is not NULL, is asked for.
  */
-INLINE void split_square(uint16_t *const to[3], int64_t half, const float *from, const float *next, int64_t row,
-                         int32_t rows, int32_t dims, __m512 factor, finds *f) {
+INLINE void split_square(uint16_t *const to[3], int64_t half, const char *from, const char *next, int64_t row, int32_t rows,
+                         int32_t dims, __m512 factor, finds *f, const int parts) {
     const __mmask32 there = first_of_32(dims);
+    const int64_t vector = parts == 2 ? 32 : 64;
     for (int32_t i = 0; i < 32; i++) {
         const int64_t at = 32 * i + (i < 16 ? 0 : half);
-        __m512i parts[3] = {_mm512_setzero_si512(), _mm512_setzero_si512(), _mm512_setzero_si512()};
+        __m512i of[3] = {_mm512_setzero_si512(), _mm512_setzero_si512(), _mm512_setzero_si512()};
         if (i < rows)
-            split_32(parts, f, _mm512_mul_ps(factor, _mm512_maskz_loadu_ps((__mmask16)there, from + i * row)),
-                     _mm512_mul_ps(factor, _mm512_maskz_loadu_ps((__mmask16)(there >> 16), from + i * row + 16)));
+            split_32(of, f, _mm512_mul_ps(factor, numbers(from + i * row, (__mmask16)there, parts)),
+                     _mm512_mul_ps(factor, numbers(from + i * row + vector, (__mmask16)(there >> 16), parts)), parts);
         if (next && i < rows) { /* there it has no fewer */
-            _mm_prefetch((const char *)(next + i * row), _MM_HINT_T0);
-            _mm_prefetch((const char *)(next + i * row + 16), _MM_HINT_T0);
+            _mm_prefetch(next + i * row, _MM_HINT_T0);
+            if (parts == 3) _mm_prefetch(next + i * row + vector, _MM_HINT_T0);
         }
-        for (int n = 0; n < 3; n++) _mm512_storeu_si512(to[n] + at, parts[n]);
+        for (int n = 0; n < parts; n++) _mm512_storeu_si512(to[n] + at, of[n]);
     }
 }
 
-/* As pack, of floats. one: what is to be done with a square of a part; NULL: its rows are those of the tiles. */
-INLINE int split(pack_square *one, const bool k_is_dims, uint16_t *to, int64_t part, const float *from, int64_t row,
-                 int32_t rows, int32_t dim, float factor) {
-    const int64_t panel = attn__ceil_div(k_is_dims ? dim : rows, 32) * ATTN_BF16_TILE;
+/* As pack, of numbers in parts. one: what is to be done with a square of a part; NULL: its rows are those of the tiles. */
+INLINE int split(pack_square *one, const bool k_is_dims, uint16_t *to, int64_t part, const attn_bf16_numbers *of,
+                 int32_t rows, int32_t dim, const int parts) {
+    const int64_t panel = attn__ceil_div(k_is_dims ? dim : rows, 32) * ATTN_BF16_TILE, size = parts == 2 ? 2 : 4,
+                  row = of->row * size;
     finds f = {_mm512_setzero_si512(), _mm512_set1_epi16(-1), _mm512_setzero_si512()};
     words unused = _mm512_setzero_si512();
     _Alignas(64) uint16_t copy[3][32 * 32];
     for (int32_t i = 0; i < rows; i += 32) {
         for (int32_t x = 0; x < dim; x += 32) {
             const int32_t n = k_is_dims ? i : x, k = k_is_dims ? x : i;
-            const float *at = from + i * row + x, *next = x + 32 < dim     ? at + 32
-                                                          : i + 64 <= rows ? at - x + 32 * row
-                                                                           : NULL;
+            const char *at = (const char *)of->from + i * row + x * size, *next = x + 32 < dim ? at + 32 * size
+                                                                                  : i + 64 <= rows
+                                                                                      ? at - x * size + 32 * row
+                                                                                      : NULL;
             uint16_t *tile = to + n / 16 * panel + k / 32 * ATTN_BF16_TILE;
             uint16_t *const copies[] = {copy[0], copy[1], copy[2]}, *const tiles[] = {tile, tile + part, tile + 2 * part};
             split_square(one ? copies : tiles, one ? 0 : panel - ATTN_BF16_TILE, at, next, row, rows - i, dim - x,
-                         _mm512_set1_ps(factor), &f);
-            for (int p = 0; one && p < 3; p++) {
+                         _mm512_set1_ps(of->factor), &f, parts);
+            for (int p = 0; one && p < parts; p++) {
                 square q;
                 q.data = copy[p];
                 q.row = 32;
@@ -447,28 +345,18 @@ INLINE int split(pack_square *one, const bool k_is_dims, uint16_t *to, int64_t p
             }
         }
     }
-    return what_is_odd(&f);
+    return what_is_odd(&f, parts);
 }
 
-int attn__bf16_split_rows(uint16_t *a, int64_t part, const float *from, int64_t row, int32_t rows, int32_t dim,
-                          float factor) {
-    return split(NULL, true, a, part, from, row, rows, dim, factor);
-}
-
-int attn__bf16_split_columns(uint16_t *a, int64_t part, const float *from, int64_t row, int32_t rows, int32_t dim,
-                             float factor) {
-    return split(square_of_columns, false, a, part, from, row, rows, dim, factor);
-}
-
-int attn__bf16_split_dims(uint16_t *b, int64_t part, const float *from, int64_t row, int32_t rows, int32_t dim,
-                          float factor) {
-    return split(square_of_dims, true, b, part, from, row, rows, dim, factor);
-}
-
-int attn__bf16_split_pairs(uint16_t *b, int64_t part, const float *from, int64_t row, int32_t rows, int32_t dim,
-                           float factor) {
-    return split(square_of_pairs, false, b, part, from, row, rows, dim, factor);
-}
+#define SPLIT(name, one, k_is_dims)                                                                                        \
+    int attn__bf16_split_##name(uint16_t *to, int64_t part, const attn_bf16_numbers *of, int32_t rows, int32_t dim) {      \
+        return of->dtype == ATTN_F16 ? split(one, k_is_dims, to, part, of, rows, dim, 2)                                   \
+                                     : split(one, k_is_dims, to, part, of, rows, dim, 3);                                  \
+    }
+SPLIT(rows, NULL, true)
+SPLIT(columns, square_of_columns, false)
+SPLIT(dims, square_of_dims, true)
+SPLIT(pairs, square_of_pairs, false)
 
 /* ---- softmax ---- */
 
@@ -485,12 +373,12 @@ INLINE __m512i join(__m512 even, __m512 odd) {
  * 1.5e-7 with rounding. It counts on results below 2^-126 being made 0 by the processor: subnormals would take 200 cycles. 2^-inf is 0, for reduce makes 0
  * of infinities.
  */
-INLINE __m512 exp2_times(__m512 t, const bool in_parts) {
+INLINE __m512 exp2_times(__m512 t, const int parts) {
     static const float first = 1.877576683e-3f, first_shifted = 1.877576683e-3f * ATTN_SPLIT_SHIFT;
-    const float factor = in_parts ? ATTN_SPLIT_SHIFT : 1;
+    const float factor = parts > 1 ? ATTN_SPLIT_SHIFT : 1;
     __m512 f = _mm512_reduce_ps(t, _MM_FROUND_TO_NEG_INF), y;
     /* Loaded each time, on ports that have nothing else to do: a copy of a register takes the place of an operation. */
-    __asm__ volatile("vbroadcastss %1, %0" : "=v"(y) : "m"(*(in_parts ? &first_shifted : &first)));
+    __asm__ volatile("vbroadcastss %1, %0" : "=v"(y) : "m"(*(parts > 1 ? &first_shifted : &first)));
     y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(8.989340142e-3f * factor));
     y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(5.582631793e-2f * factor));
     y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(2.401536171e-1f * factor));
@@ -499,7 +387,7 @@ INLINE __m512 exp2_times(__m512 t, const bool in_parts) {
     return _mm512_scalef_ps(y, t);
 }
 
-INLINE __m512 exp2_of(__m512 t) { return exp2_times(t, false); }
+INLINE __m512 exp2_of(__m512 t) { return exp2_times(t, 1); }
 
 /* Products done in the shade of something else: `steps` of them are owed for every `groups` groups of vectors. */
 typedef struct shade {
@@ -525,11 +413,11 @@ INLINE void shade_move(shade *d) {
     if (d->at < d->end) start_block(&d->x, d->at, d->i, d->j);
 }
 
-INLINE void shade_step(shade *d, const bool in_parts) {
+INLINE void shade_step(shade *d, const int parts) {
     if (d->x.single)
-        plain_step(&d->x, d->x.left > 0, true, in_parts);
+        plain_step(&d->x, d->x.left > 0, true, parts);
     else
-        plain_step(&d->x, d->x.left > 0, false, in_parts);
+        plain_step(&d->x, d->x.left > 0, false, parts);
     shade_move(d);
 }
 
@@ -537,14 +425,14 @@ INLINE void shade_step(shade *d, const bool in_parts) {
  * Work in four parts, WORK(part), each followed by a part of a step where one is owed. All three cases are written out, so that
  * the parts are plain sequences of instructions.
  */
-#define IN_SHADE(d, in_parts, WORK)                                                                                        \
+#define IN_SHADE(d, parts, WORK)                                                                                           \
     do {                                                                                                                   \
         (d)->owed += (d)->steps;                                                                                           \
         if ((d)->owed < (d)->groups || (d)->x.single) {                                                                    \
             UNROLL16 for (int part = 0; part < 4; part++) { WORK(part); }                                                  \
         } else if ((d)->x.left > 0) {                                                                                      \
             UNROLL16 for (int part = 0; part < 4; part++) {                                                                \
-                do_part(&(d)->x, part, true, false, in_parts);                                                             \
+                do_part(&(d)->x, part, true, false, parts);                                                                \
                 WORK(part);                                                                                                \
                 MEMORY_IS_WRITTEN;                                                                                         \
             }                                                                                                              \
@@ -553,7 +441,7 @@ INLINE void shade_step(shade *d, const bool in_parts) {
             (d)->owed -= (d)->groups;                                                                                      \
         } else {                                                                                                           \
             UNROLL16 for (int part = 0; part < 4; part++) {                                                                \
-                do_part(&(d)->x, part, false, false, in_parts);                                                            \
+                do_part(&(d)->x, part, false, false, parts);                                                               \
                 WORK(part);                                                                                                \
                 MEMORY_IS_WRITTEN;                                                                                         \
             }                                                                                                              \
@@ -561,13 +449,13 @@ INLINE void shade_step(shade *d, const bool in_parts) {
             shade_move(d);                                                                                                 \
             (d)->owed -= (d)->groups;                                                                                      \
         }                                                                                                                  \
-        for (; (d)->owed >= (d)->groups; (d)->owed -= (d)->groups) shade_step(d, in_parts);                                \
+        for (; (d)->owed >= (d)->groups; (d)->owed -= (d)->groups) shade_step(d, parts);                                   \
     } while (0)
 
 enum { GROUP = 8, MAX_GROUP = 64 }; /* keys whose p are made, whose maximum is found, during a step */
 
 /* The largest of a column of s. What is not a number is passed over. */
-INLINE __m512 column_max(const float *s, int32_t keys, shade *d, const bool in_parts) {
+INLINE __m512 column_max(const float *s, int32_t keys, shade *d, const int parts) {
     __m512 a = _mm512_set1_ps(-INFINITY), b = a, c = a, e = a;
     for (; keys >= MAX_GROUP; keys -= MAX_GROUP, s += 16 * MAX_GROUP) {
 #define MAX_PART(part)                                                                                                     \
@@ -577,7 +465,7 @@ INLINE __m512 column_max(const float *s, int32_t keys, shade *d, const bool in_p
         c = _mm512_max_ps(_mm512_loadu_ps(s + 16 * (i + 2)), c);                                                           \
         e = _mm512_max_ps(_mm512_loadu_ps(s + 16 * (i + 3)), e);                                                           \
     }
-        IN_SHADE(d, in_parts, MAX_PART);
+        IN_SHADE(d, parts, MAX_PART);
     }
     for (; keys > 0; keys--, s += 16) a = _mm512_max_ps(_mm512_loadu_ps(s), a);
     return _mm512_max_ps(_mm512_max_ps(a, b), _mm512_max_ps(c, e));
@@ -590,7 +478,7 @@ typedef struct column {
     int64_t part;                /* as p_part */
 } column;
 
-/* The higher halves of two vectors, their elements in turn, and what is below them: three times that is all. */
+/* The higher halves of two vectors, their elements in turn, and what is below them: three times that is all. Of two parts the second is rounded. */
 INLINE __m512i take_part(__m512 *even, __m512 *odd) {
     const __m512i high = _mm512_set1_epi32((int)0xffff0000);
     __m512i low = _mm512_bsrli_epi128(_mm512_castps_si512(*even), 2), both;
@@ -602,61 +490,61 @@ INLINE __m512i take_part(__m512 *even, __m512 *odd) {
 }
 
 /* p of two keys into a row of a tile. */
-INLINE void exp_pair(const column *c, __m512 *sum, uint16_t *p, const float *s, const bool in_parts) {
+INLINE void exp_pair(const column *c, __m512 *sum, uint16_t *p, const float *s, const int parts) {
     __m512 even = _mm512_loadu_ps(s), odd = _mm512_loadu_ps(s + 16);
     KEEP(even);
     KEEP(odd);
     even = _mm512_mul_ps(even, c->scale);
     odd = _mm512_mul_ps(odd, c->scale);
-    if (!in_parts) {
+    if (parts == 1) {
         even = exp2_of(_mm512_fmadd_ps(even, c->factor, c->minus));
         odd = exp2_of(_mm512_fmadd_ps(odd, c->factor, c->minus));
         _mm512_storeu_si512(p, join(even, odd));
     } else {
-        even = exp2_times(_mm512_mul_ps(_mm512_add_ps(even, c->minus), c->factor), true);
-        odd = exp2_times(_mm512_mul_ps(_mm512_add_ps(odd, c->minus), c->factor), true);
+        even = exp2_times(_mm512_mul_ps(_mm512_add_ps(even, c->minus), c->factor), parts);
+        odd = exp2_times(_mm512_mul_ps(_mm512_add_ps(odd, c->minus), c->factor), parts);
     }
     *sum = _mm512_add_ps(*sum, _mm512_add_ps(even, odd));
-    for (int n = 0; in_parts && n < 3; n++) _mm512_storeu_si512(p + n * c->part, take_part(&even, &odd));
+    for (int n = 0; parts > 1 && n < parts; n++)
+        _mm512_storeu_si512(p + n * c->part, parts == 2 && n == 1 ? join(even, odd) : take_part(&even, &odd));
 }
 
 /* p of a column's keys, in whole groups. */
-INLINE void exp_groups(column *c, uint16_t *p, const float *s, int32_t keys, shade *d, const bool in_parts) {
+INLINE void exp_groups(column *c, uint16_t *p, const float *s, int32_t keys, shade *d, const int parts) {
     column x = *c; /* of which nobody has the address: it stays in registers */
     for (; keys >= GROUP; keys -= GROUP, s += 16 * GROUP, p += 16 * GROUP) {
         __m512 sum = _mm512_setzero_ps(); /* short sums keep the rounding error small */
-#define EXP_PART(part) exp_pair(&x, &sum, p + 32 * part, s + 32 * part, in_parts)
-        IN_SHADE(d, in_parts, EXP_PART);
+#define EXP_PART(part) exp_pair(&x, &sum, p + 32 * part, s + 32 * part, parts)
+        IN_SHADE(d, parts, EXP_PART);
         x.sum = _mm512_add_ps(x.sum, sum);
     }
     *c = x;
 }
 
 /* The last keys, fewer than a group, the last pair completed with -inf; then zeros to the end of the tile. */
-static void exp_rest(column *c, uint16_t *p, const float *s, int32_t keys, int32_t end) {
-    const bool in_parts = c->part != 0;
+static void exp_rest(column *c, uint16_t *p, const float *s, int32_t keys, int32_t end, const int parts) {
     __m512 sum = _mm512_setzero_ps();
     int32_t j = 0;
-    for (; j + 1 < keys; j += 2, s += 32, p += 32) exp_pair(c, &sum, p, s, in_parts);
+    for (; j + 1 < keys; j += 2, s += 32, p += 32) exp_pair(c, &sum, p, s, parts);
     if (j < keys) {
         float pair[32];
         _mm512_storeu_ps(pair, _mm512_loadu_ps(s));
         _mm512_storeu_ps(pair + 16, _mm512_set1_ps(-INFINITY));
-        exp_pair(c, &sum, p, pair, in_parts);
+        exp_pair(c, &sum, p, pair, parts);
         j += 2, p += 32;
     }
     for (; j < end; j += 2, p += 32)
-        for (int n = 0; n < (in_parts ? 3 : 1); n++) _mm512_storeu_si512(p + n * c->part, _mm512_setzero_si512());
+        for (int n = 0; n < parts; n++) _mm512_storeu_si512(p + n * c->part, _mm512_setzero_si512());
     c->sum = _mm512_add_ps(c->sum, sum);
 }
 
-INLINE void exp_column(column *c, const attn_bf16_softmax *m, int32_t r, shade *d, const bool in_parts) {
+INLINE void exp_column(column *c, const attn_bf16_softmax *m, int32_t r, shade *d, const int parts) {
     const float *s = m->s + r / 16 * m->s_panel;
     uint16_t *p = m->p + r / 16 * m->p_panel;
     int32_t whole = m->keys / GROUP * GROUP, end = (int32_t)attn__bf16_pad(m->keys);
     c->sum = _mm512_setzero_ps();
-    exp_groups(c, p, s, m->keys, d, in_parts);
-    if (whole < end) exp_rest(c, p + (ptrdiff_t)16 * whole, s + (ptrdiff_t)16 * whole, m->keys - whole, end - whole);
+    exp_groups(c, p, s, m->keys, d, parts);
+    if (whole < end) exp_rest(c, p + (ptrdiff_t)16 * whole, s + (ptrdiff_t)16 * whole, m->keys - whole, end - whole, parts);
 }
 
 #define LARGE 0x1p20f
@@ -675,21 +563,21 @@ static void scale_large(float *s, int32_t keys, column *c, __mmask16 large) {
 }
 
 /* 16 columns from r on. */
-INLINE void softmax_columns(const attn_bf16_softmax *m, int32_t r, shade *d, const bool in_parts) {
+INLINE void softmax_columns(const attn_bf16_softmax *m, int32_t r, shade *d, const int parts) {
     const __m512 none = _mm512_set1_ps(-INFINITY), before = _mm512_loadu_ps(m->max + r);
     float *s = m->s + r / 16 * m->s_panel;
     const __m512 factor = _mm512_set1_ps(m->factor);
     column c = {.scale = _mm512_set1_ps(m->scale), .factor = factor, .part = m->p_part};
-    __m512 most = _mm512_mul_ps(column_max(s, m->keys, d, in_parts), c.scale);
-    if (!in_parts) most = _mm512_mul_ps(most, factor);
+    __m512 most = _mm512_mul_ps(column_max(s, m->keys, d, parts), c.scale);
+    if (parts == 1) most = _mm512_mul_ps(most, factor);
     most = _mm512_max_ps(most, before);
     __m512 base = _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(most, none, _CMP_NEQ_UQ), most);
     __mmask16 large = _mm512_cmp_ps_mask(_mm512_abs_ps(base), _mm512_set1_ps(LARGE), _CMP_GT_OQ);
-    if (large && !in_parts) scale_large(s, m->keys, &c, large);
+    if (large && parts == 1) scale_large(s, m->keys, &c, large);
     c.minus = _mm512_sub_ps(_mm512_setzero_ps(), base);
-    exp_column(&c, m, r, d, in_parts);
+    exp_column(&c, m, r, d, parts);
     __m512 alpha = _mm512_sub_ps(before, base);
-    alpha = exp2_of(in_parts ? _mm512_mul_ps(alpha, factor) : alpha);
+    alpha = exp2_of(parts > 1 ? _mm512_mul_ps(alpha, factor) : alpha);
     alpha = _mm512_mask_mov_ps(alpha, _mm512_cmp_ps_mask(before, base, _CMP_EQ_OQ), _mm512_set1_ps(1.0f));
     _mm512_storeu_ps(m->max + r, most);
     _mm512_storeu_ps(m->alpha + r, alpha);
@@ -705,28 +593,34 @@ INLINE uint32_t swap_mode(uint32_t mode) {
 }
 
 INLINE void softmax_in_shade(const attn_bf16_softmax *m, const attn_bf16_product *products, int32_t count,
-                             const bool in_parts) {
+                             const int parts) {
     const int64_t groups = (int64_t)(m->keys / GROUP + m->keys / MAX_GROUP) * (m->width / 16);
     shade d;
     shade_make(&d, products, count, groups > 0 ? groups : 1);
-    for (int32_t r = 0; r < m->width; r += 16) softmax_columns(m, r, &d, in_parts);
-    while (d.at < d.end) shade_step(&d, in_parts);
+    for (int32_t r = 0; r < m->width; r += 16) softmax_columns(m, r, &d, parts);
+    while (d.at < d.end) shade_step(&d, parts);
 }
 
-/* A function each: where both share one, the compiler keeps less of either in registers. */
+/* A function each: where they share one, the compiler keeps less of either in registers. */
 static __attribute__((noinline)) void softmax_of_bf16(const attn_bf16_softmax *m, const attn_bf16_product *products,
                                                       int32_t count) {
-    softmax_in_shade(m, products, count, false);
+    softmax_in_shade(m, products, count, 1);
+}
+static __attribute__((noinline)) void softmax_of_halves(const attn_bf16_softmax *m, const attn_bf16_product *products,
+                                                        int32_t count) {
+    softmax_in_shade(m, products, count, 2);
 }
 static __attribute__((noinline)) void softmax_of_floats(const attn_bf16_softmax *m, const attn_bf16_product *products,
                                                         int32_t count) {
-    softmax_in_shade(m, products, count, true);
+    softmax_in_shade(m, products, count, 3);
 }
 
 void attn__bf16_softmax(const attn_bf16_softmax *step, const attn_bf16_product *products, int32_t count) {
     uint32_t mode = swap_mode(DEFAULT_MODE | FLUSH_TO_ZERO);
     const bool by_vectors = count > 0 && products->by_vectors;
-    (step->p_part ? softmax_of_floats : softmax_of_bf16)(step, products, by_vectors ? 0 : count);
+    (step->parts == 3   ? softmax_of_floats
+     : step->parts == 2 ? softmax_of_halves
+                        : softmax_of_bf16)(step, products, by_vectors ? 0 : count);
     for (int32_t n = 0; by_vectors && n < count; n++) run_by_vectors(&products[n]);
     swap_mode(mode);
 }
@@ -762,13 +656,13 @@ INLINE __m512 exp_lifted(__m512 x, __m512 rest, __mmask16 allowed) {
 }
 
 /* 16 rows and one key. plain: no slope, no rest, p not kept, and every lse is a finite number, so that -inf in s makes p = 0 by itself. */
-INLINE pair_of gradient(const attn_bf16_gradients *m, const lanes *c, int64_t at, const bool plain, const bool in_parts) {
+INLINE pair_of gradient(const attn_bf16_gradients *m, const lanes *c, int64_t at, const bool plain, const int parts) {
     const __m512 log2e = _mm512_set1_ps(1.44269504088896340736f);
     __m512 s = _mm512_loadu_ps(m->s + at);
     __mmask16 allowed = (__mmask16)-1;
     if (!plain) allowed = _mm512_cmp_ps_mask(s, _mm512_set1_ps(-INFINITY), _CMP_NEQ_UQ) & c->has_key;
     pair_of x;
-    if (in_parts) { /* what the difference rounds off is not lost */
+    if (parts > 1) { /* what the difference rounds off is not lost */
         s = _mm512_mul_ps(s, _mm512_set1_ps(m->scale));
         KEEP(s);
         const __m512 t = _mm512_sub_ps(s, c->lse);
@@ -788,14 +682,14 @@ INLINE pair_of gradient(const attn_bf16_gradients *m, const lanes *c, int64_t at
     }
     __m512 d = _mm512_fmsub_ps(_mm512_loadu_ps(m->d_p + at), _mm512_set1_ps(m->keep), c->delta), p = x.p;
     if (!plain && m->slope) d = _mm512_mul_ps(d, _mm512_loadu_ps(m->slope + at));
-    if (in_parts)
+    if (parts > 1)
         p = _mm512_mul_ps(
             p, _mm512_set1_ps(1 / ATTN_LIFT_P)); /* d is lifted: the difference shall not be subnormal, which is 0 here */
     x.d_s = _mm512_maskz_mul_ps(_mm512_cmp_ps_mask(p, _mm512_setzero_ps(), _CMP_NEQ_UQ), p, d);
     return x;
 }
 
-/* The higher halves of 32 numbers, and what is below them: three times that is all. */
+/* The higher halves of 32 numbers, and what is below them: three times that is all. Of two parts the second is rounded. */
 INLINE __m512i take_halves(__m512 *low, __m512 *high) {
     const __m512i mask = _mm512_set1_epi32((int)0xffff0000);
     const __m512i both = high_halves(*low, *high);
@@ -806,37 +700,51 @@ INLINE __m512i take_halves(__m512 *low, __m512 *high) {
 
 /* One key: a row of a tile of p and one of d_s, of each part. That of d_s is returned. */
 INLINE void gradient_row(__m512i d_s[3], const attn_bf16_gradients *m, const lanes c[2], int32_t j, const bool plain,
-                         const bool in_parts) {
-    pair_of low = gradient(m, &c[0], (int64_t)j * 16, plain, in_parts),
-            high = gradient(m, &c[1], (int64_t)j * 16 + m->panel, plain, in_parts);
+                         const int parts) {
+    pair_of low = gradient(m, &c[0], (int64_t)j * 16, plain, parts),
+            high = gradient(m, &c[1], (int64_t)j * 16 + m->panel, plain, parts);
     int64_t to = j / 16 * m->down + (ptrdiff_t)(j % 16) * 32;
-    if (!in_parts) {
+    if (parts == 1) {
         d_s[0] = (__m512i)_mm512_cvtne2ps_pbh(high.d_s, low.d_s);
         _mm512_storeu_si512(m->p + to, (__m512i)_mm512_cvtne2ps_pbh(high.p, low.p));
         _mm512_storeu_si512(m->d_s + to, d_s[0]);
         return;
     }
-    UNROLL for (int n = 0; n < 3; n++, to += m->part) {
-        _mm512_storeu_si512(m->p + to, take_halves(&low.p, &high.p));
-        d_s[n] = take_halves(&low.d_s, &high.d_s);
+    UNROLL for (int n = 0; n < parts; n++, to += m->part) {
+        const bool is_rounded = parts == 2 && n == 1;
+        _mm512_storeu_si512(m->p + to,
+                            is_rounded ? (__m512i)_mm512_cvtne2ps_pbh(high.p, low.p) : take_halves(&low.p, &high.p));
+        d_s[n] = is_rounded ? (__m512i)_mm512_cvtne2ps_pbh(high.d_s, low.d_s) : take_halves(&low.d_s, &high.d_s);
         _mm512_storeu_si512(m->d_s + to, d_s[n]);
     }
 }
 
-INLINE void gradient_keys(const attn_bf16_gradients *step, const lanes c[2], const bool plain, const bool in_parts) {
+INLINE void gradient_keys(const attn_bf16_gradients *step, const lanes c[2], const bool plain, const int parts) {
     attn_bf16_gradients m = *step;
-    if (in_parts) m.keep *= ATTN_LIFT_P;
+    if (parts > 1) m.keep *= ATTN_LIFT_P;
     for (int32_t j = 0; j < m.keys; j += 2) {
         __m512i even[3], odd[3];
-        gradient_row(even, &m, c, j, plain, in_parts);
-        gradient_row(odd, &m, c, j + 1, plain, in_parts);
+        gradient_row(even, &m, c, j, plain, parts);
+        gradient_row(odd, &m, c, j + 1, plain, parts);
         uint16_t *pairs = m.pairs + (ptrdiff_t)16 * j;
-        for (int n = 0; n < (in_parts ? 3 : 1); n++, pairs += m.pairs_part) {
+        for (int n = 0; n < parts; n++, pairs += m.pairs_part) {
             _mm512_storeu_si512(pairs, _mm512_unpacklo_epi16(even[n], odd[n]));
             _mm512_storeu_si512(pairs + (ptrdiff_t)16 * m.keys, _mm512_unpackhi_epi16(even[n], odd[n]));
         }
     }
 }
+
+typedef void gradients_of(const attn_bf16_gradients *step, const lanes c[2]);
+#define GRADIENTS_OF(name, is_plain, parts)                                                                                \
+    static __attribute__((noinline)) void name(const attn_bf16_gradients *step, const lanes c[2]) {                        \
+        gradient_keys(step, c, is_plain, parts);                                                                           \
+    }
+GRADIENTS_OF(gradients_of_bf16, false, 1)
+GRADIENTS_OF(plain_of_bf16, true, 1)
+GRADIENTS_OF(gradients_of_halves, false, 2)
+GRADIENTS_OF(plain_of_halves, true, 2)
+GRADIENTS_OF(gradients_of_floats, false, 3)
+GRADIENTS_OF(plain_of_floats, true, 3)
 
 void attn__bf16_gradients(const attn_bf16_gradients *step) {
     uint32_t mode = swap_mode(DEFAULT_MODE | FLUSH_TO_ZERO);
@@ -846,19 +754,14 @@ void attn__bf16_gradients(const attn_bf16_gradients *step) {
     for (int n = 0; n < 2; n++) {
         c[n].lse = _mm512_loadu_ps(step->lse + (ptrdiff_t)16 * n);
         c[n].delta = _mm512_loadu_ps(step->delta + (ptrdiff_t)16 * n);
-        if (step->part) c[n].delta = _mm512_mul_ps(c[n].delta, _mm512_set1_ps(ATTN_LIFT_P));
-        c[n].low = step->part ? _mm512_loadu_ps(step->low + (ptrdiff_t)16 * n) : _mm512_setzero_ps();
+        if (step->parts > 1) c[n].delta = _mm512_mul_ps(c[n].delta, _mm512_set1_ps(ATTN_LIFT_P));
+        c[n].low = step->parts > 1 ? _mm512_loadu_ps(step->low + (ptrdiff_t)16 * n) : _mm512_setzero_ps();
         c[n].has_key = _mm512_cmp_ps_mask(c[n].lse, none, _CMP_NEQ_UQ);
         plain &= _mm512_cmp_ps_mask(_mm512_abs_ps(c[n].lse), none, _CMP_LT_OQ) == 0xffff;
     }
-    if (step->part && plain)
-        gradient_keys(step, c, true, true);
-    else if (step->part)
-        gradient_keys(step, c, false, true);
-    else if (plain)
-        gradient_keys(step, c, true, false);
-    else
-        gradient_keys(step, c, false, false);
+    gradients_of *const of[][2] = {
+        {gradients_of_bf16, plain_of_bf16}, {gradients_of_halves, plain_of_halves}, {gradients_of_floats, plain_of_floats}};
+    of[attn__max32(step->parts, 1) - 1][plain](step, c);
     swap_mode(mode);
 }
 

@@ -1,6 +1,6 @@
 /*
  * The backward by products of bf16 (bf16.h): what bwd.c does with a strip of keys, for sequences that are not narrow, q, k, v and o all bf16; or, by tiles
- * of AMX, all float32, as three bf16 each.
+ * of AMX, all float32, as three bf16 each, or all f16, as two.
  *
  * The strip's keys and values are packed into operands once, and so are q and d_o of each query tile (tile_rows). A tile meets the
  * strip in blocks of up to KEYS keys, and a block part by part, 32 rows each:
@@ -15,7 +15,7 @@
  * Masked pairs have p = d_s = 0, which must not meet NaN or infinity (C2). The operands of the last three products have zeros in
  * their place; what that leaves out is added one by one, for the pairs that are allowed.
  *
- * float32: of rows and keys with numbers that are too large to be lifted (bf16.h), or none, every pair that is allowed is worked by itself, in double
+ * In parts: of rows and keys with numbers that are too large to be lifted (bf16.h), or none, every pair that is allowed is worked by itself, in double
  * (work_pair), from the score that everybody else has: of tiles or, where there are no parts, of bwd.c. The operands of its row or key are zeros, and so are its p and d_s, so that nobody else's bits change; what it gives is summed up by itself, too.
  */
 #include "bf16.h"
@@ -63,6 +63,7 @@ typedef struct scratch {
     float *out, *row;              /* [16][dim]; see tile_adjust */
     float *lse, *low, *delta;      /* [rows]; low: what lse as float has no room for */
     float *sum_p, *most_p;         /* [keys of a strip]: over the rows, where it matters that few weigh (attn__mixed) */
+    float *pair;                   /* q, d_o, k and v of an odd pair */
     float *odd_q, *odd_k, *odd_v;  /* of odd pairs: d_q of the tile, d_k and d_v of the strip, [row or key][dim] */
 } scratch;
 
@@ -71,26 +72,27 @@ static int64_t lay_out(scratch *m, char *at, const attn_plan *plan) {
     const attn_problem *p = &plan->problem;
     int64_t qk = attn__bf16_pad(p->dim_qk), v = attn__bf16_pad(p->dim_v), most = qk > v ? qk : v;
     int64_t half = sizeof(uint16_t), whole = sizeof(float), part = KEYS * ATTN_BF16_ROWS, rows = tile_rows(plan);
-    const bool splits = attn__splits(plan);
-    const int64_t number = splits ? whole : half;
+    const int32_t parts = attn__bf16_parts(p->dtype);
+    const bool splits = parts > 1;
+    const int64_t number = (int64_t)attn_dtype_size(p->dtype);
     const attn_room rooms[] = {
-        {&m->k, attn__bf16_whole_of(splits, STRIP * qk) * half},
-        {&m->v, attn__bf16_whole_of(splits, STRIP * v) * half},
-        {&m->k_t, attn__bf16_whole_of(splits, STRIP * qk) * half},
+        {&m->k, attn__bf16_whole_of(parts, STRIP * qk) * half},
+        {&m->v, attn__bf16_whole_of(parts, STRIP * v) * half},
+        {&m->k_t, attn__bf16_whole_of(parts, STRIP * qk) * half},
         {&m->d_k, STRIP * qk * whole},
         {&m->d_v, STRIP * v * whole},
-        {&m->q, attn__bf16_whole_of(splits, rows * qk) * half},
-        {&m->d_o, attn__bf16_whole_of(splits, rows * v) * half},
-        {&m->q_t, attn__bf16_whole_of(splits, rows * qk) * half},
-        {&m->d_o_t, attn__bf16_whole_of(splits, rows * v) * half},
+        {&m->q, attn__bf16_whole_of(parts, rows * qk) * half},
+        {&m->d_o, attn__bf16_whole_of(parts, rows * v) * half},
+        {&m->q_t, attn__bf16_whole_of(parts, rows * qk) * half},
+        {&m->d_o_t, attn__bf16_whole_of(parts, rows * v) * half},
         {&m->d_q, rows * qk * whole},
         {&m->s, part * whole},
         {&m->d_p, part * whole},
         {&m->slope, part * whole},
         {&m->rest, part * whole},
-        {&m->p, attn__bf16_whole_of(splits, KEYS * rows) * half},
-        {&m->d_s, attn__bf16_whole_of(splits, KEYS * rows) * half},
-        {&m->pairs, attn__bf16_whole_of(splits, part) * half},
+        {&m->p, attn__bf16_whole_of(parts, KEYS * rows) * half},
+        {&m->d_s, attn__bf16_whole_of(parts, KEYS * rows) * half},
+        {&m->pairs, attn__bf16_whole_of(parts, part) * half},
         {&m->rows, (STRIP > rows ? STRIP : rows) * most * number},
         {&m->out, 16 * most * whole},
         {&m->row, KEYS * whole},
@@ -99,6 +101,7 @@ static int64_t lay_out(scratch *m, char *at, const attn_plan *plan) {
         {&m->delta, rows * whole},
         {&m->sum_p, splits ? STRIP * whole : 0},
         {&m->most_p, splits ? STRIP * whole : 0},
+        {&m->pair, splits ? 4 * most * whole : 0},
         {&m->odd_q, splits ? rows * qk * whole : 0},
         {&m->odd_k, splits ? STRIP * qk * whole : 0},
         {&m->odd_v, splits ? STRIP * v * whole : 0},
@@ -120,8 +123,9 @@ typedef struct strip {
     int32_t j0, keys; /* of the strip */
     int64_t qk, v;    /* dims, padded to 32 */
     int64_t down;     /* panels of p and d_s are so far apart */
-    int64_t part;     /* and their parts; 0: there is one */
-    bool splits;      /* float32 in three parts */
+    int32_t parts_of; /* a number */
+    int64_t part;     /* from part to part of p and d_s */
+    bool splits;      /* are there several? */
     int32_t block;    /* keys of a block; fewer in parts, of which more would not stay in the second cache */
     float scale;      /* of the dot products, unless they are scaled already */
     bool scaled;      /* are they before p is made? */
@@ -131,7 +135,7 @@ typedef struct strip {
     int32_t rows, parts;                           /* of the tile */
     bool bad_k[STRIP], bad_q[ROWS], bad_d_o[ROWS]; /* rows of which the operands leave something out */
     bool any_k, any_q, any_d_o;                    /* are there such? */
-    bool odd_key[STRIP], odd_row[ROWS];            /* float32: those of which pairs are worked by themselves */
+    bool odd_key[STRIP], odd_row[ROWS];            /* in parts: those of which pairs are worked by themselves */
     bool far_key[STRIP],
         far_row[ROWS]; /* and of which scores are bwd.c's: k or q has no parts either, lse is large, or of few keys */
     bool any_odd_key, any_odd_row, any_far_key, any_far_row; /* are there such? */
@@ -152,8 +156,8 @@ static float *odd_d_q(strip *s) {
     return s->m.odd_q;
 }
 
-/* From part to part of an operand of so many rows, or keys; 0: there is one. */
-static int64_t part_of(const strip *s, int64_t rows, int64_t dim) { return attn__bf16_part_of(s->splits, rows * dim); }
+/* From part to part of an operand of so many rows, or keys. */
+static int64_t part_of(const strip *s, int64_t rows, int64_t dim) { return attn__bf16_part_of(s->parts_of, rows * dim); }
 
 /* ---- loading ---- */
 
@@ -169,37 +173,44 @@ static const void *q_row(const strip *s, const attn_tensor *of, int32_t r) {
 }
 
 /* Marks rows with a number that is too large, times the lift, to have parts, or none. True: there are such. */
-static bool mark(const float *from, int64_t row, int32_t rows, int32_t dim, float lift, bool *marked) {
+static bool mark(const attn_bf16_numbers *of, int32_t rows, int32_t dim, float lift, bool *marked) {
     bool any = false;
     for (int32_t r = 0; r < rows; r++) {
-        for (int32_t n = 0; n < dim; n++) marked[r] |= attn__bf16_odd(from[r * row + n] * lift) == ATTN_SPLIT_OUT;
+        for (int32_t n = 0; n < dim; n++)
+            marked[r] |= attn__bf16_odd((float)attn__load(of->dtype, of->from, r * of->row + n) * lift) == ATTN_SPLIT_OUT;
         any |= marked[r];
     }
     return any;
 }
 
-/* A copy without gaps, which is returned, with zeros in the place of marked rows. */
-static const float *without(float *to, const float *from, int64_t row, int32_t rows, int32_t dim, const bool *marked) {
-    for (int32_t r = 0; r < rows; r++)
-        for (int32_t n = 0; n < dim; n++) to[(int64_t)r * dim + n] = marked[r] ? 0 : from[r * row + n];
-    return to;
+/* The same with zeros in the place of marked rows, a copy in m.rows without gaps. */
+static attn_bf16_numbers without(const strip *s, const attn_bf16_numbers *of, int32_t rows, int32_t dim,
+                                 const bool *marked) {
+    const size_t number = attn_dtype_size(of->dtype), bytes = (size_t)dim * number;
+    for (int32_t r = 0; r < rows; r++) {
+        char *to = (char *)s->m.rows + (size_t)r * bytes;
+        if (marked[r])
+            memset(to, 0, bytes);
+        else
+            memmove(to, (const char *)of->from + (size_t)(r * of->row) * number, bytes); /* it may be a copy already */
+    }
+    return (attn_bf16_numbers){s->m.rows, of->dtype, dim, of->factor};
 }
 
 /* k; or v, of which k_t is NULL. */
 static void split_keys(strip *s, const attn_tensor *of, int32_t dim, uint16_t *a, uint16_t *k_t) {
-    const float *from = kv_row(s, of, s->j0), lift = k_t ? 1 : ATTN_LIFT_V;
+    attn_bf16_numbers from = {kv_row(s, of, s->j0), s->p->kv_dtype, of->stride[1], k_t ? 1 : ATTN_LIFT_V};
     const int64_t part = part_of(s, STRIP, attn__bf16_pad(dim));
-    int64_t row = of->stride[1];
-    const int found = attn__bf16_split_rows(a, part, from, row, s->keys, dim, lift);
+    const int found = attn__bf16_split_rows(a, part, &from, s->keys, dim);
     if (found & (k_t ? ATTN_SPLIT_IS_LARGE : ATTN_SPLIT_OUT)) {
-        s->any_odd_key |= mark(from, row, s->keys, dim, ATTN_LIFT_V, s->odd_key);
-        if (k_t) s->any_far_key = mark(from, row, s->keys, dim, 1, s->far_key);
-        const float *clean = without(s->m.rows, from, row, s->keys, dim, k_t ? s->far_key : s->odd_key);
-        if (found & ATTN_SPLIT_OUT) attn__bf16_split_rows(a, part, clean, dim, s->keys, dim, lift);
-        from = without(s->m.rows, from, row, s->keys, dim, s->odd_key);
-        row = dim;
+        s->any_odd_key |= mark(&from, s->keys, dim, ATTN_LIFT_V, s->odd_key);
+        if (k_t) s->any_far_key = mark(&from, s->keys, dim, 1, s->far_key);
+        const attn_bf16_numbers clean = without(s, &from, s->keys, dim, k_t ? s->far_key : s->odd_key);
+        if (found & ATTN_SPLIT_OUT) attn__bf16_split_rows(a, part, &clean, s->keys, dim);
+        from = without(s, &from, s->keys, dim, s->odd_key);
     }
-    if (k_t) attn__bf16_split_columns(k_t, part, from, row, s->keys, dim, ATTN_LIFT_OTHERS);
+    from.factor = ATTN_LIFT_OTHERS;
+    if (k_t) attn__bf16_split_columns(k_t, part, &from, s->keys, dim);
 }
 
 /* There is no paged cache in a backward: rows of k and v lie a fixed distance apart. */
@@ -235,23 +246,21 @@ static bool load_operands(strip *s, const attn_tensor *of, int32_t dim, uint16_t
             memcpy(to, (const char *)from + (size_t)(r * row) * number, bytes);
     }
     if (is_empty) from = s->m.rows, row = dim;
-    for (int n = 0; s->rows % 32 != 0 && n < (s->splits ? 3 : 1); n++)
+    for (int n = 0; s->rows % 32 != 0 && n < s->parts_of; n++)
         memset(b + n * part, 0, (size_t)(attn__bf16_pad(s->rows) * padded) * sizeof *b);
     if (s->splits) {
         const bool is_q = of == &s->f->q;
-        const float lift = is_q ? 1 : ATTN_LIFT_D_O;
-        const int found = attn__bf16_split_dims(b, part, from, row, s->rows, dim, lift);
+        attn_bf16_numbers numbers = {from, s->p->dtype, row, is_q ? 1 : ATTN_LIFT_D_O};
+        const int found = attn__bf16_split_dims(b, part, &numbers, s->rows, dim);
         if (found & (is_q ? ATTN_SPLIT_IS_LARGE : ATTN_SPLIT_OUT)) {
-            s->any_odd_row |= mark(from, row, s->rows, dim, is_q ? ATTN_LIFT_V : ATTN_LIFT_D_O, s->odd_row);
-            if (is_q) s->any_far_row |= mark(from, row, s->rows, dim, 1, s->far_row);
-            float *copy = s->m.rows;
-            if (found & ATTN_SPLIT_OUT)
-                attn__bf16_split_dims(b, part, without(copy, from, row, s->rows, dim, is_q ? s->far_row : s->odd_row), dim,
-                                      s->rows, dim, lift);
-            from = without(copy, from, row, s->rows, dim, s->odd_row);
-            row = dim;
+            s->any_odd_row |= mark(&numbers, s->rows, dim, is_q ? ATTN_LIFT_V : ATTN_LIFT_D_O, s->odd_row);
+            if (is_q) s->any_far_row |= mark(&numbers, s->rows, dim, 1, s->far_row);
+            const attn_bf16_numbers clean = without(s, &numbers, s->rows, dim, is_q ? s->far_row : s->odd_row);
+            if (found & ATTN_SPLIT_OUT) attn__bf16_split_dims(b, part, &clean, s->rows, dim);
+            numbers = without(s, &numbers, s->rows, dim, s->odd_row);
         }
-        attn__bf16_split_pairs(b_t, part, from, row, s->rows, dim, ATTN_LIFT_OTHERS);
+        numbers.factor = ATTN_LIFT_OTHERS;
+        attn__bf16_split_pairs(b_t, part, &numbers, s->rows, dim);
         return false;
     }
     attn__bf16_pack_dims(b, from, row, s->rows, dim);
@@ -337,8 +346,10 @@ static void score_product(const strip *s, const item *w, float *c, const uint16_
                                         .a_panel = 16 * dim,
                                         .b = b + 32 * w->n * dim,
                                         .b_panel = 16 * dim,
+                                        .parts = s->parts_of,
                                         .a_part = part_of(s, STRIP, dim),
                                         .b_part = part_of(s, tile_rows(s->plan), dim),
+                                        .exact = true,
                                         .m = keys,
                                         .n = ATTN_BF16_ROWS,
                                         .k = (int32_t)dim,
@@ -384,11 +395,20 @@ static bool is_dropped(const strip *s, int32_t r, int32_t j) {
     return attn__drops(&t->dropout, random, key);
 }
 
-/* What row r of the tile and key j of the strip give to each other; of floats that are odd, in double. */
+/* A row as floats; of halves in place n of m.pair. */
+static const float *floats(const strip *s, int n, const void *row, int32_t dim) {
+    if (s->p->dtype == ATTN_F32) return row;
+    float *to = s->m.pair + n * (s->qk > s->v ? s->qk : s->v);
+    s->panel->micro->load(to, row, s->p->dtype, dim);
+    return to;
+}
+
+/* What row r of the tile and key j of the strip give to each other; of numbers that are odd, in double. */
 static void work_pair(const strip *s, int32_t r, int32_t j, double p, double slope) {
     const int32_t dim_qk = s->p->dim_qk, dim_v = s->p->dim_v;
-    const float *q = q_row(s, &s->f->q, r), *d_o = q_row(s, &s->f->d_o, r), *k = kv_row(s, &s->f->k, s->j0 + j),
-                *v = kv_row(s, &s->f->v, s->j0 + j);
+    const float *q = floats(s, 0, q_row(s, &s->f->q, r), dim_qk), *d_o = floats(s, 1, q_row(s, &s->f->d_o, r), dim_v),
+                *k = floats(s, 2, kv_row(s, &s->f->k, s->j0 + j), dim_qk),
+                *v = floats(s, 3, kv_row(s, &s->f->v, s->j0 + j), dim_v);
     const bool dropped = s->p->dropout > 0 && is_dropped(s, r, j);
     const double keep = dropped ? 0 : 1 / (1 - s->p->dropout), d_p = dropped ? 0 : keep * dot(d_o, v, dim_v);
     const double d_s = p == 0 ? 0 : p * (d_p - attn__bwd_row_of_f32(&s->panel[r / 16], r % 16)->delta) * slope;
@@ -478,7 +498,7 @@ static void drop(const strip *s, const item *w) {
             if (j % ATTN_PHILOX_KEYS == 0)
                 attn__philox4(&t->dropout, batch_head, (uint32_t)(t->i0 + r), key / ATTN_PHILOX_KEYS, random);
             if (!attn__drops(&t->dropout, random, key)) continue;
-            for (int n = 0; n < (s->splits ? 3 : 1); n++) s->m.p[place(s, r, j) + n * s->part] = 0;
+            for (int n = 0; n < s->parts_of; n++) s->m.p[place(s, r, j) + n * s->part] = 0;
         }
     }
 }
@@ -492,6 +512,7 @@ static void add_d_q(const strip *s, const item *w) {
                                         .a_panel = 16 * attn__bf16_pad(s->keys),
                                         .b = s->m.pairs,
                                         .b_panel = 16 * keys,
+                                        .parts = s->parts_of,
                                         .a_part = part_of(s, STRIP, s->qk),
                                         .b_part = part_of(s, KEYS, ATTN_BF16_ROWS),
                                         .m = (int32_t)s->qk,
@@ -531,6 +552,7 @@ static void work_part(const strip *s, const item *w) {
                                                 .p = s->m.p + place(s, 32 * w->n, w->first),
                                                 .d_s = s->m.d_s + place(s, 32 * w->n, w->first),
                                                 .down = s->down,
+                                                .parts = s->parts_of,
                                                 .part = s->part,
                                                 .pairs = s->m.pairs,
                                                 .pairs_part = part_of(s, KEYS, ATTN_BF16_ROWS)});
@@ -552,6 +574,7 @@ static void add_product(const strip *s, float *c, const uint16_t *a, const uint1
                                         .a_panel = s->down,
                                         .b = b + (int64_t)all->n * ATTN_BF16_TILE,
                                         .b_panel = b_panel,
+                                        .parts = s->parts_of,
                                         .a_part = s->part,
                                         .b_part = part_of(s, tile_rows(s->plan), attn__bf16_pad(dim)),
                                         .m = (int32_t)attn__bf16_pad(all->end - all->first),
@@ -625,7 +648,7 @@ static void add_left_out(const strip *s, int32_t from, int32_t to, const item *a
 /* Zeros for p and d_s of part n and keys [first, end), both multiples of 16: tiles. */
 static void clear(const strip *s, int32_t n, int32_t first, int32_t end) {
     for (int32_t j = first; j < end; j += 16) {
-        for (int i = 0; i < (s->splits ? 3 : 1); i++) {
+        for (int i = 0; i < s->parts_of; i++) {
             memset(s->m.p + place(s, 32 * n, j) + i * s->part, 0, ATTN_BF16_TILE * sizeof(uint16_t));
             memset(s->m.d_s + place(s, 32 * n, j) + i * s->part, 0, ATTN_BF16_TILE * sizeof(uint16_t));
         }
@@ -681,7 +704,7 @@ static const attn_rows *row_of(const strip *s, int32_t n, int32_t c, int32_t *r)
 /* What odd pairs give to unfinished row r of d_q. */
 static float *second_part(const attn_rows *t, int32_t r) { return attn__bwd_unfinished_f32(t, r % 16) + t->dim_qk; }
 
-/* d_q as the strips before this one have left it; of float32 lifted, and by itself what is of odd pairs. */
+/* d_q as the strips before this one have left it; in parts lifted, and by itself what is of odd pairs. */
 static void take_turn(strip *s, int32_t before) {
     int32_t r;
     attn__bwd_begin_turn_f32(s->panel, before);
@@ -749,7 +772,8 @@ void attn__bf16_keys(const attn_plan *plan, const attn_buffers *f, const attn_un
     s.qk = attn__bf16_pad(p->dim_qk);
     s.v = attn__bf16_pad(p->dim_v);
     s.down = step / 32 * ATTN_BF16_TILE;
-    s.splits = attn__splits(plan);
+    s.parts_of = attn__bf16_parts(p->dtype);
+    s.splits = s.parts_of > 1;
     s.part = part_of(&s, KEYS, step);
     s.block = s.splits ? KEYS / 2 : KEYS;
     s.scale = (float)p->scale;

@@ -1,6 +1,6 @@
 /*
  * The forward by products of bf16 (bf16.h): sequences that are not narrow, q, k, v and o all bf16; or, by tiles of AMX, all float32, as
- * three bf16 each. The rest is as in fwd.c: strips of query tiles share each load of keys, which is here a packing into operands of tiles; every row walks its keys in ascending order.
+ * three bf16 each, or all f16, as two. The rest is as in fwd.c: strips of query tiles share each load of keys, which is here a packing into operands of tiles; every row walks its keys in ascending order.
  *
  * An item of work is a tile of 32 rows against up to 256 keys: scores S, softmax, and the product of P and V. With the softmax of one item
  * come the scores of the next and P V of the one before, so that the tiles of AMX multiply while vectors make exponentials:
@@ -17,7 +17,7 @@
  * no number above 0. Such rows are done again by fwd.c, a tile at a time, so that many of them (a bias of -FLT_MAX for padding) take no
  * longer than there. A scale next to 0 is left to it altogether: it could bring an overflow back among other scores.
  *
- * float32: q, k, v and p come in three parts, and a product of P and V is summed by itself before O takes it in. Numbers that the parts do not have
+ * In parts: of float32 a product of P and V is summed by itself before O takes it in. Numbers that the parts do not have
  * (ATTN_SPLIT_MOST) are found as they are packed, and rows that see one are done again by fwd.c, too; so is a row with a result as small as
  * the parts are inexact, if it sees such a number. Sequences of no more than ATTN_LEAST_KEYS keys, which take longer to be packed and to wake
  * tiles up than to be multiplied, are left to fwd.c; and since a part of a longer one is to have the bits of such a sequence, so are all
@@ -44,7 +44,7 @@ typedef struct member {
     int32_t rows;
     uint16_t *q;                  /* operand b of the scores */
     float *o;                     /* [2][dim_v][16], unnormalised and transposed */
-    float *max, *sum;             /* [32]; max in base 2, of float32 not */
+    float *max, *sum;             /* [32]; max in base 2, in parts not */
     uint32_t out;                 /* rows that see a number that the parts do not have, as bits */
     uint32_t tiny;                /* or have inexactly */
     uint32_t many;                /* or see more than ATTN_LEAST_KEYS */
@@ -61,7 +61,7 @@ typedef struct scratch {
     void *rows;       /* rows of k, v or q that do not lie a fixed distance apart, or are changed */
     float *out, *row; /* [16][dim_v]; see tile_adjust */
     float *alpha[2];  /* [32], of this item and the last */
-    float *p_v;       /* float32: P V of the last item, as o */
+    float *p_v;       /* three parts: P V of the last item, as o */
     uint16_t *q;      /* of all members, as the rest */
     float *o, *max, *sum;
 } scratch;
@@ -71,24 +71,24 @@ static int64_t lay_out(scratch *m, char *at, const attn_plan *plan) {
     const attn_problem *p = &plan->problem;
     int64_t qk = attn__bf16_pad(p->dim_qk), v = attn__bf16_pad(p->dim_v), rows = plan->strip * ATTN_TILE_ROWS;
     int64_t whole = sizeof(float);
-    const bool splits = attn__splits(plan);
-    int64_t number = splits ? sizeof(float) : sizeof(uint16_t), half = sizeof(uint16_t);
+    const int32_t parts = attn__bf16_parts(p->dtype);
+    int64_t number = (int64_t)attn_dtype_size(p->dtype), half = sizeof(uint16_t);
     const attn_room rooms[] = {
         {&m->tile, rows / ATTN_BF16_ROWS * (int64_t)sizeof(member)},
         {&m->s[0], P_SIZE * whole},
         {&m->s[1], P_SIZE * whole},
-        {&m->p[0], attn__bf16_whole_of(splits, P_SIZE) * half},
-        {&m->p[1], attn__bf16_whole_of(splits, P_SIZE) * half},
-        {&m->k, attn__bf16_whole_of(splits, ATTN_BF16_KEYS * qk) * half},
-        {&m->v, attn__bf16_whole_of(splits, ATTN_BF16_KEYS * v) * half},
-        {&m->clean, splits ? 0 : ATTN_BF16_KEYS * v * half},
+        {&m->p[0], attn__bf16_whole_of(parts, P_SIZE) * half},
+        {&m->p[1], attn__bf16_whole_of(parts, P_SIZE) * half},
+        {&m->k, attn__bf16_whole_of(parts, ATTN_BF16_KEYS * qk) * half},
+        {&m->v, attn__bf16_whole_of(parts, ATTN_BF16_KEYS * v) * half},
+        {&m->clean, parts > 1 ? 0 : ATTN_BF16_KEYS * v * half},
         {&m->rows, ATTN_BF16_KEYS * (qk > v ? qk : v) * number},
         {&m->out, 16 * v * whole},
         {&m->row, ATTN_BF16_KEYS * whole},
         {&m->alpha[0], ATTN_BF16_ROWS * whole},
         {&m->alpha[1], ATTN_BF16_ROWS * whole},
-        {&m->p_v, splits ? ATTN_BF16_ROWS * v * whole : 0},
-        {&m->q, rows / ATTN_BF16_ROWS * attn__bf16_whole_of(splits, ATTN_BF16_ROWS * qk) * half},
+        {&m->p_v, parts == 3 ? ATTN_BF16_ROWS * v * whole : 0},
+        {&m->q, rows / ATTN_BF16_ROWS * attn__bf16_whole_of(parts, ATTN_BF16_ROWS * qk) * half},
         {&m->o, rows * v * whole},
         {&m->max, rows * whole},
         {&m->sum, rows * whole},
@@ -108,12 +108,13 @@ typedef struct strip {
     scratch m;
     int32_t count;
     int32_t k_at, v_at;       /* first keys of the blocks that m.k and m.v hold; -1: none */
-    bool splits;              /* float32 in three parts */
-    bool v_finite;            /* otherwise there are zeros for the rest: in m.clean, of float32 in m.v */
+    int32_t parts;            /* of a number */
+    bool splits;              /* more than one */
+    bool v_finite;            /* otherwise there are zeros for the rest: in m.clean, in parts in m.v */
     bool scaled;              /* are the scores scaled before the softmax? */
     float scale;              /* of q, k and the problem */
     bool bad[ATTN_BF16_KEYS]; /* keys that have something which is not finite */
-    bool k_odd, v_odd;        /* float32: are there numbers that the parts do not have, or have inexactly? */
+    bool k_odd, v_odd;        /* in parts: are there numbers that the parts do not have, or have inexactly? */
     uint8_t k_is[ATTN_BF16_KEYS], v_is[ATTN_BF16_KEYS]; /* if so, of which keys, as below */
 } strip;
 
@@ -136,18 +137,19 @@ static const void *element(const void *data, attn_dtype dtype, int64_t at) {
     return (const char *)data + at * (int64_t)attn_dtype_size(dtype);
 }
 
-/* A copy of rows without gaps, which is returned, with zeros for what the parts do not have; is[i]: what is odd of row i? */
-static const float *clean_rows(float *to, const float *from, int64_t row, int32_t rows, int32_t dim, uint8_t *is) {
+/* A copy of rows without gaps, which they become, with zeros for what the parts do not have; is[i]: what is odd of row i? */
+static void clean_rows(void *to, attn_bf16_numbers *of, int32_t rows, int32_t dim, uint8_t *is) {
     for (int32_t i = 0; i < rows; i++) {
         is[i] = 0;
         for (int32_t n = 0; n < dim; n++) {
-            const float x = from[i * row + n];
-            const int odd = attn__bf16_odd(x);
+            const double x = attn__load(of->dtype, of->from, i * of->row + n);
+            const int odd = attn__bf16_odd((float)x);
             is[i] |= (uint8_t)(odd == IS_OUT && !isfinite(x) ? IS_NO_NUMBER : odd);
-            to[(int64_t)i * dim + n] = odd == IS_OUT ? 0 : x;
+            attn__store(of->dtype, to, (int64_t)i * dim + n, odd == IS_OUT ? 0 : x);
         }
     }
-    return to;
+    of->from = to;
+    of->row = dim;
 }
 
 static void pack_q(const strip *s, member *x) {
@@ -168,16 +170,17 @@ static void pack_q(const strip *s, member *x) {
         row = p->dim_qk;
     }
     if (x->rows <= 16) /* nothing is packed into the second panel */
-        memset(x->q, 0, (size_t)attn__bf16_whole_of(s->splits, size) * sizeof *x->q);
+        memset(x->q, 0, (size_t)attn__bf16_whole_of(s->parts, size) * sizeof *x->q);
     if (!s->splits) {
         attn__bf16_pack_dims(x->q, from, row, x->rows, p->dim_qk);
         return;
     }
-    const int64_t part = attn__bf16_part_of(true, size);
-    if (!(attn__bf16_split_dims(x->q, part, from, row, x->rows, p->dim_qk, 1) & ATTN_SPLIT_OUT)) return;
+    const int64_t part = attn__bf16_part_of(s->parts, size);
+    attn_bf16_numbers of = {from, p->dtype, row, 1};
+    if (!(attn__bf16_split_dims(x->q, part, &of, x->rows, p->dim_qk) & ATTN_SPLIT_OUT)) return;
     uint8_t is[ATTN_BF16_ROWS];
-    from = clean_rows(m->rows, from, row, x->rows, p->dim_qk, is);
-    attn__bf16_split_dims(x->q, part, from, p->dim_qk, x->rows, p->dim_qk, 1);
+    clean_rows(m->rows, &of, x->rows, p->dim_qk, is);
+    attn__bf16_split_dims(x->q, part, &of, x->rows, p->dim_qk);
     for (int32_t r = 0; r < x->rows; r++)
         if (is[r] & ~IS_TINY) x->out |= UINT32_C(1) << r;
 }
@@ -193,7 +196,7 @@ static void join(strip *s, const attn_buffers *f, const attn_unit *rows, int32_t
         attn__tile_make_f32(&x->panel[n], s->plan, f, &part, h, false);
     }
     int64_t qk = attn__bf16_pad(s->plan->problem.dim_qk), v = attn__bf16_pad(s->plan->problem.dim_v);
-    x->q = s->m.q + s->count * attn__bf16_whole_of(s->splits, ATTN_BF16_ROWS * qk);
+    x->q = s->m.q + s->count * attn__bf16_whole_of(s->parts, ATTN_BF16_ROWS * qk);
     x->o = s->m.o + row * v;
     x->max = s->m.max + row;
     x->sum = s->m.sum + row;
@@ -239,11 +242,12 @@ static void need_k(strip *s, int32_t j0) {
         attn__bf16_pack_rows(s->m.k, from, row, keys, dim);
         return;
     }
-    const int64_t part = attn__bf16_part_of(true, ATTN_BF16_KEYS * attn__bf16_pad(dim));
-    s->k_odd = attn__bf16_split_rows(s->m.k, part, from, row, keys, dim, 1) & ATTN_SPLIT_OUT;
+    const int64_t part = attn__bf16_part_of(s->parts, ATTN_BF16_KEYS * attn__bf16_pad(dim));
+    attn_bf16_numbers of = {from, t->p->kv_dtype, row, 1};
+    s->k_odd = attn__bf16_split_rows(s->m.k, part, &of, keys, dim) & ATTN_SPLIT_OUT;
     if (!s->k_odd) return; /* a score is off by nothing that counts where numbers are tiny */
-    from = clean_rows(s->m.rows, from, row, keys, dim, s->k_is);
-    attn__bf16_split_rows(s->m.k, part, from, dim, keys, dim, 1);
+    clean_rows(s->m.rows, &of, keys, dim, s->k_is);
+    attn__bf16_split_rows(s->m.k, part, &of, keys, dim);
     for (int32_t j = 0; j < keys; j++) s->k_is[j] = s->k_is[j] & ~IS_TINY ? IS_OUT : 0;
 }
 
@@ -255,14 +259,14 @@ static void need_v(strip *s, int32_t j0) {
     const void *from = rows_of(s, &t->f->v, dim, j0, keys, &row);
     s->v_at = j0;
     if (s->splits) {
-        const int64_t part = attn__bf16_part_of(true, ATTN_BF16_KEYS * attn__bf16_pad(dim));
-        const int odd =
-            attn__bf16_split_columns(s->m.v, part, from, row, keys, dim, 1) & (ATTN_SPLIT_OUT | ATTN_SPLIT_TINY);
+        const int64_t part = attn__bf16_part_of(s->parts, ATTN_BF16_KEYS * attn__bf16_pad(dim));
+        attn_bf16_numbers of = {from, t->p->kv_dtype, row, 1};
+        const int odd = attn__bf16_split_columns(s->m.v, part, &of, keys, dim) & (ATTN_SPLIT_OUT | ATTN_SPLIT_TINY);
         s->v_odd = odd != 0;
         s->v_finite = true;
         if (!odd) return;
-        from = clean_rows(s->m.rows, from, row, keys, dim, s->v_is);
-        if (odd & ATTN_SPLIT_OUT) attn__bf16_split_columns(s->m.v, part, from, dim, keys, dim, 1);
+        clean_rows(s->m.rows, &of, keys, dim, s->v_is);
+        if (odd & ATTN_SPLIT_OUT) attn__bf16_split_columns(s->m.v, part, &of, keys, dim);
         for (int32_t j = 0; j < keys; j++) { /* there are zeros in the place of what is not finite */
             s->bad[j] = s->v_is[j] & IS_NO_NUMBER;
             s->v_finite &= !s->bad[j];
@@ -322,31 +326,37 @@ static attn_bf16_product scores(const strip *s, const item *w, int place) {
                                .a_panel = 16 * dim,
                                .b = w->x->q,
                                .b_panel = 16 * dim,
-                               .a_part = attn__bf16_part_of(s->splits, ATTN_BF16_KEYS * dim),
-                               .b_part = attn__bf16_part_of(s->splits, ATTN_BF16_ROWS * dim),
+                               .parts = s->parts,
+                               .a_part = attn__bf16_part_of(s->parts, ATTN_BF16_KEYS * dim),
+                               .b_part = attn__bf16_part_of(s->parts, ATTN_BF16_ROWS * dim),
+                               .exact = true,
                                .m = keys,
                                .n = ATTN_BF16_ROWS,
                                .k = dim,
                                .by_vectors = attn__by_vectors(s->plan)};
 }
 
+/* Is a product of P and V summed by itself before O takes it in? That makes o as exact as float. */
+static bool is_apart(const strip *s) { return s->parts == 3; }
+
 static attn_bf16_product p_v(const strip *s, const item *w, int place) {
     look_for(w, s->v_odd, s->v_is);
     int32_t dim = (int32_t)attn__bf16_pad(s->plan->problem.dim_v), block = (int32_t)attn__bf16_pad(keys_of(s, w->j0));
     const uint16_t *v = s->v_finite || w->full || s->splits ? s->m.v : s->m.clean;
-    return (attn_bf16_product){.c = s->splits ? s->m.p_v : w->x->o,
+    return (attn_bf16_product){.c = is_apart(s) ? s->m.p_v : w->x->o,
                                .ldc = 16,
                                .c_panel = 16 * dim,
                                .a = v + w->first / 32 * ATTN_BF16_TILE,
                                .a_panel = 16 * block,
                                .b = s->m.p[place],
                                .b_panel = 16 * attn__bf16_pad(w->keys),
-                               .a_part = attn__bf16_part_of(s->splits, ATTN_BF16_KEYS * dim),
-                               .b_part = attn__bf16_part_of(s->splits, P_SIZE),
+                               .parts = s->parts,
+                               .a_part = attn__bf16_part_of(s->parts, ATTN_BF16_KEYS * dim),
+                               .b_part = attn__bf16_part_of(s->parts, P_SIZE),
                                .m = dim,
                                .n = ATTN_BF16_ROWS,
                                .k = (int32_t)attn__bf16_pad(w->keys),
-                               .accumulate = !s->splits,
+                               .accumulate = !is_apart(s),
                                .by_vectors = attn__by_vectors(s->plan)};
 }
 
@@ -404,7 +414,7 @@ static void drop(const strip *s, const item *w, uint16_t *p) {
             if (j % ATTN_PHILOX_KEYS == 0)
                 attn__philox4(&t->dropout, batch_head, (uint32_t)(t->i0 + r), key / ATTN_PHILOX_KEYS, random);
             if (!attn__drops(&t->dropout, random, key)) continue;
-            for (int n = 0; n < (s->splits ? 3 : 1); n++) p[n * attn__bf16_part_of(true, P_SIZE) + p_place(w, r, j)] = 0;
+            for (int n = 0; n < s->parts; n++) p[n * attn__bf16_part_of(s->parts, P_SIZE) + p_place(w, r, j)] = 0;
         }
     }
 }
@@ -412,8 +422,8 @@ static void drop(const strip *s, const item *w, uint16_t *p) {
 /* p of row r and key j of the item, whole. */
 static float p_at(const strip *s, const item *w, const uint16_t *p, int32_t r, int32_t j) {
     float whole = 0;
-    for (int n = s->splits ? 2 : 0; n >= 0; n--)
-        whole += attn__from_bf16(p[n * attn__bf16_part_of(true, P_SIZE) + p_place(w, r, j)]);
+    for (int n = s->parts - 1; n >= 0; n--)
+        whole += attn__from_bf16(p[n * attn__bf16_part_of(s->parts, P_SIZE) + p_place(w, r, j)]);
     return whole;
 }
 
@@ -437,12 +447,12 @@ static void add_bad(const strip *s, const item *w, const uint16_t *p) {
     }
 }
 
-/* O times alpha; of float32, and what the item adds to it. */
+/* O times alpha; and where it is apart, what the item adds to it. */
 static void rescale(const strip *s, const item *w, const float *alpha) {
     const int32_t dim = (int32_t)attn__bf16_pad(s->plan->problem.dim_v);
     for (int32_t r = 0; r < ATTN_BF16_ROWS; r += 16) {
         float *o = w->x->o + (int64_t)r * dim;
-        if (s->splits)
+        if (is_apart(s))
             attn__bf16_take_in(o, dim, alpha + r, s->m.p_v + (int64_t)r * dim);
         else
             attn__bf16_rescale(o, dim, alpha + r);
@@ -451,7 +461,7 @@ static void rescale(const strip *s, const item *w, const float *alpha) {
 
 /* The product of P and V is made: what o still lacks of it. */
 static void take_in(const strip *s, const item *w, int place) {
-    if (s->splits) rescale(s, w, s->m.alpha[place]);
+    if (is_apart(s)) rescale(s, w, s->m.alpha[place]);
     add_bad(s, w, s->m.p[place]);
 }
 
@@ -498,11 +508,12 @@ static void work_items(strip *s, int32_t first, int32_t end) {
                                   .alpha = s->m.alpha[place],
                                   .p = s->m.p[place],
                                   .p_panel = 16 * attn__bf16_pad(now.keys),
-                                  .p_part = attn__bf16_part_of(s->splits, P_SIZE)};
+                                  .parts = s->parts,
+                                  .p_part = attn__bf16_part_of(s->parts, P_SIZE)};
         attn__bf16_softmax(&step, product, count);
         if (is_last) take_in(s, &last, place ^ 1);
         if (s->plan->problem.dropout > 0) drop(s, &now, s->m.p[place]);
-        if (!s->splits) rescale(s, &now, s->m.alpha[place]);
+        if (!is_apart(s)) rescale(s, &now, s->m.alpha[place]);
         last = now;
         is_last = true;
         if (!more) {
@@ -572,7 +583,8 @@ void attn__bf16_unit(const attn_plan *plan, const attn_buffers *f, const attn_un
     s.count = 0;
     s.k_at = s.v_at = -1;
     s.k_odd = s.v_odd = false;
-    s.splits = attn__splits(plan);
+    s.parts = attn__bf16_parts(p->dtype);
+    s.splits = s.parts > 1;
     lay_out(&s.m, attn__slot(plan, f, slot), plan);
     double descale =
         attn__descale(f, f->q_descale, unit->b, h / group) * attn__descale(f, f->k_descale, unit->b, h / group);

@@ -1,8 +1,8 @@
 /*
  * The backward, pass by pass:
  *   rows    lse and delta of each row
- *   restore a better lse, of float32 that is wanted precise, all of it or where few count; of rows whose lse is large, where a forward may have had
- *           other scores (attn__restores_large)
+ *   restore a better lse, of float32 that is wanted precise, all of it or where few count; of float32 and f16, of rows whose lse is large, where a forward may
+ *           have had other scores (attn__restores_large)
  *   keys    d_k and d_v of a strip of keys, and its share of d_q, in turns
  *   sink    d_sink of a head
  *   bias    a tile of d_bias: over every sequence and head that is summed into it
@@ -118,7 +118,7 @@ attn_status attn__backward(const attn_plan *plan, const attn_buffers *f) {
     RETURN_IF_ERROR(attn__work_flash(plan, f));
     RETURN_IF_ERROR(attn__parallel(context, plan->slots, (int64_t)p->batch * p->heads_q, work_rows, &j));
     int64_t strips = attn__ceil_div(p->max_q, ATTN_STRIP_KEYS) * p->batch * p->heads_q;
-    bool restore = p->dtype == ATTN_F32 && (attn__restores_all(p) || (context->cpu & ATTN_CPU_AMX));
+    bool restore = (p->dtype == ATTN_F32 && attn__restores_all(p)) || attn__may_restore_large(plan);
     if (restore) RETURN_IF_ERROR(attn__parallel(context, plan->slots, strips, work_restore, &j));
     if (f->d_sink) RETURN_IF_ERROR(attn__parallel(context, plan->slots, p->heads_q, work_sink, &j));
     if (f->d_q.data || f->d_k.data || f->d_v.data) {

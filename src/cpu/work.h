@@ -32,9 +32,9 @@ enum {
         8, /* so many rows of k and v are asked for before they are read, as many as are worked at once; tile.c has exceptions */
     ATTN_CHUNK = 512, /* keys of a chunk; a multiple of ATTN_TILE_COLS */
     ATTN_LEAST_SPLIT =
-        64, /* backward of float32: with fewer rows or keys, or no more dims, by bwd.c; a tile, so as FlashMask's documents have it */
-    ATTN_LEAST_KEYS = 4,   /* rows of float32 that see no more keys are worked by fwd.c, whatever kernel there is */
-    ATTN_LARGE_LSE = 1024, /* a row of float32 with a larger one, either way: see attn__is_large */
+        64, /* backward in parts (attn__splits): with fewer rows or keys, float32 with no more dims, by bwd.c; a tile, so as FlashMask's documents have it */
+    ATTN_LEAST_KEYS = 4,   /* rows in parts that see no more keys are worked by fwd.c */
+    ATTN_LARGE_LSE = 1024, /* a row of float32 or f16 with a larger one, either way: see attn__is_large */
     ATTN_FEW_KEYS = 16,    /* a row that weighs fewer keys is done in double: attn__mixed */
     ATTN_FEW_ROWS = 8      /* d_v of a key that fewer rows weigh is done in double */
 };
@@ -47,7 +47,7 @@ enum {
     CPU_SCRATCH,  /* [slots]: tiles of the threads */
     CPU_PARTIAL,  /* forward, split: [batch * heads_q * max_q][chunks][dim_v + 2] */
     CPU_ROWS,     /* backward: attn_row, as lse */
-    CPU_D_Q /* backward of more keys than a strip: d_q, unfinished, [as lse][dim_qk], of float32 in parts [2 dim_qk] */
+    CPU_D_Q       /* backward of more keys than a strip: d_q, unfinished, [as lse][dim_qk], in parts [2 dim_qk] */
 };
 
 /* What the backward knows of a row, whatever its number type. */
@@ -58,7 +58,7 @@ typedef struct attn_row {
     _Atomic int32_t turn; /* the first row of a tile: strips of keys that have added to d_q */
     bool odd;             /* and: has the unfinished d_q of its rows a second part? See bwd_bf16.c. */
     bool own;             /* lse is of the keys that are here: restored */
-    bool few; /* of float32 in parts: it sees at most ATTN_LEAST_KEYS keys, so that the forward had scores of fwd.c */
+    bool few;             /* in parts: it sees at most ATTN_LEAST_KEYS keys, so that the forward had scores of fwd.c */
 } attn_row;
 
 /* One piece of work: rows [row, row + rows) of sequence b (or keys, in the backward: a strip), for every head. */
@@ -133,13 +133,16 @@ static inline bool attn__sequence_in_double(const attn_plan *plan, const attn_bu
 }
 
 /*
- * Is the lse of a row of float32 so large that it must be of the very scores that are met with it? Tiles of AMX, vectors and double do not round scores
+ * Is the lse of a row of float32 or f16 so large that it must be of the very scores that are met with it? Tiles of AMX, vectors and double do not round scores
  * alike, and p = e^(s - lse) is off by e^(what they differ by). Where the forward may have had scores of tiles, the backward works such rows with
  * scores of bwd.c's, whatever kernel there is, and with the lse of these (restore), if it is near the one that is given.
  */
 static inline bool attn__is_large(double lse) { return fabs(lse) > ATTN_LARGE_LSE && isfinite(lse); }
+static inline bool attn__may_restore_large(const attn_plan *plan) {
+    return (plan->context->cpu & ATTN_CPU_AMX) && (plan->problem.dtype == ATTN_F32 || plan->problem.dtype == ATTN_F16);
+}
 static inline bool attn__restores_large(const attn_plan *plan, const attn_seq *s) {
-    return (plan->context->cpu & ATTN_CPU_AMX) && !attn__is_narrow(s);
+    return attn__may_restore_large(plan) && !attn__is_narrow(s);
 }
 
 /* Is every lse of float32 restored, not only those that are large? */
@@ -173,8 +176,8 @@ static inline bool attn__by_bf16(const attn_plan *plan) {
 /* And if so, their products by vectors instead of tiles of AMX? */
 static inline bool attn__by_vectors(const attn_plan *plan) { return (plan->kernel->cpu & ATTN_CPU_AMX) == 0; }
 
-/* Of float32, in three parts? */
-static inline bool attn__splits(const attn_plan *plan) { return attn__by_bf16(plan) && plan->problem.dtype == ATTN_F32; }
+/* Of numbers in parts: float32 and f16? */
+static inline bool attn__splits(const attn_plan *plan) { return attn__by_bf16(plan) && plan->problem.dtype != ATTN_BF16; }
 
 /* The most rows of a sequence that it leaves to fwd.c, if there are more keys: packing them would not pay. Few of both are worked as many are: attn__is_narrow. */
 static inline int32_t attn__rows_left(const attn_plan *plan) {

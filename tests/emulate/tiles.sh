@@ -26,8 +26,8 @@ run() {
 }
 
 run $build/attn-tests
-run $build/attn check --backend cpu --cases "$cases" --seed 8 --dtype f32 # as kernels are taken by themselves
-for only in amx=f32 amx=bf16 avx512bf16=bf16; do
+for dtype in f32 f16; do run $build/attn check --backend cpu --cases "$cases" --seed 8 --dtype $dtype; done # as kernels are taken by themselves
+for only in amx=f32 amx=f16 amx=bf16 avx512bf16=bf16; do
     echo "${only%=*} kernels, ${only#*=}"
     run env ATTN_CPU="${only%=*}" $build/attn check --backend cpu --cases "$cases" --seed 7 --dtype "${only#*=}"
 done
