@@ -8,7 +8,7 @@
 #   tests      attn-tests: those of micro-kernels, AMX, contract and accuracy
 #   check      attn check against ref for each instruction set of the machine, CASES (1000) cases each
 #   bars       the accuracy at 4096 x 4096 x 128, for the last three of them
-#   bench      prefill, backward and decode, one thread and all, by each instruction set that has kernels for bf16 of its own, and the
+#   bench      prefill, backward and decode, one thread and all, by each instruction set that has kernels of its own for some dtypes, and the
 #              one below it; cost against length; what a call costs
 #   peers      libattn beside torch's attention; wants torch
 #
@@ -76,8 +76,8 @@ bench() {
         for threads in 1 "$cores"; do
             echo "== $isa, $threads threads"
             ATTN_CPU=$isa $bench --threads "$threads" --heads 16 --dim 64,128 --seqlen 2048 --dtype bf16 || status=1
-            ATTN_CPU=$isa $bench --threads "$threads" --heads 16 --dim 128 --seqlen 2048 --dtype f32,bf16 --causal || status=1
-            ATTN_CPU=$isa $bench --threads "$threads" --heads 16 --dim 128 --seqlen 1024 --dtype bf16 --op backward || status=1
+            ATTN_CPU=$isa $bench --threads "$threads" --heads 16 --dim 128 --seqlen 2048 --dtype f32,f16,bf16 --causal || status=1
+            ATTN_CPU=$isa $bench --threads "$threads" --heads 16 --dim 128 --seqlen 1024 --dtype f16,bf16 --op backward || status=1
             ATTN_CPU=$isa $bench --threads "$threads" --heads 32/8 --dim 128 --seqlen 1/32768 --dtype f32,bf16 || status=1
         done
     done
@@ -89,7 +89,7 @@ bench() {
 }
 
 peers() {
-    local cases='(prefill|backward)-d128-s2048-causal-(f32|bf16)|decode-k(4096|32768)-b1-(f32|bf16)'
+    local cases='(prefill|backward)-d128-s2048-causal-(f32|f16|bf16)|decode-k(4096|32768)-b1-(f32|bf16)'
     for threads in 1 "$cores"; do
         $python bench/peers_cpu.py --threads "$threads" --seconds 0.5 --peers torch --cases "$cases" || return 1
     done

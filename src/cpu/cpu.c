@@ -93,7 +93,7 @@ static void choose_kernel(attn_plan *plan) {
         if (takes_apart(k) && p->max_q <= ATTN_NARROW_ROWS) fits = false; /* attn__takes_bf16 leaves them all */
         if (takes_apart(k) && p->op == ATTN_BACKWARD && !(plan->context->cpu & ATTN_CPU_ASKED) &&
             (p->max_q < ATTN_LEAST_SPLIT || p->max_kv < ATTN_LEAST_SPLIT ||
-             (k->dtype == ATTN_F32 && p->dim_qk <= ATTN_LEAST_SPLIT)))
+             p->dim_qk <= (k->dtype == ATTN_F32 ? ATTN_FLOAT_DIM : ATTN_HALF_DIM)))
             fits = false; /* where p and d_s in parts are too much of it; ATTN_CPU=amx takes it all the same */
         if (is_by_vectors(k) && (plan->context->cpu & ATTN_CPU_AMX)) fits = false;
         if (fits && runs_on(k, plan->context->cpu) && is_permitted(k)) plan->kernel = k;

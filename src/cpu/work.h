@@ -30,9 +30,10 @@ enum {
     ATTN_NARROW_ROWS = 4,  /* at most so many: narrow, if there are more keys */
     ATTN_AHEAD =
         8, /* so many rows of k and v are asked for before they are read, as many as are worked at once; tile.c has exceptions */
-    ATTN_CHUNK = 512, /* keys of a chunk; a multiple of ATTN_TILE_COLS */
-    ATTN_LEAST_SPLIT =
-        64, /* backward in parts (attn__splits): with fewer rows or keys, float32 with no more dims, by bwd.c; a tile, so as FlashMask's documents have it */
+    ATTN_CHUNK = 512,      /* keys of a chunk; a multiple of ATTN_TILE_COLS */
+    ATTN_LEAST_SPLIT = 64, /* backward in parts: with fewer rows or keys by bwd.c; a tile, as FlashMask's documents are */
+    ATTN_FLOAT_DIM = 64,   /* and float32 of no more dims, */
+    ATTN_HALF_DIM = 16,    /* or f16 */
     ATTN_LEAST_KEYS = 4,   /* rows in parts that see no more keys are worked by fwd.c */
     ATTN_LARGE_LSE = 1024, /* a row of float32 or f16 with a larger one, either way: see attn__is_large */
     ATTN_FEW_KEYS = 16,    /* a row that weighs fewer keys is done in double: attn__mixed */
