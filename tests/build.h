@@ -130,6 +130,13 @@ attn_context *make_cpu_context(const char *isa, int32_t threads);
 /* Checks o, lse and, with backward, d_q, d_k, d_v of all sequences, as far as both have keys, element by element. */
 void rig_check_close(const rig *a, const rig *b, double tolerance);
 
+/* A rig of the same inputs, made with the same seed, run on ref. */
+rig rig_reference(const rig *r, uint64_t seed);
+
+/* Of one head: row i of d_o becomes 0 but for a 1 in column i, so that column i of d_v will be p of row i; and the sum of that over keys. */
+void rig_one_hot(const rig *r);
+double rig_sum_of_p(const rig *r, int32_t row);
+
 /* Calls body for ref and cpu (or ATTN_TEST_BACKEND), in float with a tolerance of 2e-5 and in double with one of 1e-12. */
 void each_host(void (*body)(attn_context *context, attn_dtype dtype, double tolerance));
 

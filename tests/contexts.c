@@ -165,3 +165,25 @@ void rig_check_close(const rig *a, const rig *b, double tolerance) {
         if (a->backward) check_keys(a, b, n, tolerance);
     }
 }
+
+rig rig_reference(const rig *r, uint64_t seed) {
+    rig expected = {.p = r->p, .backward = r->backward};
+    attn_context *ref = make_context(ATTN_BACKEND_REF, 1);
+    CHECK(rig_make(&expected, seed));
+    for (int n = 0; n < r->blocks && n < expected.blocks; n++)
+        if (r->block[n].kind == RIG_INPUT) memcpy(expected.block[n].data, r->block[n].data, r->block[n].bytes);
+    CHECK_OK(rig_run(&expected, ref));
+    attn_context_destroy(ref);
+    return expected;
+}
+
+void rig_one_hot(const rig *r) {
+    const int32_t dim = r->full.dim_v;
+    for (int32_t x = 0; x < r->p.max_q * dim; x++) attn__store(r->p.dtype, r->f.d_o.data, x, x / dim == x % dim);
+}
+double rig_sum_of_p(const rig *r, int32_t row) {
+    double sum = 0;
+    for (int32_t j = 0; j < r->p.max_kv; j++)
+        sum += attn__load(r->full.kv_dtype, r->f.d_v.data, (int64_t)j * r->full.dim_v + row);
+    return sum;
+}

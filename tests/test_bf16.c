@@ -125,6 +125,8 @@ TEST(amx_kernels_are_taken_by_plans_they_pay_for) {
         {ATTN_BACKWARD, ATTN_F16, 64, 63, 72, 0, "bwd_avx512_f32", "bwd_amx_f16"},
         {ATTN_BACKWARD, ATTN_F32, 64, 64, 72, 0x1p20f, "bwd_amx_f32", "bwd_amx_f32"},
         {ATTN_BACKWARD, ATTN_F32, 64, 64, 72, 0x1.000002p20f, "bwd_avx512_f32", "bwd_avx512_f32"},
+        {ATTN_BACKWARD, ATTN_F16, 64, 64, 72, 0x1p20f, "bwd_amx_f16", "bwd_amx_f16"},
+        {ATTN_BACKWARD, ATTN_F16, 64, 64, 72, 0x1.000002p20f, "bwd_avx512_f32", "bwd_avx512_f32"},
     };
     if (skip()) return;
     for (size_t n = 0; n < 2 * sizeof of / sizeof *of; n++) {

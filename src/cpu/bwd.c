@@ -5,7 +5,7 @@
  *
  * Here is what the passes (passes.c) do with one sequence:
  *   rows    lse, as given, and delta of each row
- *   restore a better lse of float32 that is wanted precise, or large (attn__is_large)
+ *   restore a better lse of float32 that is wanted precise; of float32 and f16, if it is large (attn__is_large)
  *   keys    d_k and d_v of a strip of keys, over the heads of its group and their query tiles, and what the strip adds to d_q
  *   bias    what one sequence and head add to a tile of d_bias
  *

@@ -39,7 +39,7 @@ enum {
 
 /*
  * Rows of a query tile. More are faster, as long as threads need not wait for one another: those that work on strips of one head take
- * turns at d_q, tile by tile, and there are hardly two of them where there are as many heads as threads. Float32's three parts are to stay in the
+ * turns at d_q, tile by tile, and there are hardly two of them where there are as many heads as threads. The parts of float32 and f16 are to stay in the
  * second cache, or in half of it.
  */
 static int32_t tile_rows(const attn_plan *plan) {
@@ -120,17 +120,17 @@ typedef struct strip {
     const attn_buffers *f;
     const attn_problem *p;
     scratch m;
-    int32_t j0, keys; /* of the strip */
-    int64_t qk, v;    /* dims, padded to 32 */
-    int64_t down;     /* panels of p and d_s are so far apart */
-    int32_t parts_of; /* a number */
-    int64_t part;     /* from part to part of p and d_s */
-    bool splits;      /* are there several? */
-    int32_t block;    /* keys of a block; fewer in parts, of which more would not stay in the second cache */
-    float scale;      /* of the dot products, unless they are scaled already */
-    bool scaled;      /* are they before p is made? */
-    float lifted;     /* d_p is so many times too large, */
-    float sum_lifted; /* and sums of d_q, d_k and d_v */
+    int32_t j0, keys;     /* of the strip */
+    int64_t qk, v;        /* dims, padded to 32 */
+    int64_t down;         /* panels of p and d_s are so far apart */
+    int32_t number_parts; /* of a number, while `parts` are those of the tile */
+    int64_t part;         /* from part to part of p and d_s */
+    bool splits;          /* are there several? */
+    int32_t block;        /* keys of a block; fewer in parts, of which more would not stay in the second cache */
+    float scale;          /* of the dot products, unless they are scaled already */
+    bool scaled;          /* are they before p is made? */
+    float lifted;         /* d_p is so many times too large, */
+    float sum_lifted;     /* and sums of d_q, d_k and d_v */
     attn_rows panel[ROWS / 16];
     int32_t rows, parts;                           /* of the tile */
     bool bad_k[STRIP], bad_q[ROWS], bad_d_o[ROWS]; /* rows of which the operands leave something out */
@@ -157,7 +157,9 @@ static float *odd_d_q(strip *s) {
 }
 
 /* From part to part of an operand of so many rows, or keys. */
-static int64_t part_of(const strip *s, int64_t rows, int64_t dim) { return attn__bf16_part_of(s->parts_of, rows * dim); }
+static int64_t part_of(const strip *s, int64_t rows, int64_t dim) {
+    return attn__bf16_part_of(s->number_parts, rows * dim);
+}
 
 /* ---- loading ---- */
 
@@ -246,7 +248,7 @@ static bool load_operands(strip *s, const attn_tensor *of, int32_t dim, uint16_t
             memcpy(to, (const char *)from + (size_t)(r * row) * number, bytes);
     }
     if (is_empty) from = s->m.rows, row = dim;
-    for (int n = 0; s->rows % 32 != 0 && n < s->parts_of; n++)
+    for (int n = 0; s->rows % 32 != 0 && n < s->number_parts; n++)
         memset(b + n * part, 0, (size_t)(attn__bf16_pad(s->rows) * padded) * sizeof *b);
     if (s->splits) {
         const bool is_q = of == &s->f->q;
@@ -346,7 +348,7 @@ static void score_product(const strip *s, const item *w, float *c, const uint16_
                                         .a_panel = 16 * dim,
                                         .b = b + 32 * w->n * dim,
                                         .b_panel = 16 * dim,
-                                        .parts = s->parts_of,
+                                        .parts = s->number_parts,
                                         .a_part = part_of(s, STRIP, dim),
                                         .b_part = part_of(s, tile_rows(s->plan), dim),
                                         .exact = true,
@@ -498,7 +500,7 @@ static void drop(const strip *s, const item *w) {
             if (j % ATTN_PHILOX_KEYS == 0)
                 attn__philox4(&t->dropout, batch_head, (uint32_t)(t->i0 + r), key / ATTN_PHILOX_KEYS, random);
             if (!attn__drops(&t->dropout, random, key)) continue;
-            for (int n = 0; n < s->parts_of; n++) s->m.p[place(s, r, j) + n * s->part] = 0;
+            for (int n = 0; n < s->number_parts; n++) s->m.p[place(s, r, j) + n * s->part] = 0;
         }
     }
 }
@@ -512,7 +514,7 @@ static void add_d_q(const strip *s, const item *w) {
                                         .a_panel = 16 * attn__bf16_pad(s->keys),
                                         .b = s->m.pairs,
                                         .b_panel = 16 * keys,
-                                        .parts = s->parts_of,
+                                        .parts = s->number_parts,
                                         .a_part = part_of(s, STRIP, s->qk),
                                         .b_part = part_of(s, KEYS, ATTN_BF16_ROWS),
                                         .m = (int32_t)s->qk,
@@ -552,7 +554,7 @@ static void work_part(const strip *s, const item *w) {
                                                 .p = s->m.p + place(s, 32 * w->n, w->first),
                                                 .d_s = s->m.d_s + place(s, 32 * w->n, w->first),
                                                 .down = s->down,
-                                                .parts = s->parts_of,
+                                                .parts = s->number_parts,
                                                 .part = s->part,
                                                 .pairs = s->m.pairs,
                                                 .pairs_part = part_of(s, KEYS, ATTN_BF16_ROWS)});
@@ -574,7 +576,7 @@ static void add_product(const strip *s, float *c, const uint16_t *a, const uint1
                                         .a_panel = s->down,
                                         .b = b + (int64_t)all->n * ATTN_BF16_TILE,
                                         .b_panel = b_panel,
-                                        .parts = s->parts_of,
+                                        .parts = s->number_parts,
                                         .a_part = s->part,
                                         .b_part = part_of(s, tile_rows(s->plan), attn__bf16_pad(dim)),
                                         .m = (int32_t)attn__bf16_pad(all->end - all->first),
@@ -648,7 +650,7 @@ static void add_left_out(const strip *s, int32_t from, int32_t to, const item *a
 /* Zeros for p and d_s of part n and keys [first, end), both multiples of 16: tiles. */
 static void clear(const strip *s, int32_t n, int32_t first, int32_t end) {
     for (int32_t j = first; j < end; j += 16) {
-        for (int i = 0; i < s->parts_of; i++) {
+        for (int i = 0; i < s->number_parts; i++) {
             memset(s->m.p + place(s, 32 * n, j) + i * s->part, 0, ATTN_BF16_TILE * sizeof(uint16_t));
             memset(s->m.d_s + place(s, 32 * n, j) + i * s->part, 0, ATTN_BF16_TILE * sizeof(uint16_t));
         }
@@ -772,8 +774,8 @@ void attn__bf16_keys(const attn_plan *plan, const attn_buffers *f, const attn_un
     s.qk = attn__bf16_pad(p->dim_qk);
     s.v = attn__bf16_pad(p->dim_v);
     s.down = step / 32 * ATTN_BF16_TILE;
-    s.parts_of = attn__bf16_parts(p->dtype);
-    s.splits = s.parts_of > 1;
+    s.number_parts = attn__bf16_parts(p->dtype);
+    s.splits = s.number_parts > 1;
     s.part = part_of(&s, KEYS, step);
     s.block = s.splits ? KEYS / 2 : KEYS;
     s.scale = (float)p->scale;

@@ -75,9 +75,6 @@ static bool is_permitted(const attn_kernel *k) { return !(k->cpu & ATTN_CPU_AMX)
 /* Products of bf16 by vectors do not stand in for tiles that the system does not permit; see attn__cpu_allowed. */
 static bool is_by_vectors(const attn_kernel *k) { return (k->cpu & ATTN_CPU_AVX512_BF16) && !(k->cpu & ATTN_CPU_AMX); }
 
-/* Does it take numbers apart: attn__splits? */
-static bool takes_apart(const attn_kernel *k) { return k->dtype == ATTN_F32 || k->dtype == ATTN_F16; }
-
 static void choose_kernel(attn_plan *plan) {
     const attn_problem *p = &plan->problem;
     bool wide = p->dtype == ATTN_F64;
@@ -88,10 +85,10 @@ static void choose_kernel(attn_plan *plan) {
         if (k->dtype && (k->dtype != p->dtype || k->dtype != p->kv_dtype || k->dtype != p->out_dtype)) fits = false;
         if (k->dtype && (p->flags & ATTN_DESCALE_PAGES)) fits = false; /* they take keys as they are */
         if (k->dtype && attn__wide_problem(p)) fits = false;
-        if (takes_apart(k) && p->op == ATTN_BACKWARD && !(fabs(p->scale) <= 0x1p20))
+        if (attn__in_parts(k->dtype) && p->op == ATTN_BACKWARD && !(fabs(p->scale) <= 0x1p20))
             fits = false; /* fwd_bf16.c looks by itself: descales are a part of it there */
-        if (takes_apart(k) && p->max_q <= ATTN_NARROW_ROWS) fits = false; /* attn__takes_bf16 leaves them all */
-        if (takes_apart(k) && p->op == ATTN_BACKWARD && !(plan->context->cpu & ATTN_CPU_ASKED) &&
+        if (attn__in_parts(k->dtype) && p->max_q <= ATTN_NARROW_ROWS) fits = false; /* attn__takes_bf16 leaves them all */
+        if (attn__in_parts(k->dtype) && p->op == ATTN_BACKWARD && !(plan->context->cpu & ATTN_CPU_ASKED) &&
             (p->max_q < ATTN_LEAST_SPLIT || p->max_kv < ATTN_LEAST_SPLIT ||
              p->dim_qk <= (k->dtype == ATTN_F32 ? ATTN_FLOAT_DIM : ATTN_HALF_DIM)))
             fits = false; /* where p and d_s in parts are too much of it; ATTN_CPU=amx takes it all the same */
@@ -182,7 +179,7 @@ static void choose_strip(attn_plan *plan) {
 }
 
 /*
- * Keys of a unit of the backward. Long ones share each load of a query tile; those of float32 in parts, whose operands are large, are halved where threads are many, of
+ * Keys of a unit of the backward. Long ones share each load of a query tile; those of numbers in parts, whose operands are large, are halved where threads are many, of
  * which two may have one second cache. No result depends on it.
  */
 static void choose_strip_keys(attn_plan *plan) {

@@ -142,7 +142,7 @@ static void work_keys(const member *strip, int32_t count, scratch *m, int32_t fi
     for (int32_t n = 0; n < count; n++) clear(&strip[n].t, &strip[n].now);
     for (int32_t j0 = first / ATTN_TILE_COLS * ATTN_TILE_COLS; j0 < end; j0 += ATTN_TILE_COLS) {
         int32_t keys = attn__min32(ATTN_TILE_COLS, end - j0); /* nobody sees those after them */
-        int32_t loaded = -1; /* the KV head whose keys are loaded */
+        int32_t loaded = -1;                                  /* the KV head whose keys are loaded */
         for (int32_t n = 0; n < count; n++) {
             int class = REAL(tile_class)(&strip[n].t, j0, keys);
             if (class == ATTN_TILE_SKIP) continue;

@@ -133,6 +133,9 @@ static inline bool attn__sequence_in_double(const attn_plan *plan, const attn_bu
     return attn__in_double(&plan->problem, &s);
 }
 
+/* Is this dtype one whose numbers tiles of AMX have in parts (bf16.h)? */
+static inline bool attn__in_parts(attn_dtype dtype) { return dtype == ATTN_F32 || dtype == ATTN_F16; }
+
 /*
  * Is the lse of a row of float32 or f16 so large that it must be of the very scores that are met with it? Tiles of AMX, vectors and double do not round scores
  * alike, and p = e^(s - lse) is off by e^(what they differ by). Where the forward may have had scores of tiles, the backward works such rows with
@@ -140,7 +143,7 @@ static inline bool attn__sequence_in_double(const attn_plan *plan, const attn_bu
  */
 static inline bool attn__is_large(double lse) { return fabs(lse) > ATTN_LARGE_LSE && isfinite(lse); }
 static inline bool attn__may_restore_large(const attn_plan *plan) {
-    return (plan->context->cpu & ATTN_CPU_AMX) && (plan->problem.dtype == ATTN_F32 || plan->problem.dtype == ATTN_F16);
+    return (plan->context->cpu & ATTN_CPU_AMX) && attn__in_parts(plan->problem.dtype);
 }
 static inline bool attn__restores_large(const attn_plan *plan, const attn_seq *s) {
     return attn__may_restore_large(plan) && !attn__is_narrow(s);
@@ -177,8 +180,10 @@ static inline bool attn__by_bf16(const attn_plan *plan) {
 /* And if so, their products by vectors instead of tiles of AMX? */
 static inline bool attn__by_vectors(const attn_plan *plan) { return (plan->kernel->cpu & ATTN_CPU_AMX) == 0; }
 
-/* Of numbers in parts: float32 and f16? */
-static inline bool attn__splits(const attn_plan *plan) { return attn__by_bf16(plan) && plan->problem.dtype != ATTN_BF16; }
+/* Of numbers in parts? */
+static inline bool attn__splits(const attn_plan *plan) {
+    return attn__by_bf16(plan) && attn__in_parts(plan->problem.dtype);
+}
 
 /* The most rows of a sequence that it leaves to fwd.c, if there are more keys: packing them would not pay. Few of both are worked as many are: attn__is_narrow. */
 static inline int32_t attn__rows_left(const attn_plan *plan) {
